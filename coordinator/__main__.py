@@ -1,0 +1,30 @@
+"""`python -m coordinator`: one coordinator in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from specwire import config, flags, rpc
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse flags and variables, meet the model services, serve until a signal."""
+    parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
+    flags.add_flags(parser, config.CoordinatorConfig)
+    args = parser.parse_args(argv)
+    return rpc.run_service(lambda: _serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    config.check_environment(os.environ)
+    settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
+    rpc.set_up_logging(settings.log_level)
+    from coordinator.service import serve  # after the flags were checked
+
+    await serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

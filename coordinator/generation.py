@@ -1,0 +1,127 @@
+"""The loop that drafts, verifies and commits. Knows no grpc, no text, and no clock but a stopwatch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specwire import acceptance, tracing
+from specwire.core import Fate, Outcome, Proposal, SamplingParams, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call to a model service cost.
+
+    `queue_ns` and `forward_ns` are the service's own figures; `wall_ns` is ours, network included.
+    """
+
+    queue_ns: int = 0
+    forward_ns: int = 0
+    wall_ns: int = 0
+    request_bytes: int = 0
+    response_bytes: int = 0
+
+
+class Drafter(Protocol):
+    """The draft's side of one sequence."""
+
+    async def propose(
+        self, committed: Sequence[int], num_draft_tokens: int, parent: str
+    ) -> tuple[Proposal, Cost]:
+        """At most `num_draft_tokens` guesses of what follows; none when the draft is not there."""
+        ...
+
+
+class Verifier(Protocol):
+    """The target's side of one sequence."""
+
+    async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+        """What the target says at every draft position and at the one after them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft → verify → commit cycle."""
+
+    proposal: Proposal
+    verdict: Verdict
+    outcome: Outcome
+    draft_cost: Cost
+    verify_cost: Cost
+    rule_ns: int
+
+    @property
+    def emitted(self) -> list[tuple[int, Fate]]:
+        """Committed tokens with their fates: accepted ones, then the recovered or bonus token."""
+        num_accepted = self.outcome.num_accepted
+        last = Fate.BONUS if num_accepted == len(self.proposal.token_ids) else Fate.RECOVERED
+        accepted = [(token_id, Fate.ACCEPTED) for token_id in self.proposal.token_ids[:num_accepted]]
+        return [*accepted, (self.outcome.next_token, last)]
+
+    @property
+    def rejected(self) -> list[int]:
+        """The draft token that the rule refused, if any. Those after it were never judged."""
+        num_accepted = self.outcome.num_accepted
+        return list(self.proposal.token_ids[num_accepted : num_accepted + 1])
+
+
+class Generation:
+    """One sequence on its way.
+
+    Attributes:
+        committed: the prompt and everything emitted since.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        drafter: Drafter,
+        verifier: Verifier,
+        *,
+        num_draft_tokens: int,
+        tracer: tracing.Tracing,
+        parent: str = "",
+    ) -> None:
+        assert params.seed is not None  # drawn by the coordinator when the client gave none
+        self._seed = params.seed
+        self.committed = list(prompt_token_ids)
+        self._end_len = len(prompt_token_ids) + params.max_tokens
+        self._params = params
+        self._drafter = drafter
+        self._verifier = verifier
+        self._num_draft_tokens = num_draft_tokens
+        self._tracer = tracer
+        self._parent = parent
+
+    async def rounds(self) -> AsyncIterator[Round]:
+        """Rounds until `max_tokens` are emitted; whoever sees a stop condition just stops asking."""
+        while len(self.committed) < self._end_len:
+            with self._tracer.span("round", parent=self._parent) as span:
+                done = await self._round(span.traceparent)
+                self.committed.extend(token_id for token_id, _ in done.emitted)
+                span.set(_round_attributes(done))
+            yield done
+
+    async def _round(self, parent: str) -> Round:
+        # The last token of a round is the target's own, so the last round may draft one token less.
+        num_draft_tokens = min(self._num_draft_tokens, self._end_len - len(self.committed) - 1)
+        proposal, draft_cost = await self._drafter.propose(self.committed, num_draft_tokens, parent)
+        verdict, verify_cost = await self._verifier.verify(self.committed, proposal, parent)
+        started_ns = time.perf_counter_ns()
+        with self._tracer.span("accept", parent=parent):
+            outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
+        rule_ns = time.perf_counter_ns() - started_ns
+        return Round(proposal, verdict, outcome, draft_cost, verify_cost, rule_ns)
+
+
+def _round_attributes(done: Round) -> dict[str, int]:
+    return {
+        tracing.BASE_LEN: done.proposal.base_len,
+        tracing.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
+        tracing.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
+    }

@@ -1,0 +1,210 @@
+"""`specwire.v1.GenerationService`: messages in, messages out."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.generation import Generation
+from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.session import Session
+from coordinator.streams import RemoteDrafter, RemoteVerifier
+from specwire import rpc, tracing, wire
+from specwire.config import CoordinatorConfig
+from specwire.core import Completion, ModelInfo, SamplingParams
+from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2, generation_pb2_grpc
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """What clients speak to."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        verify: VerifyPeer,
+        draft: DraftPeer,
+        tokenizer: Tokenizer | None,
+        tracer: tracing.Tracing,
+    ) -> None:
+        self._config = config
+        self._verify = verify
+        self._draft = draft
+        self._tokenizer = tokenizer
+        self._tracer = tracer
+        self._started_s = time.monotonic()
+        self._num_running = 0
+        self._num_finished = 0
+
+    @rpc.translate_errors
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
+        params = _with_seed(wire.generate_params(request))
+        prompt = prompt_token_ids(request, self._tokenizer)
+        check_fit(prompt, params, self._verify.info, self._tokenizer)
+        self._num_running += 1
+        try:
+            await self._generate(prompt, params, context)
+        finally:
+            self._num_running -= 1
+            self._num_finished += 1
+
+    async def _generate(self, prompt: list[int], params: SamplingParams, context: Any) -> None:
+        remaining_s: Callable[[], float | None] = context.time_remaining
+        num_draft_tokens = params.num_draft_tokens
+        if num_draft_tokens is None:
+            num_draft_tokens = self._config.num_draft_tokens
+        drafter = RemoteDrafter(
+            self._draft,
+            params,
+            len(prompt),
+            vocab_limit=self._verify.info.vocab_size,
+            timeout_s=self._config.draft_timeout_ms / 1e3,
+            deadline_s=remaining_s(),
+            tracer=self._tracer,
+        )
+        verifier = RemoteVerifier(
+            self._verify, params, len(prompt), remaining_s=remaining_s, tracer=self._tracer
+        )
+        try:
+            with self._tracer.span("generate", parent=_traceparent(context)) as span:
+                span.set(_request_attributes(params, len(prompt), self._verify.info.name))
+                generation = Generation(
+                    prompt,
+                    params,
+                    drafter,
+                    verifier,
+                    num_draft_tokens=num_draft_tokens,
+                    tracer=self._tracer,
+                    parent=span.traceparent,
+                )
+                session = Session(
+                    generation,
+                    prompt,
+                    params,
+                    tokenizer=self._tokenizer,
+                    eos_token_ids=self._verify.info.eos_token_ids,
+                    model=self._verify.info.name,
+                )
+                async for chunk in session.chunks():
+                    await context.write(generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk)))
+                completion = session.completion(drafter.unavailable)
+                span.set(_response_attributes(completion))
+            await context.write(
+                generation_pb2.GenerateResponse(completion=wire.completion_to_proto(completion))
+            )
+        finally:
+            drafter.close()
+            verifier.close()
+
+    @rpc.translate_errors
+    async def GetModelInfo(  # noqa: N802
+        self, request: generation_pb2.GetModelInfoRequest, context: Any
+    ) -> generation_pb2.GetModelInfoResponse:
+        draft = self._draft.info
+        return generation_pb2.GetModelInfoResponse(
+            target=wire.model_info_to_proto(self._verify.info),
+            draft=wire.model_info_to_proto(draft) if draft else None,
+            num_draft_tokens=self._config.num_draft_tokens,
+        )
+
+    @rpc.translate_errors
+    async def GetStatus(  # noqa: N802
+        self, request: generation_pb2.GetStatusRequest, context: Any
+    ) -> generation_pb2.GetStatusResponse:
+        return generation_pb2.GetStatusResponse(
+            num_running=self._num_running,
+            num_finished=self._num_finished,
+            draft_unavailable=self._draft.unavailable,
+            uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
+        )
+
+
+def _with_seed(params: SamplingParams) -> SamplingParams:
+    return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(63))
+
+
+def prompt_token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt as token ids, whichever of its three forms came.
+
+    Raises:
+        InvalidRequestError: no prompt, or an empty one.
+        UnsupportedError: text for a target without a tokenizer, or messages without a chat template.
+    """
+    form = request.WhichOneof("prompt")
+    if form == "token_ids":
+        token_ids = list(request.token_ids.ids)
+    elif form is None:
+        raise InvalidRequestError("prompt", "unset", "a prompt is required")
+    elif tokenizer is None:
+        raise UnsupportedError("prompt", form, "the target has no tokenizer; give prompt_token_ids")
+    elif form == "text":
+        token_ids = tokenizer.encode(request.text)
+    else:
+        messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
+        token_ids = tokenizer.apply_chat_template(messages)
+    if not token_ids:
+        raise InvalidRequestError("prompt", "empty", "at least one token is required")
+    return token_ids
+
+
+def check_fit(
+    prompt: list[int], params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer | None
+) -> None:
+    """Refuse what the target cannot do, before anything runs.
+
+    Raises:
+        InvalidRequestError: a token id outside the vocabulary.
+        ContextLengthError: prompt and max_tokens do not fit.
+        UnsupportedError: stop strings without a tokenizer.
+    """
+    named = [(f"prompt_token_ids[{i}]", token_id) for i, token_id in enumerate(prompt)]
+    named += [(f"stop_token_ids[{i}]", token_id) for i, token_id in enumerate(params.stop_token_ids)]
+    named += [(f"logit_bias[{token_id}]", token_id) for token_id in params.logit_bias]
+    for name, token_id in named:
+        if not 0 <= token_id < target.vocab_size:
+            raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
+    length = len(prompt) + params.max_tokens
+    if length > target.context_len:
+        raise ContextLengthError(
+            "max_tokens",
+            params.max_tokens,
+            f"with a prompt of {len(prompt)} tokens is over the context of {target.context_len}",
+        )
+    if params.stop and tokenizer is None:
+        raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
+
+
+def _traceparent(context: Any) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""
+
+
+def _request_attributes(params: SamplingParams, num_prompt_tokens: int, model: str) -> dict[str, Any]:
+    return {
+        tracing.GEN_AI_OPERATION_NAME: "text_completion",
+        tracing.GEN_AI_REQUEST_MODEL: model,
+        tracing.GEN_AI_REQUEST_MAX_TOKENS: params.max_tokens,
+        tracing.GEN_AI_REQUEST_TEMPERATURE: params.temperature,
+        tracing.GEN_AI_REQUEST_TOP_K: params.top_k or None,
+        tracing.GEN_AI_REQUEST_TOP_P: params.top_p,
+        tracing.GEN_AI_REQUEST_SEED: params.seed,
+        tracing.GEN_AI_USAGE_INPUT_TOKENS: num_prompt_tokens,
+        tracing.RULE: params.rule.value,
+    }
+
+
+def _response_attributes(completion: Completion) -> dict[str, Any]:
+    return {
+        tracing.GEN_AI_RESPONSE_FINISH_REASONS: [completion.finish_reason.value],
+        tracing.GEN_AI_USAGE_OUTPUT_TOKENS: completion.usage.completion_tokens,
+        tracing.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: completion.timing.time_to_first_token_ms / 1e3,
+        tracing.NUM_ROUNDS: completion.speculation.num_rounds,
+        tracing.NUM_DRAFT_TOKENS: completion.speculation.num_draft_tokens,
+        tracing.NUM_ACCEPTED_TOKENS: completion.speculation.num_accepted_tokens,
+    }

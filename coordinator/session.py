@@ -1,0 +1,178 @@
+"""One generation as its client sees it: text, stop conditions, counts. Knows no grpc."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from coordinator.generation import Generation, Round
+from coordinator.text import TextAssembler
+from specwire.core import (
+    Chunk,
+    Completion,
+    Fate,
+    FinishReason,
+    SamplingParams,
+    Speculation,
+    Timing,
+    Token,
+    Usage,
+    Verdict,
+)
+from specwire.tokenizer import Tokenizer
+
+
+class Session:
+    """Turns the rounds of a generation into chunks, and ends it at the first stop condition."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence[int],
+        model: str,
+    ) -> None:
+        self._generation = generation
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._params = params
+        self._tokenizer = tokenizer
+        self._model = model
+        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._text = TextAssembler(tokenizer, prompt_token_ids, params.stop)
+        self._released: list[Token] = []
+        self._num_emitted = 0
+        self._stop_reason: str | int | None = None
+        self._tally = Tally()
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """One chunk a round at the most; every emitted token exactly once, in order."""
+        async for done in self._generation.rounds():
+            self._tally.add(done)
+            tokens = self._emit(done)
+            ended = self._stop_reason is not None or self._num_emitted == self._params.max_tokens
+            if ended:
+                tokens += self._text.finish()
+            if tokens or done.rejected:
+                yield self._chunk(tokens, done.rejected)
+            if ended:
+                return
+
+    def completion(self, draft_unavailable: str) -> Completion:
+        """The end of the stream; the stop reason is known by now."""
+        stopped = self._stop_reason is not None
+        return Completion(
+            text="".join(token.text for token in self._released),
+            token_ids=tuple(token.token_id for token in self._released),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            usage=Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=len(self._released)),
+            speculation=self._tally.speculation(draft_unavailable),
+            timing=self._tally.timing(),
+            stop_reason=self._stop_reason,
+            seed=self._params.seed or 0,
+            model=self._model,
+            tokens=tuple(self._released),
+        )
+
+    def _emit(self, done: Round) -> list[Token]:
+        """Take the round's tokens up to one that ends it all; returns those whose text is certain."""
+        certain: list[Token] = []
+        for i, (token_id, fate) in enumerate(done.emitted):
+            ends = token_id in self._end_ids
+            self._num_emitted += 1
+            certain += self._text.add(self._token(done.verdict, i, token_id, fate), silent=ends)
+            if self._text.stopped_by is not None:
+                self._stop_reason = self._text.stopped_by
+            elif ends:
+                self._stop_reason = token_id
+            if self._stop_reason is not None:
+                break
+        return certain
+
+    def _token(self, verdict: Verdict, i: int, token_id: int, fate: Fate) -> Token:
+        if not verdict.logprobs:
+            return Token(token_id=token_id, text="", fate=fate)
+        entry = verdict.logprobs[i]
+        return Token(
+            token_id=token_id,
+            text="",
+            fate=fate,
+            logprob=entry.of(token_id),
+            top_logprobs=tuple(entry.top()),
+        )
+
+    def _chunk(self, tokens: list[Token], rejected: list[int]) -> Chunk:
+        first_index = len(self._released)
+        self._released += tokens
+        shown = tuple(
+            Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED) for token_id in rejected
+        )
+        text = "".join(token.text for token in tokens)
+        return Chunk(text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index)
+
+    def _decode(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id]) if self._tokenizer else ""
+
+
+class Tally:
+    """Counts and times over the rounds of one generation."""
+
+    def __init__(self) -> None:
+        self._started_ns = time.perf_counter_ns()
+        self._first_token_ns = 0
+        self._num_rounds = 0
+        self._num_accepted = 0
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+        self._histogram: list[int] = []
+        self._draft_ns = self._verify_ns = self._queue_ns = self._rule_ns = self._network_ns = 0
+
+    def add(self, done: Round) -> None:
+        """Count one round."""
+        self._first_token_ns = self._first_token_ns or time.perf_counter_ns() - self._started_ns
+        self._num_rounds += 1
+        self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
+        self._draft_ns += done.draft_cost.forward_ns
+        self._verify_ns += done.verify_cost.forward_ns
+        self._rule_ns += done.rule_ns
+        for cost in (done.draft_cost, done.verify_cost):
+            self._queue_ns += cost.queue_ns
+            self._network_ns += cost.wall_ns - cost.queue_ns - cost.forward_ns
+
+    def _count(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted == 0:
+            return
+        self._num_accepted += num_accepted
+        for counts, length in ((self._drafted, num_drafted), (self._accepted, num_drafted)):
+            counts.extend([0] * (length - len(counts)))
+        self._histogram.extend([0] * (num_drafted + 1 - len(self._histogram)))
+        self._histogram[num_accepted] += 1
+        for i in range(num_drafted):
+            self._drafted[i] += 1
+            self._accepted[i] += i < num_accepted
+
+    def speculation(self, draft_unavailable: str) -> Speculation:
+        """The counts so far."""
+        return Speculation(
+            num_rounds=self._num_rounds,
+            num_draft_tokens=sum(self._drafted),
+            num_accepted_tokens=self._num_accepted,
+            acceptance_histogram=tuple(self._histogram),
+            drafted_per_position=tuple(self._drafted),
+            accepted_per_position=tuple(self._accepted),
+            draft_unavailable=draft_unavailable,
+        )
+
+    def timing(self) -> Timing:
+        """The times so far."""
+        return Timing(
+            total_ms=(time.perf_counter_ns() - self._started_ns) / 1e6,
+            time_to_first_token_ms=self._first_token_ns / 1e6,
+            draft_ms=self._draft_ns / 1e6,
+            verify_ms=self._verify_ns / 1e6,
+            queue_ms=self._queue_ns / 1e6,
+            rule_ms=self._rule_ns / 1e6,
+            network_ms=self._network_ns / 1e6,
+        )

@@ -1,0 +1,257 @@
+"""From tokens to text that is certain: whole characters, and no part of a stop string.
+
+Three small machines, none of which does any I/O:
+
+    token id ──IncrementalDetokenizer──▶ whole characters ──StopMatcher──▶ text before any stop string
+             └────────────────────────── TextAssembler ──────────────────────────▶ released tokens
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from specwire.core import Token
+from specwire.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# An incomplete character has at most this many bytes, and decoders write at most one U+FFFD a byte.
+_MAX_INCOMPLETE = 3
+# Tokens that may wait for their character. A character spans at most 4; more waiting means invalid bytes.
+_MAX_PENDING = 8
+# The window is cut to a few tokens when it gets this long. Cut in the middle of invalid bytes it must keep
+# more bytes than three incomplete characters have, so that decoding is back in step at its end.
+_MAX_WINDOW = 32
+_CONTEXT = 2
+
+
+class IncrementalDetokenizer:
+    """Turns token ids into text one by one, at a cost that does not grow with the text.
+
+    Decoding a token alone is wrong (bytes of one character may be spread over tokens, and many decoders
+    drop the space before a first word), and decoding everything each time is quadratic. So a short window
+    is decoded: some tokens of context, at first those that end the prompt, then the latest ones.
+
+        window    [ context . . | pending . ]
+        decoded    "never emitted|again" "\\ufffd"     ← an incomplete character waits for its last token
+
+    All pieces and `flush()` joined are what decoding the output after the prompt gives. Invalid bytes come
+    out as U+FFFD, at the latest 8 tokens after they went in; only there, and only with decoders that undo a
+    valid character because of an invalid byte after it (byte fallback), may the number of U+FFFD differ.
+
+    Without a tokenizer the text is always empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._num_pending = 0
+        self._window = self._context(prompt_ids)
+        self._boundary = len(self._window)  # window[:boundary] was whole characters when it was added
+        # A prompt may end within a character (a resumed generation): then the output completes it.
+        self._num_emitted = len(self._decode(self._window).rstrip(_REPLACEMENT))
+
+    @property
+    def num_pending(self) -> int:
+        """How many of the latest tokens wait for the rest of a character; at most 8."""
+        return self._num_pending
+
+    def add(self, token_id: int) -> str:
+        """Append a token; returns the text that is complete with it, often none or one word."""
+        if not self._has_text(token_id):
+            if self._num_pending:
+                self._wait()
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_certain = len(text.rstrip(_REPLACEMENT))
+        cut = 0
+        if num_certain == len(text):
+            self._num_pending = 0
+            self._boundary, cut = len(self._window), self._boundary
+        elif self._wait() == _MAX_PENDING:
+            num_certain = max(num_certain, len(text) - _MAX_INCOMPLETE)
+            cut = len(self._window) - _CONTEXT
+        piece = text[self._num_emitted : num_certain]
+        self._num_emitted = max(self._num_emitted, num_certain)
+        if len(self._window) >= _MAX_WINDOW:
+            self._cut(cut, num_waiting=len(text) - self._num_emitted)
+        return piece
+
+    def flush(self) -> str:
+        """At the end of the output: what was waiting for more, as it is."""
+        text = self._decode(self._window)
+        piece = text[self._num_emitted :]
+        self._num_emitted = len(text)
+        self._num_pending = 0
+        return piece
+
+    def _wait(self) -> int:
+        self._num_pending = min(self._num_pending + 1, _MAX_PENDING)
+        return self._num_pending
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer is not None and token_id not in self._tokenizer.special_ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+
+    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from where a character begins (if one does)."""
+        tail = [i for i in prompt_ids[-_CONTEXT:] if self._has_text(i)]
+        for start in range(_MAX_INCOMPLETE + 1):
+            text = self._decode(tail[start:])
+            if text and not text.startswith(_REPLACEMENT):
+                return tail[start:]
+        return tail
+
+    def _cut(self, start: int, num_waiting: int) -> None:
+        """Drop the window's tokens before `start`; its last `num_waiting` characters are not yet emitted."""
+        window = self._window[start:]
+        text = self._decode(window)
+        if len(text) > num_waiting:  # without text before it a word may lose its space: cut a later time
+            self._window = window
+            self._boundary = max(0, self._boundary - start)
+            self._num_emitted = len(text) - num_waiting
+
+
+class _Progress:
+    """How far the text has got into one stop string (Knuth, Morris and Pratt)."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.matched = 0
+        self._fallback = self._fallbacks(pattern)
+
+    @staticmethod
+    def _fallbacks(pattern: str) -> list[int]:
+        """[i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1]."""
+        table = [0] * len(pattern)
+        matched = 0
+        for i in range(1, len(pattern)):
+            while matched and pattern[i] != pattern[matched]:
+                matched = table[matched - 1]
+            matched += pattern[i] == pattern[matched]
+            table[i] = matched
+        return table
+
+    def step(self, char: str) -> bool:
+        """Advance by one character of text; True when the stop string ends with it."""
+        while self.matched and char != self.pattern[self.matched]:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += char == self.pattern[self.matched]
+        return self.matched == len(self.pattern)
+
+
+class StopMatcher:
+    """Finds the stop string that ends first, and holds back whatever may be the beginning of one.
+
+    The result depends on the text alone, never on how it was split into pieces. Of stop strings that end
+    at the same character the longest counts.
+
+    Attributes:
+        stopped_by: the stop string that was found, or None.
+    """
+
+    def __init__(self, stop_strings: Iterable[str]) -> None:
+        self._progress = [_Progress(pattern) for pattern in stop_strings]
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def add(self, text: str) -> str:
+        """Append text; returns what is certain to come before any stop string. None comes after a match."""
+        if self.stopped_by is not None:
+            return ""
+        for end, char in enumerate(text, start=1):
+            found = [progress.pattern for progress in self._progress if progress.step(char)]
+            if found:
+                self.stopped_by = max(found, key=len)
+                return self._take(text[:end], len(self.stopped_by), hold=False)
+        return self._take(text, max((progress.matched for progress in self._progress), default=0))
+
+    def flush(self) -> str:
+        """At the end of the output: the text held back, since no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _take(self, text: str, num_kept: int, hold: bool = True) -> str:
+        text = self._held + text
+        split = len(text) - num_kept
+        self._held = text[split:] if hold else ""
+        return text[:split]
+
+
+class TextAssembler:
+    """Releases tokens, in order, as soon as all of their text is certain.
+
+    The texts of all released tokens joined are the output. A token waits while its character is incomplete
+    or its text may be part of a stop string; a character counts as text of the token that completes it.
+
+    Attributes:
+        stopped_by: the stop string that ended the output, or None.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop_strings: Iterable[str] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._matcher = StopMatcher(stop_strings)
+        self._held: deque[Token] = deque()
+        self._num_certain = 0  # characters of the held tokens that come before any stop string
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._matcher.stopped_by
+
+    def add(self, token: Token, silent: bool = False) -> list[Token]:
+        """Append a token (its own `text` is ignored) and return those that are now certain.
+
+        On a stop string these are all up to this token, with their texts cut before the match; what is
+        added after that returns nothing.
+
+        Args:
+            silent: the token ends the generation: it counts, and adds no text.
+        """
+        if self.stopped_by is not None:
+            return []
+        if silent:
+            self._complete_character()
+            if self.stopped_by is not None:
+                return self._release_all()
+        piece = "" if silent else self._detokenizer.add(token.token_id)
+        self._held.append(replace(token, text=piece))
+        self._num_certain += len(self._matcher.add(piece))
+        return self._release() if self.stopped_by is None else self._release_all()
+
+    def finish(self) -> list[Token]:
+        """At the end of the generation: the tokens that still wait. Nothing after a stop string."""
+        if self.stopped_by is None:
+            self._complete_character()
+        self._num_certain += len(self._matcher.flush())
+        return self._release_all()
+
+    def _complete_character(self) -> None:
+        """No byte will follow: what an incomplete character decodes to is text of the latest token."""
+        piece = self._detokenizer.flush()
+        if piece and self._held:  # none is held if the prompt itself ended within a character
+            last = self._held[-1]
+            self._held[-1] = replace(last, text=last.text + piece)
+            self._num_certain += len(self._matcher.add(piece))
+
+    def _release(self) -> list[Token]:
+        released = []
+        num_ready = len(self._held) - self._detokenizer.num_pending
+        while num_ready > 0 and len(self._held[0].text) <= self._num_certain:
+            released.append(self._held.popleft())
+            self._num_certain -= len(released[-1].text)
+            num_ready -= 1
+        return released
+
+    def _release_all(self) -> list[Token]:
+        released = []
+        while self._held:
+            token = self._held.popleft()
+            text = token.text[: self._num_certain]
+            self._num_certain -= len(text)
+            released.append(token if text == token.text else replace(token, text=text))
+        return released

@@ -1,0 +1,30 @@
+"""`python -m draft_service`: one draft service in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from specwire import config, flags, rpc
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse flags and variables, load the model, serve until a signal."""
+    parser = argparse.ArgumentParser(prog="specwire draft", description="Run one draft service.")
+    flags.add_flags(parser, config.DraftConfig)
+    args = parser.parse_args(argv)
+    return rpc.run_service(lambda: _serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    config.check_environment(os.environ)
+    settings = flags.read_config(config.DraftConfig, args, os.environ)
+    rpc.set_up_logging(settings.log_level)
+    from draft_service.service import serve  # loads torch: after the flags were checked
+
+    await serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

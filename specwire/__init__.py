@@ -1,0 +1,89 @@
+"""specwire: exact speculative decoding across machines.
+
+    from specwire import Client, SamplingParams
+
+    with Client("127.0.0.1:7070") as client:
+        print(client.generate("def fibonacci(", SamplingParams(max_tokens=64)).text)
+
+Importing this package loads neither torch nor transformers; grpc comes with the clients only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specwire.core import (
+    Chunk,
+    Completion,
+    Fate,
+    FinishReason,
+    ModelInfo,
+    Rule,
+    SamplingParams,
+    Speculation,
+    Timing,
+    Token,
+    Usage,
+)
+from specwire.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineExceededError,
+    HandshakeError,
+    InternalError,
+    InvalidRequestError,
+    ModelLoadError,
+    PrefixMismatchError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from specwire.client import AsyncClient, AsyncStream, Client, Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "Completion",
+    "ConfigError",
+    "ContextLengthError",
+    "DeadlineExceededError",
+    "Fate",
+    "FinishReason",
+    "HandshakeError",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelInfo",
+    "ModelLoadError",
+    "PrefixMismatchError",
+    "RequestCancelledError",
+    "ResourceExhaustedError",
+    "Rule",
+    "SamplingParams",
+    "ServiceUnavailableError",
+    "Speculation",
+    "SpecwireError",
+    "Stream",
+    "Timing",
+    "Token",
+    "UnsupportedError",
+    "Usage",
+]
+
+_CLIENT_NAMES = ("AsyncClient", "AsyncStream", "Client", "Stream")
+
+
+def __getattr__(name: str) -> Any:
+    """Clients on first use: a service that imports the nouns need not load the client."""
+    if name in _CLIENT_NAMES:
+        from specwire import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,288 @@
+"""The client SDK: `AsyncClient`, and `Client`, which runs one on a thread of its own. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from specwire import rpc, wire
+from specwire.core import Chunk, Completion, ModelInfo, SamplingParams, Token
+from specwire.errors import (
+    InvalidRequestError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
+from specwire.v1 import generation_pb2, generation_pb2_grpc
+
+DEFAULT_TIMEOUT_S = 120.0
+Messages = Sequence[Mapping[str, str]]
+Result = TypeVar("Result")
+
+
+class AsyncStream:
+    """A running generation: iterate over its chunks; leaving its `async with` cancels what is left."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._tokens: list[Token] = []
+        self._completion: Completion | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """The finished generation.
+
+        Raises:
+            SpecwireError: the stream is not at its end yet.
+        """
+        if self._completion is None:
+            raise SpecwireError("the generation is not complete; iterate to its end first")
+        return self._completion
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Tokens received so far."""
+        return list(self._tokens)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Chunks until the generation is complete.
+
+        Raises:
+            SpecwireError: what ended the generation before it was complete.
+        """
+        try:
+            async for response in self._call:
+                if response.WhichOneof("event") == "completion":
+                    self._completion = wire.completion_from_proto(response.completion, self._tokens)
+                    return
+                chunk = wire.chunk_from_proto(response.chunk)
+                self._tokens += chunk.tokens
+                yield chunk
+        except grpc.RpcError as error:
+            raise _explain(rpc.from_rpc_error(error)) from None
+        raise ServiceUnavailableError(
+            f"the stream ended after {len(self._tokens)} tokens without a completion"
+        )
+
+    def cancel(self) -> None:
+        """End the generation on all services; harmless when it is complete."""
+        self._call.cancel()
+
+
+class AsyncClient:
+    """Speaks to a coordinator from asyncio code.
+
+    Args:
+        address: `HOST:PORT` of the coordinator.
+        timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._channel = rpc.open_channel(address)
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; running generations are cancelled."""
+        await self._channel.close()
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+    ) -> AsyncIterator[AsyncStream]:
+        """Generate, chunk by chunk. Leaving the context cancels the generation on all services.
+
+        Args:
+            prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`.
+            params: how to continue it.
+            timeout_s: deadline of the whole generation, in seconds.
+            traceparent: W3C trace context of the caller, to be the parent of the generation's trace.
+
+        Raises:
+            InvalidRequestError: names the parameter and its value.
+            SpecwireError: see `specwire.errors`.
+        """
+        request = wire.generate_request(
+            prompt,
+            params or SamplingParams(),
+            prompt_token_ids,
+            [dict(m) for m in messages] if messages is not None else None,
+        )
+        metadata = [("traceparent", traceparent)] if traceparent else None
+        call = self._stub.Generate(request, timeout=timeout_s or self._timeout_s, metadata=metadata)
+        stream = AsyncStream(call)
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+    ) -> Completion:
+        """Generate, and wait for the end. Arguments and errors as for `stream`."""
+        async with self.stream(
+            prompt,
+            params,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+        ) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    async def get_model_info(self, *, timeout_s: float = 10.0) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable."""
+        request = generation_pb2.GetModelInfoRequest()
+        response = await self._unary(self._stub.GetModelInfo, request, timeout_s)
+        draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
+        return wire.model_info_from_proto(response.target), draft
+
+    async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
+        """What the coordinator is doing now."""
+        request = generation_pb2.GetStatusRequest()
+        status: generation_pb2.GetStatusResponse = await self._unary(self._stub.GetStatus, request, timeout_s)
+        return status
+
+    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise rpc.from_rpc_error(error) from None
+
+
+class Stream:
+    """A running generation: iterate over its chunks; leaving its `with` cancels what is left."""
+
+    def __init__(self, stream: AsyncStream, run: Any) -> None:
+        self._stream = stream
+        self._run = run
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks until the generation is complete; errors as for `AsyncStream`."""
+        chunks = self._stream.__aiter__()
+        while (chunk := self._run(anext(chunks, None))) is not None:
+            yield chunk
+
+    @property
+    def completion(self) -> Completion:
+        """The finished generation; see `AsyncStream.completion`."""
+        return self._stream.completion
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Tokens received so far."""
+        return self._stream.tokens
+
+    def cancel(self) -> None:
+        """End the generation on all services."""
+        self._run(_call(self._stream.cancel))
+
+
+class Client:
+    """Speaks to a coordinator from ordinary code; may be shared between threads.
+
+    Args:
+        address: `HOST:PORT` of the coordinator.
+        timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
+        self._thread.start()
+        self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel and end the thread; running generations are cancelled."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @contextlib.contextmanager
+    def stream(
+        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Stream]:
+        """Generate, chunk by chunk; options and errors as for `AsyncClient.stream`."""
+        context = self._client.stream(prompt, params, **options)
+        stream = self._run(context.__aenter__())
+        try:
+            yield Stream(stream, self._run)
+        finally:
+            self._run(context.__aexit__(None, None, None))
+
+    def generate(
+        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """Generate, and wait for the end; options and errors as for `AsyncClient.generate`."""
+        return self._run(self._client.generate(prompt, params, **options))
+
+    def get_model_info(self, *, timeout_s: float = 10.0) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable."""
+        return self._run(self._client.get_model_info(timeout_s=timeout_s))
+
+    def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
+        """What the coordinator is doing now."""
+        return self._run(self._client.get_status(timeout_s=timeout_s))
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a plain function on the loop's thread."""
+    return function(*args, **kwargs)
+
+
+def _explain(error: SpecwireError) -> SpecwireError:
+    """gRPC refuses an oversized message before any of our code sees it: name the field it came from."""
+    if isinstance(error, ResourceExhaustedError) and "larger than max" in str(error):
+        sizes = str(error).partition("(")[2].partition(")")[0]
+        return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
+    return error

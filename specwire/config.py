@@ -1,0 +1,170 @@
+"""Configuration of every process. Flags and `SPECWIRE_*` variables come from these fields (`flags.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specwire.core import MAX_NUM_DRAFT_TOKENS
+from specwire.errors import ConfigError
+from specwire.flags import flag_name, option, refuse_unknown_variables
+
+EMBEDDED = "embedded"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _check(ok: bool, name: str, value: object, problem: str) -> None:
+    if not ok:
+        raise ConfigError(f"{flag_name(name)} {value}: {problem}")
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """`HOST:PORT` to its parts; `[::1]:7070` works too.
+
+    Raises:
+        ConfigError: naming the flag and the address.
+    """
+    host, _, port = address.rpartition(":")
+    _check(bool(host) and port.isdecimal() and int(port) < 65536, name, address, "is not HOST:PORT")
+    return host, int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """What all three services share."""
+
+    address: str = option("127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one")
+    grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
+    max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes")
+    log_level: str = option("warning", "least severe log records shown on standard error")
+
+    def __post_init__(self) -> None:
+        split_address("address", self.address)
+        _check(self.grace_s >= 0, "grace_s", self.grace_s, "must be at least 0")
+        _check(
+            self.max_message_bytes >= 4096,
+            "max_message_bytes",
+            self.max_message_bytes,
+            "must be at least 4096",
+        )
+        levels = ("debug", "info", "warning", "error")
+        _check(self.log_level in levels, "log_level", self.log_level, f"is not one of {', '.join(levels)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelServiceConfig(ServiceConfig):
+    """What draft and verify service share: the model and its engine."""
+
+    model: str = option(EMBEDDED, "directory or hub id of a transformers causal language model")
+    dtype: str = option("auto", "number format of the weights: auto, float32, bfloat16 or float16")
+    device: str = option("cpu", "device the model runs on, as torch names it")
+    num_threads: int = option(0, "CPU threads for the model; 0 leaves it to torch")
+    num_kv_tokens: int = option(65536, "size of the KV cache, in tokens over all sequences")
+    page_size: int = option(16, "tokens in a page of the KV cache")
+    max_num_tokens: int = option(2048, "most tokens in one forward pass")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.dtype in DTYPES, "dtype", self.dtype, f"is not one of {', '.join(DTYPES)}")
+        _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
+        _check(self.page_size >= 1, "page_size", self.page_size, "must be at least 1")
+        _check(
+            self.num_kv_tokens >= self.page_size, "num_kv_tokens", self.num_kv_tokens, "is less than a page"
+        )
+        least = MAX_NUM_DRAFT_TOKENS + 1
+        _check(
+            self.max_num_tokens >= least, "max_num_tokens", self.max_num_tokens, f"must be at least {least}"
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return self.num_kv_tokens // self.page_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(ModelServiceConfig):
+    """The draft service."""
+
+    support_mass: float = option(0.99, "probability mass that a sent draft distribution keeps, in (0, 1]")
+    max_support: int = option(1024, "most tokens in a sent draft distribution")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
+        _check(self.max_support >= 1, "max_support", self.max_support, "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(ModelServiceConfig):
+    """The verify service."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(ServiceConfig):
+    """The coordinator."""
+
+    draft_address: str = option("", "HOST:PORT of the draft service; empty decodes plainly")
+    verify_address: str = option("127.0.0.1:7072", "HOST:PORT of the verify service")
+    num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
+    draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
+    connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
+    tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split_address("verify_address", self.verify_address)
+        if self.draft_address:
+            split_address("draft_address", self.draft_address)
+        gamma = self.num_draft_tokens
+        _check(
+            0 <= gamma <= MAX_NUM_DRAFT_TOKENS,
+            "num_draft_tokens",
+            gamma,
+            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
+        )
+        _check(self.draft_timeout_ms > 0, "draft_timeout_ms", self.draft_timeout_ms, "must be over 0")
+        _check(self.connect_timeout_s > 0, "connect_timeout_s", self.connect_timeout_s, "must be over 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """`specwire up` and `specwire demo`: the three services on this machine."""
+
+    target: str = option(EMBEDDED, "directory or hub id of the target model")
+    draft: str = option(EMBEDDED, "directory or hub id of the draft model; none decodes plainly")
+    dtype: str = option("auto", "number format of the target's weights")
+    device: str = option("cpu", "device of the target")
+    draft_dtype: str = option("auto", "number format of the draft's weights")
+    draft_device: str = option("cpu", "device of the draft")
+    address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
+    num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
+    num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
+    num_threads: int = option(0, "CPU threads for each model; 0 leaves it to torch")
+    start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
+    log_level: str = option("warning", "least severe log records shown on standard error")
+
+    def __post_init__(self) -> None:
+        split_address("address", self.address)
+        _check(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "must be over 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Where `specwire generate` finds the coordinator."""
+
+    server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator")
+    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
+
+    def __post_init__(self) -> None:
+        split_address("server", self.server)
+        _check(self.timeout_s > 0, "timeout_s", self.timeout_s, "must be over 0")
+
+
+ALL_CONFIGS: tuple[type[Any], ...] = (DraftConfig, VerifyConfig, CoordinatorConfig, UpConfig, ClientConfig)
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse `SPECWIRE_*` variables that no process reads."""
+    refuse_unknown_variables(ALL_CONFIGS, environ)

@@ -1,0 +1,475 @@
+"""The nouns of specwire, shared by every process. No torch, no grpc, no I/O.
+
+The words are those of the field (see docs/architecture.md): a *round* is one draft → verify → commit
+cycle; `output = accepted + (recovered or bonus)`; `num_draft_tokens` is γ.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire.errors import InvalidRequestError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+PROTOCOL_VERSION = 1
+MAX_NUM_DRAFT_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class Rule(enum.StrEnum):
+    """How target and draft are reconciled. Both are exact; they differ in what must agree."""
+
+    REJECTION = "rejection"
+    """Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+    GUMBEL = "gumbel"
+    """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): text fixed by the seed alone."""
+
+
+class Fate(enum.StrEnum):
+    """What became of a token in its round."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` reached."""
+
+
+def _check(ok: bool, name: str, value: object, problem: str) -> None:
+    if not ok:
+        raise InvalidRequestError(name, value, problem)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt. Every parameter works together with speculation.
+
+    The target's distribution at a position is made from its logits in this order (that of
+    transformers' `generate`): `logit_bias`, `repetition_penalty`, `presence_penalty` and
+    `frequency_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
+
+    Raises:
+        InvalidRequestError: on construction, naming the field and the value.
+    """
+
+    max_tokens: int = 256
+    """Most tokens to emit."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy decoding."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens with at least this mass, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the likeliest one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output; over 0."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output so far; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per occurrence in the output so far; in [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a number added to its logit; finite, in [-100, 100]."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output; they are part of `token_ids`, not of the text."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence token."""
+    seed: int | None = None
+    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion names."""
+    rule: Rule = Rule.REJECTION
+    """The rule that reconciles draft and target."""
+    num_draft_tokens: int | None = None
+    """Guesses a round; None leaves it to the server, 0 switches speculation off."""
+    logprobs: int | None = None
+    """Report each emitted token's log probability under the target, and those of the n likeliest."""
+
+    def __post_init__(self) -> None:
+        self._coerce()
+        self._check_counts()
+        self._check_warps()
+        self._check_penalties()
+
+    def _coerce(self) -> None:
+        """Accept what callers naturally write: a single stop string, lists, a rule by name."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        try:
+            object.__setattr__(self, "rule", Rule(self.rule))
+        except ValueError:
+            known = ", ".join(rule.value for rule in Rule)
+            raise InvalidRequestError("rule", self.rule, f"is not one of {known}") from None
+
+    def _check_counts(self) -> None:
+        _check(
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "must be at least 1",
+        )
+        gamma = self.num_draft_tokens
+        _check(
+            gamma is None or (_is_int(gamma) and 0 <= gamma <= MAX_NUM_DRAFT_TOKENS),
+            "num_draft_tokens",
+            gamma,
+            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
+        )
+        logprobs = self.logprobs
+        _check(
+            logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            logprobs,
+            f"must lie in [0, {MAX_LOGPROBS}]",
+        )
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            "must lie in [0, 2**63)",
+        )
+        _check(
+            len(self.stop) <= MAX_STOP_STRINGS,
+            "stop",
+            len(self.stop),
+            f"more than {MAX_STOP_STRINGS} strings",
+        )
+        for text in self.stop:
+            _check(isinstance(text, str) and text != "", "stop", text, "must be non-empty strings")
+        for token_id in self.stop_token_ids:
+            _check(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "must be token ids")
+
+    def _check_warps(self) -> None:
+        t = self.temperature
+        _check(_is_finite(t) and t >= 0, "temperature", t, "must be a finite number, at least 0")
+        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be at least 0")
+        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
+        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must lie in [0, 1]")
+
+    def _check_penalties(self) -> None:
+        r = self.repetition_penalty
+        _check(_is_finite(r) and r > 0, "repetition_penalty", r, "must be a finite number over 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_finite(value) and -2 <= value <= 2, name, value, "must lie in [-2, 2]")
+        for token_id, bias in self.logit_bias.items():
+            name = f"logit_bias[{token_id!r}]"
+            _check(_is_int(token_id) and token_id >= 0, name, token_id, "must be keyed by token ids")
+            _check(_is_finite(bias) and -100 <= bias <= 100, name, bias, "must lie in [-100, 100]")
+
+    @property
+    def greedy(self) -> bool:
+        """True at temperature 0, where the target's law is one-hot."""
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """True where the law at a position depends on which tokens came before, beyond the model itself."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def matches_tokens(self) -> bool:
+        """True where accepting means equality with the target's own token: no probabilities travel."""
+        return self.greedy or self.rule is Rule.GUMBEL
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """A draft distribution on the finite set of tokens where it is non-zero.
+
+    Attributes:
+        token_ids: int64 [support_size], distinct.
+        probs: float32 [support_size], positive: the very numbers the draft token was sampled from.
+    """
+
+    token_ids: IntArray
+    probs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens for the positions from `base_len` on, as a chain.
+
+    Attributes:
+        base_len: committed length that it extends, in tokens.
+        token_ids: [num_draft_tokens].
+        supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
+    """
+
+    base_len: int
+    token_ids: Sequence[int] = ()
+    supports: Sequence[Support] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities (nats) of one position under the target, before warps and penalties.
+
+    Attributes:
+        token_ids: int64 [n]: the tokens that may be emitted here, then the likeliest ones.
+        values: float32 [n].
+        num_top: how many of the last entries are the likeliest ones, best first.
+    """
+
+    token_ids: IntArray
+    values: FloatArray
+    num_top: int
+
+    def of(self, token_id: int) -> float:
+        """Log probability of a token that may be emitted here."""
+        return float(self.values[np.flatnonzero(self.token_ids == token_id)[0]])
+
+    def top(self) -> list[tuple[int, float]]:
+        """The likeliest tokens with their log probabilities, best first."""
+        start = len(self.token_ids) - self.num_top
+        return [(int(t), float(v)) for t, v in zip(self.token_ids[start:], self.values[start:], strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target says about a proposal of γ tokens.
+
+    Attributes:
+        base_len: committed length of the proposal, in tokens.
+        target_token_ids: [γ + 1]. Where tokens are matched: the target's own choice at each position.
+            Under rejection sampling: at draft positions the tail token, drawn from the target outside
+            the support (-1 where no mass is left there); at the last position the bonus token.
+        target_probs: [γ] arrays, float32 [support_size]: the target's law on each support (rejection only).
+        tail_mass: float64 [γ]: the target's mass outside each support (rejection only).
+        logprobs: [γ + 1] when asked for, else empty.
+    """
+
+    base_len: int
+    target_token_ids: Sequence[int]
+    target_probs: Sequence[FloatArray] = ()
+    tail_mass: Sequence[float] = ()
+    logprobs: Sequence[Logprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a round ended: `num_accepted` draft tokens, then `next_token` (recovered, or bonus)."""
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """What a model service says about itself in the handshake.
+
+    Attributes:
+        name: directory or hub id it was loaded from, without the path above it.
+        vocab_size: rows of the output embedding, padding included.
+        context_len: most tokens of one sequence, prompt and output together.
+        tokenizer_fingerprint: hash of the token → id table; empty without a tokenizer.
+        dtype: of the weights.
+        num_parameters: count.
+        eos_token_ids: the model's own end-of-sequence tokens.
+        protocol_version: of `specwire.v1`.
+        incarnation: differs after every restart of the service.
+        tokenizer_source: where the tokenizer can be loaded from, empty when there is none.
+    """
+
+    name: str
+    vocab_size: int
+    context_len: int
+    tokenizer_fingerprint: str = ""
+    dtype: str = ""
+    num_parameters: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+    incarnation: str = ""
+    tokenizer_source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One token on its way to a client.
+
+    Attributes:
+        token_id: its id.
+        text: what it adds to the text; empty while a character is incomplete.
+        fate: accepted, rejected, recovered or bonus.
+        logprob: under the target, in nats, when asked for.
+        top_logprobs: token id and log probability of the likeliest alternatives, best first.
+    """
+
+    token_id: int
+    text: str
+    fate: Fate
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """What one round adds to a streamed generation.
+
+    Attributes:
+        text: new text; complete characters only, never part of a stop string.
+        tokens: the emitted tokens whose text is in `text`, in order.
+        rejected: draft tokens that this round refused, for display.
+        first_index: index of `tokens[0]` in the output, from 0.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    rejected: tuple[Token, ...] = ()
+    first_index: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the emitted tokens."""
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Token counts of one generation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """What speculation did for one generation.
+
+    Attributes:
+        num_rounds: verify passes, those without draft tokens included.
+        num_draft_tokens: draft tokens verified.
+        num_accepted_tokens: of these, accepted.
+        acceptance_histogram: [k] is the number of rounds with a draft that accepted exactly k tokens.
+        drafted_per_position, accepted_per_position: counts at draft position i (0-based).
+        draft_unavailable: why the draft was not there for a part of the generation; empty when it was.
+    """
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    draft_unavailable: str = ""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per round with a draft, the recovered or bonus one counted; 1 without any."""
+        num_drafts = sum(self.acceptance_histogram)
+        return 1 + self.num_accepted_tokens / num_drafts if num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Where the time of one generation went, in milliseconds.
+
+    `draft_ms` and `verify_ms` are device time as the services report it, `queue_ms` their waiting,
+    `rule_ms` the accept rule in the coordinator, `network_ms` what is left of both round trips.
+    """
+
+    total_ms: float = 0.0
+    time_to_first_token_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    queue_ms: float = 0.0
+    rule_ms: float = 0.0
+    network_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A finished generation.
+
+    Attributes:
+        text: the output, without stop string or special tokens.
+        token_ids: all emitted tokens, the one that ended it included.
+        finish_reason: why it ended.
+        stop_reason: the stop string or token id that ended it, if one did.
+        seed: fixes all random choices of this generation.
+        tokens: the emitted tokens with their fates and log probabilities.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    speculation: Speculation = Speculation()
+    timing: Timing = Timing()
+    stop_reason: str | int | None = None
+    seed: int = 0
+    model: str = ""
+    tokens: tuple[Token, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, as the command line prints it with `--json`."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason.value,
+            "stop_reason": self.stop_reason,
+            "model": self.model,
+            "seed": self.seed,
+            "usage": _fields(self.usage),
+            "speculation": _fields(self.speculation)
+            | {
+                "mean_acceptance_length": round(self.speculation.mean_acceptance_length, 4),
+                "draft_acceptance_rate": round(self.speculation.draft_acceptance_rate, 4),
+            },
+            "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
+            "logprobs": _logprob_dicts(self.tokens),
+        }
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in record.__dataclass_fields__
+        for value in [getattr(record, name)]
+    }
+
+
+def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]] | None:
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return [
+        {
+            "token_id": token.token_id,
+            "logprob": token.logprob,
+            "top_logprobs": [{"token_id": t, "logprob": v} for t, v in token.top_logprobs],
+        }
+        for token in tokens
+    ]

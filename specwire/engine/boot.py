@@ -1,0 +1,102 @@
+"""From a config to a running engine: what draft and verify service do alike at start and per stream."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specwire import embedded, tracing, wire
+from specwire.config import EMBEDDED, ModelServiceConfig
+from specwire.core import ModelInfo
+from specwire.engine.loading import describe, load_model
+from specwire.engine.loop import Consume, Engine, Job, TokenSequence
+from specwire.engine.runner import ModelRunner
+from specwire.errors import InvalidRequestError
+from specwire.tokenizer import load as load_tokenizer
+from specwire.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelService:
+    """A loaded model behind its engine."""
+
+    engine: Engine
+    runner: ModelRunner
+    info: ModelInfo
+
+    @contextlib.contextmanager
+    def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
+        """A sequence that lives as long as its stream."""
+        params = wire.opened_params(message)
+        if message.prompt_len < 1:
+            raise InvalidRequestError("prompt_len", message.prompt_len, "must be at least 1")
+        sequence = self.engine.open(params, message.prompt_len)
+        try:
+            yield sequence
+        finally:
+            self.engine.close_sequence(sequence)
+
+    def status(self) -> common_pb2.EngineStatus:
+        """Counts now, for the handshake."""
+        status, pool = self.engine.status(), self.runner.pool
+        return common_pb2.EngineStatus(
+            num_sequences=status.num_sequences,
+            num_requests=status.num_requests,
+            num_steps=status.num_steps,
+            num_tokens=status.num_tokens,
+            num_held_pages=pool.num_held_pages,
+            num_free_pages=pool.num_free_pages,
+            page_size=pool.page_size,
+        )
+
+
+def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelService:
+    """Load the model, check it, and start the engine.
+
+    Raises:
+        ModelLoadError: naming the model and the reason.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    source = _resolve(config.model, role)
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    runner = ModelRunner(model, num_pages=config.num_pages, page_size=config.page_size)
+    info = _model_info(config.model, source, describe(model, source))
+    engine = Engine(
+        runner, consume, max_num_tokens=config.max_num_tokens, context_len=info.context_len, name=role
+    )
+    return ModelService(engine, runner, info)
+
+
+def timings(job: Job) -> common_pb2.Timings:
+    """What a finished job cost."""
+    return common_pb2.Timings(queue_ns=job.queue_ns, forward_ns=job.forward_ns)
+
+
+def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> None:
+    """`<name>.queue` and `<name>.forward` under the caller's span."""
+    tracer.record(f"{name}.queue", start_ns=job.arrived_ns, end_ns=job.started_ns, parent=parent)
+    end_ns = job.finished_ns
+    tracer.record(f"{name}.forward", start_ns=job.started_ns, end_ns=end_ns, parent=parent)
+
+
+def _resolve(model: str, role: str) -> str:
+    if model != EMBEDDED:
+        return model
+    return str(embedded.DRAFT_DIR if role == "draft" else embedded.TARGET_DIR)
+
+
+def _model_info(name: str, source: str, description: dict[str, object]) -> ModelInfo:
+    tokenizer = load_tokenizer(source)
+    return ModelInfo(
+        name=Path(name).name if Path(name).exists() else name,
+        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
+        tokenizer_source=name if tokenizer else "",
+        incarnation=uuid.uuid4().hex[:12],
+        **description,  # type: ignore[arg-type]
+    )

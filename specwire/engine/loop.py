@@ -1,0 +1,330 @@
+"""The batching loop: one thread that owns the model, its cache and every sequence.
+
+    submit(job) ─▶ inbox ─▶ ready jobs ─▶ one packed forward ─▶ consume(jobs, logits) ─▶ futures
+                                 ▲                                        │
+                                 └──────── jobs that want more ◀──────────┘
+
+Every step takes what is ready from all sequences, prefill and verify alike, up to a token budget.
+What to do with the logits is the service's business: it hands in `consume`. No locks: callers talk to
+the thread through one queue, and only the thread touches sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specwire.core import SamplingParams
+from specwire.engine.kv_cache import SequenceCache
+from specwire.engine.runner import Feed
+from specwire.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    PrefixMismatchError,
+    RequestCancelledError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What the loop needs of a model runner."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def new_sequence(self) -> SequenceCache: ...
+    def forward(self, feeds: Sequence[Feed]) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """One open sequence: the tokens known so far and the cache that covers a prefix of them.
+
+    tokens  ├── committed ──────────────┤├─ draft ─┤
+    cache   ├── computed ──────────┤                     cache.length <= len(tokens)
+    """
+
+    params: SamplingParams
+    prompt_len: int
+    cache: SequenceCache
+    tokens: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def seed(self) -> int:
+        """The stream's seed; streams without one are refused when they open."""
+        assert self.params.seed is not None
+        return self.params.seed
+
+    def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """Roll back to `base_len` tokens, then commit `token_ids` after them.
+
+        The cache keeps at most all but the last committed token, since that one's logits are what the
+        next draft position needs.
+
+        Raises:
+            PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
+        """
+        if base_len > len(self.tokens):
+            raise PrefixMismatchError(base_len, len(self.tokens))
+        del self.tokens[base_len:]
+        self.tokens.extend(token_ids)
+        self.cache.truncate(min(self.cache.length, base_len, len(self.tokens) - 1))
+
+
+@dataclass(eq=False)
+class Job:
+    """A few forward passes on one sequence, then a result. Subclasses say which.
+
+    Attributes:
+        pending: tokens to run next, in order.
+        num_rows: of these, how many of the last need logits.
+    """
+
+    sequence: TokenSequence
+    base_len: int
+    token_ids: Sequence[int]
+    pending: list[int] = field(default_factory=list)
+    num_rows: int = 0
+    arrived_ns: int = field(default_factory=time.time_ns)
+    started_ns: int = 0
+    finished_ns: int = 0
+    forward_ns: int = 0
+    result: Any = None
+    future: asyncio.Future[Any] | None = None
+
+    def start(self) -> None:
+        """Called once on the engine thread: roll the sequence back and set `pending`."""
+        self.sequence.rebase(self.base_len, self.token_ids)
+        self.pending = self.sequence.tokens[self.sequence.cache.length :]
+
+    @property
+    def queue_ns(self) -> int:
+        """From arrival to the start of the first forward pass."""
+        return self.started_ns - self.arrived_ns
+
+
+Consume = Callable[[list[Job], Tensor], None]
+"""Takes the jobs of a step whose rows are complete, and their logits [sum of num_rows, vocab_size].
+It sets `result`, or `pending` and `num_rows` for another pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counts, as `GetModelInfo` reports them."""
+
+    num_sequences: int
+    num_requests: int
+    num_steps: int
+    num_tokens: int
+
+
+class Engine:
+    """Runs jobs of all sequences in shared forward passes, on a thread of its own."""
+
+    def __init__(
+        self, runner: Runner, consume: Consume, *, max_num_tokens: int, context_len: int, name: str = "engine"
+    ) -> None:
+        self._runner = runner
+        self._consume = consume
+        self._max_num_tokens = max_num_tokens
+        self._context_len = context_len
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: list[Job] = []
+        self._num_sequences = 0
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # --- called from the event loop ---
+
+    def open(self, params: SamplingParams, prompt_len: int) -> TokenSequence:
+        """A new, empty sequence; it holds no memory until its first job runs.
+
+        Raises:
+            InvalidRequestError: for a parameter that names a token outside the vocabulary.
+        """
+        for token_id in params.logit_bias:
+            self._check_token(f"logit_bias[{token_id}]", token_id)
+        self._num_sequences += 1
+        return TokenSequence(params, prompt_len, self._runner.new_sequence())
+
+    async def run(self, job: Job, extra_len: int = 0) -> Any:
+        """The job's result; `extra_len` tokens may be added to its sequence meanwhile.
+
+        Raises:
+            SpecwireError: what the job failed with; other jobs are not affected.
+        """
+        self._check_job(job, extra_len)
+        if self._closing:
+            raise ServiceUnavailableError("the service is shutting down")
+        job.future = asyncio.get_running_loop().create_future()
+        self._inbox.put(lambda: self._start(job))
+        return await job.future
+
+    def close_sequence(self, sequence: TokenSequence) -> None:
+        """Drop the sequence's jobs and free its memory, before the next step."""
+        self._num_sequences -= 1
+        self._inbox.put(lambda: self._drop(sequence))
+
+    def close(self) -> None:
+        """End the thread after the running step; open jobs fail with ServiceUnavailableError."""
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def status(self) -> EngineStatus:
+        """Counts now."""
+        return EngineStatus(self._num_sequences, len(self._jobs), self._num_steps, self._num_tokens)
+
+    def _check_job(self, job: Job, extra_len: int) -> None:
+        length = job.base_len + len(job.token_ids)
+        if job.base_len < 0:
+            raise InvalidRequestError("base_len", job.base_len, "must be at least 0")
+        if length == 0:
+            raise InvalidRequestError("token_ids", [], "at least one token must be committed")
+        if length + extra_len > self._context_len:
+            raise ContextLengthError(
+                "token_ids", length + extra_len, f"over the context of {self._context_len}"
+            )
+        for i, token_id in enumerate(job.token_ids):
+            self._check_token(f"token_ids[{i}]", token_id)
+
+    def _check_token(self, name: str, token_id: int) -> None:
+        if not 0 <= token_id < self._runner.vocab_size:
+            raise InvalidRequestError(
+                name, token_id, f"is outside the vocabulary of {self._runner.vocab_size}"
+            )
+
+    # --- on the engine thread ---
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._take_orders()
+            if self._jobs:
+                self._step()
+        for job in self._jobs:
+            self._fail(job, ServiceUnavailableError("the service is shutting down"))
+
+    def _take_orders(self) -> None:
+        """Everything in the inbox; waits for the first order when there is nothing to compute."""
+        try:
+            self._inbox.get(block=not self._jobs)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _start(self, job: Job) -> None:
+        if job.sequence.closed:
+            return
+        try:
+            job.start()
+        except SpecwireError as error:
+            self._fail(job, error)
+        else:
+            self._jobs.append(job)
+
+    def _drop(self, sequence: TokenSequence) -> None:
+        sequence.closed = True
+        for job in [job for job in self._jobs if job.sequence is sequence]:
+            self._fail(job, RequestCancelledError("the stream was closed"))
+            self._jobs.remove(job)
+        sequence.cache.release()
+
+    def _step(self) -> None:
+        jobs, feeds = self._schedule()
+        now = time.time_ns()
+        for job in jobs:
+            job.started_ns = job.started_ns or now
+        try:
+            self._forward(jobs, feeds)
+        except Exception as error:
+            self._isolate(jobs, feeds, error)
+        self._finish(jobs, now, time.time_ns())
+
+    def _schedule(self) -> tuple[list[Job], list[Feed]]:
+        """First come, first served up to the token budget; a long prompt runs in chunks."""
+        jobs, feeds, budget = [], [], self._max_num_tokens
+        for job in self._jobs:
+            feed = _next_feed(job, budget)
+            if feed is None:
+                break
+            jobs.append(job)
+            feeds.append(feed)
+            budget -= len(feed.token_ids)
+        return jobs, feeds
+
+    def _forward(self, jobs: list[Job], feeds: list[Feed]) -> None:
+        logits = self._runner.forward(feeds)
+        self._num_steps += 1
+        self._num_tokens += sum(len(feed.token_ids) for feed in feeds)
+        for job, feed in zip(jobs, feeds, strict=True):
+            del job.pending[: len(feed.token_ids)]
+        ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
+        if ready:
+            self._consume(ready, logits)
+
+    def _isolate(self, jobs: list[Job], feeds: list[Feed], error: Exception) -> None:
+        """A step failed: run its jobs one by one, so that only those at fault do."""
+        if len(jobs) == 1 or any(not job.pending for job in jobs):
+            for job in jobs:
+                self._fail(job, error)
+            return
+        for job, feed in zip(jobs, feeds, strict=True):
+            try:
+                self._forward([job], [feed])
+            except Exception as own_error:
+                self._fail(job, own_error)
+
+    def _finish(self, jobs: list[Job], started_ns: int, finished_ns: int) -> None:
+        for job in jobs:
+            job.forward_ns += finished_ns - started_ns
+            job.finished_ns = finished_ns
+            if not job.pending:
+                self._resolve(job, job.result)
+        self._jobs = [job for job in self._jobs if job.pending]
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if not isinstance(error, SpecwireError):
+            log.error("a forward pass failed", exc_info=error)
+            error = InternalError("the forward pass failed; the service's log has the details")
+        job.pending = []
+        self._resolve(job, error)
+
+    def _resolve(self, job: Job, result: Any) -> None:
+        future = job.future
+        if future is None:
+            return
+        job.future = None
+        future.get_loop().call_soon_threadsafe(_settle, future, result)
+
+
+def _next_feed(job: Job, budget: int) -> Feed | None:
+    """The job's next piece within the budget: all of it, or a chunk that leaves the wanted rows whole."""
+    if len(job.pending) <= budget:
+        return Feed(job.sequence.cache, job.pending[:], job.num_rows)
+    size = min(budget, len(job.pending) - job.num_rows)
+    return Feed(job.sequence.cache, job.pending[:size], 0) if size > 0 else None
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,232 @@
+"""The thin edge to gRPC: statuses, servers, channels. Behaviour lives elsewhere.
+
+An error travels as its status code plus a `google.rpc.ErrorInfo` whose `reason` names the type and
+whose metadata carries the fields, so both sides raise the same class (`specwire.errors`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from specwire import errors
+from specwire.config import ServiceConfig, split_address
+from specwire.errors import ConfigError, SpecwireError
+
+log = logging.getLogger(__name__)
+
+_DOMAIN = "specwire"
+_BY_REASON: dict[str, type[SpecwireError]] = {
+    error.reason: error
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, SpecwireError) and error is not SpecwireError
+}
+_BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.ServiceUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
+}
+
+# A silent partition is noticed by pings: after one second without traffic, and one more without an answer.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_PERMIT_KEEPALIVE = [
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def to_status(error: SpecwireError) -> Any:
+    """The gRPC status that an error travels as."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=error.details())
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    code = grpc.StatusCode[error.status].value[0]
+    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+
+
+def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
+    """The error that the peer raised, or the one that the failed transport stands for."""
+    info = _error_info(error)
+    if info is not None and info.reason in _BY_REASON:
+        return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
+    kind = _BY_STATUS.get(error.code(), errors.InternalError)
+    return kind(f"{error.code().name}: {error.details()}")
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == _DOMAIN:
+                    return info
+    return None
+
+
+def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
+    if issubclass(kind, errors.InvalidRequestError):
+        return kind(fields.get("field", ""), fields.get("value", ""), fields.get("problem", message))
+    if kind is errors.PrefixMismatchError:
+        return errors.PrefixMismatchError(int(fields["base_len"]), int(fields["held_len"]))
+    if kind is errors.ResourceExhaustedError:
+        retry = fields.get("retry_after_ms")
+        return errors.ResourceExhaustedError(message, None if retry is None else int(retry))
+    return kind(message)
+
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+def translate_errors(method: Handler) -> Handler:
+    """Let a servicer method, `async def (self, request or requests, context)`, raise our errors.
+
+    Streaming methods write through `context.write` rather than yield: a cancelled generator is only
+    finalised when it is collected, while a cancelled coroutine runs its `finally` at once.
+    """
+
+    @functools.wraps(method)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return wrapped  # type: ignore[return-value]
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, SpecwireError):
+        log.error("defect while serving a request", exc_info=error)
+        error = errors.InternalError("internal error; the service's log has the details")
+    status = to_status(error)
+    context.set_trailing_metadata(status.trailing_metadata)
+    await context.abort(status.code, status.details)
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+class Server:
+    """A gRPC server with health, reflection, one port and a graceful end."""
+
+    def __init__(self, config: ServiceConfig, service_names: Sequence[str]) -> None:
+        self._config = config
+        self._service_names = ["", *service_names]
+        options = [
+            ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            *_KEEPALIVE,
+            *_PERMIT_KEEPALIVE,
+        ]
+        self.grpc = grpc.aio.server(options=options)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.grpc)
+
+    async def start(self) -> str:
+        """Bind, serve, report healthy.
+
+        Returns:
+            HOST:PORT that clients can use.
+
+        Raises:
+            ConfigError: when the address cannot be bound.
+        """
+        host, _ = split_address("address", self._config.address)
+        try:
+            port = self.grpc.add_insecure_port(self._config.address)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
+            )
+        await self.grpc.start()
+        await self.set_serving(True)
+        return f"{host}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What `grpc.health.v1` says of every service here."""
+        check = health_pb2.HealthCheckResponse
+        status = check.SERVING if serving else check.NOT_SERVING
+        for name in self._service_names:
+            await self._health.set(name, status)
+
+    async def stop(self) -> None:
+        """Report unhealthy, refuse new requests, let running ones finish within the grace."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(self._config.grace_s)
+
+
+async def serve_until_signal(server: Server) -> None:
+    """Print `ready HOST:PORT` on standard output, serve until SIGINT or SIGTERM, then end gracefully."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    address = await server.start()
+    print(f"ready {address}", flush=True)
+    await stopping.wait()
+    await server.stop()
+
+
+def set_up_logging(level: str) -> None:
+    """Records of this level and above, on standard error."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a service to its end; a SpecwireError becomes one line on standard error and exit status 2."""
+    try:
+        asyncio.run(main())
+    except SpecwireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+# --- channels -------------------------------------------------------------------------------------
+
+
+def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
+    """A plaintext channel that notices a silent peer within about two seconds."""
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        *_KEEPALIVE,
+    ]
+    return grpc.aio.insecure_channel(address, options=options)

@@ -1,0 +1,159 @@
+"""Text to token ids and back, for every process that handles text. Imports no torch.
+
+`transformers.AutoTokenizer` would import torch (about 2 s), so a model that has a `tokenizer.json` is read
+through `PreTrainedTokenizerFast`, which does not. Only older layouts go through `AutoTokenizer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specwire.errors import InvalidRequestError, ModelLoadError, UnsupportedError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_COMPANION_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+)
+
+
+class Tokenizer:
+    """A model's tokenizer, reduced to what serving needs. Safe to share between threads."""
+
+    def __init__(self, backend: Any) -> None:
+        """Wrap a transformers tokenizer; most callers want `load`."""
+        self._backend = backend
+
+    @cached_property
+    def _table(self) -> dict[str, int]:
+        """Token → id, added tokens included: fixed for the life of the tokenizer, and costly to ask for."""
+        return dict(self._backend.get_vocab())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Highest token id plus one, added tokens included; a model may pad its own vocabulary beyond it."""
+        return max(self._table.values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text (begin, end, padding, roles): `decode` skips them."""
+        added = self._backend.added_tokens_decoder
+        return frozenset(self._backend.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that two tokenizers share exactly when their token → id tables are equal.
+
+        Of the SHA-256 of the sorted table, the first 16 bytes. Added tokens count; padding of the model's
+        vocabulary, file layout, chat template and process do not.
+        """
+        table = json.dumps(sorted(self._table.items()), separators=(",", ":"))
+        return hashlib.sha256(table.encode()).digest()[:16].hex()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with what the model expects around a prompt (often a begin token)."""
+        # verbose: the warning about the model's length is ours to give, as ContextLengthError.
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`: special tokens and ids without a token skipped, spaces left as they are."""
+        return str(
+            self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's next message begins.
+
+        Raises:
+            InvalidRequestError: a message without a role or content string, or one the template refuses.
+            UnsupportedError: the tokenizer has no chat template.
+        """
+        from jinja2 import TemplateError
+
+        _check_messages(messages)
+        if not self._backend.chat_template:
+            raise UnsupportedError("messages", f"{len(messages)} messages", "this model has no chat template")
+        try:
+            text = self._backend.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            problem = f"the model's chat template refuses them: {error}"
+            raise InvalidRequestError("messages", f"{len(messages)} messages", problem) from None
+        # A template writes its own special tokens.
+        return self.encode(text, add_special_tokens=False)
+
+
+def load(source: str | Path) -> Tokenizer | None:
+    """Load the tokenizer of a model directory or hub id; None when the model has none.
+
+    Code that comes with a model is never run.
+
+    Raises:
+        ModelLoadError: nothing is at `source`, or its tokenizer files cannot be read.
+    """
+    directory = _directory(str(source))
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = Tokenizer(_load_backend(directory))
+        _ = tokenizer.vocab_size, tokenizer.special_ids
+    except Exception as error:  # the readers below raise nearly every type there is
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelLoadError(f"the tokenizer in {directory} cannot be loaded ({problem})") from error
+    return tokenizer
+
+
+def _directory(source: str) -> Path:
+    """Where the files of `source` lie on this machine, fetched from the hub if need be."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*_TOKENIZER_FILES, *_COMPANION_FILES]))
+    except HFValidationError:
+        raise ModelLoadError(f"{source} is not a directory") from None
+    except Exception as error:
+        raise ModelLoadError(f"{source} is neither a directory nor can the hub serve it: {error}") from error
+
+
+def _load_backend(directory: Path) -> Any:
+    if (directory / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError("messages", messages, "must be a list of at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"messages[{index}]", message, "must have a role and content")
+        for key in ("role", "content"):
+            value = message.get(key)
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"messages[{index}].{key}", value, "must be a string")

@@ -1,0 +1,374 @@
+"""Messages to nouns and back: the only file that knows both. No I/O.
+
+Whatever arrives is checked here, so that the rest of the code holds only valid nouns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specwire import core
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    Fate,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Logprobs,
+    ModelInfo,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Support,
+    Token,
+    Verdict,
+)
+from specwire.errors import InvalidRequestError, UnsupportedError
+from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
+
+_RULES = {Rule.REJECTION: common_pb2.RULE_REJECTION, Rule.GUMBEL: common_pb2.RULE_GUMBEL}
+_RULE_NAMES = {number: rule for rule, number in _RULES.items()}
+_FATES = {
+    Fate.ACCEPTED: generation_pb2.FATE_ACCEPTED,
+    Fate.REJECTED: generation_pb2.FATE_REJECTED,
+    Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
+    Fate.BONUS: generation_pb2.FATE_BONUS,
+}
+_FATE_NAMES = {number: fate for fate, number in _FATES.items()}
+_FINISH_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
+
+_WARPS = ("temperature", "top_k", "top_p", "min_p")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def ids_to_bytes(token_ids: IntArray) -> bytes:
+    """int64 [n] to little-endian uint32."""
+    return token_ids.astype("<u4").tobytes()
+
+
+def ids_from_bytes(data: bytes, name: str) -> IntArray:
+    """Little-endian uint32 to int64 [n]."""
+    _check_multiple_of_4(data, name)
+    return np.frombuffer(data, dtype="<u4").astype(np.int64)
+
+
+def floats_to_bytes(values: FloatArray) -> bytes:
+    """float32 [n] to little-endian float32."""
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def floats_from_bytes(data: bytes, name: str) -> FloatArray:
+    """Little-endian float32 to float32 [n]."""
+    _check_multiple_of_4(data, name)
+    return np.frombuffer(data, dtype="<f4")
+
+
+def _check_multiple_of_4(data: bytes, name: str) -> None:
+    if len(data) % 4:
+        raise InvalidRequestError(name, f"{len(data)} bytes", "is not a whole number of 4-byte entries")
+
+
+# --- sampling parameters --------------------------------------------------------------------------
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """The part of the parameters that changes the law of the next token."""
+    return common_pb2.SamplingParams(
+        **{name: getattr(params, name) for name in (*_WARPS, *_PENALTIES)},
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        rule=_RULES[params.rule],
+        logprobs=params.logprobs,
+    )
+
+
+def _law(message: common_pb2.SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in ("top_k", "min_p", *_PENALTIES[1:])}
+    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs"):
+        if message.HasField(name):
+            fields[name] = getattr(message, name)
+    if message.rule and message.rule not in _RULE_NAMES:
+        raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
+    fields["rule"] = _RULE_NAMES.get(message.rule, Rule.REJECTION)
+    fields["logit_bias"] = dict(message.logit_bias)
+    return fields
+
+
+def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
+    """Parameters of a model-service stream.
+
+    Raises:
+        InvalidRequestError: also when seed or rule are unset, which only the coordinator may choose.
+    """
+    if not message.sampling.HasField("seed"):
+        raise InvalidRequestError("seed", "unset", "must be set on a stream")
+    if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
+        raise InvalidRequestError("rule", "unset", "must be set on a stream")
+    return SamplingParams(**_law(message.sampling))
+
+
+def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0) -> common_pb2.OpenSequence:
+    """The first message's fixed part."""
+    return common_pb2.OpenSequence(
+        sampling=sampling_to_proto(params), prompt_len=prompt_len, vocab_limit=vocab_limit
+    )
+
+
+# --- draft and verify -----------------------------------------------------------------------------
+
+
+def check_num_draft_tokens(name: str, value: int) -> int:
+    """The count itself, if it lies within the limit."""
+    if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
+        raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
+    return value
+
+
+def refuse_trees(parent_indices: Sequence[int]) -> None:
+    """Trees are in the contract, but no service announces CAPABILITY_TREES yet."""
+    if any(parent != i - 1 for i, parent in enumerate(parent_indices)):
+        raise UnsupportedError("parent_indices", list(parent_indices), "only chains are served")
+
+
+def proposal_to_proto(proposal: Proposal) -> draft_pb2.Proposal:
+    """A chain with its supports."""
+    return draft_pb2.Proposal(
+        token_ids=proposal.token_ids,
+        supports=[
+            draft_pb2.Support(token_ids=ids_to_bytes(s.token_ids), probs=floats_to_bytes(s.probs))
+            for s in proposal.supports
+        ],
+    )
+
+
+def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
+    """A chain with its supports; refuses trees and supports that do not fit their ids."""
+    refuse_trees(message.parent_indices)
+    supports = [_support_from_proto(support) for support in message.supports]
+    if supports and len(supports) != len(message.token_ids):
+        raise InvalidRequestError("supports", len(supports), "must be one for each draft token")
+    return Proposal(base_len, list(message.token_ids), supports)
+
+
+def _support_from_proto(message: draft_pb2.Support) -> Support:
+    token_ids = ids_from_bytes(message.token_ids, "supports.token_ids")
+    probs = floats_from_bytes(message.probs, "supports.probs")
+    if len(token_ids) != len(probs):
+        raise InvalidRequestError("supports.probs", len(probs), "must be one for each token id")
+    return Support(token_ids, probs)
+
+
+def verdict_to_proto(verdict: Verdict) -> verify_pb2.VerifyResponse:
+    """A verdict; the caller fills in request id, incarnation and timings."""
+    return verify_pb2.VerifyResponse(
+        base_len=verdict.base_len,
+        target_token_ids=verdict.target_token_ids,
+        target_probs=[floats_to_bytes(probs) for probs in verdict.target_probs],
+        tail_mass=verdict.tail_mass,
+        logprobs=[_logprobs_to_proto(entry) for entry in verdict.logprobs],
+    )
+
+
+def verdict_from_proto(message: verify_pb2.VerifyResponse) -> Verdict:
+    """The verdict of a response."""
+    return Verdict(
+        message.base_len,
+        list(message.target_token_ids),
+        [floats_from_bytes(probs, "target_probs") for probs in message.target_probs],
+        list(message.tail_mass),
+        [_logprobs_from_proto(entry) for entry in message.logprobs],
+    )
+
+
+def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
+    return verify_pb2.PositionLogprobs(
+        token_ids=ids_to_bytes(entry.token_ids), values=floats_to_bytes(entry.values), num_top=entry.num_top
+    )
+
+
+def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
+    return Logprobs(
+        ids_from_bytes(message.token_ids, "logprobs.token_ids"),
+        floats_from_bytes(message.values, "logprobs.values"),
+        message.num_top,
+    )
+
+
+def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
+    """Field by field: the noun has the message's names."""
+    return common_pb2.ModelInfo(**{name: getattr(info, name) for name in info.__dataclass_fields__})
+
+
+def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
+    """Field by field: the noun has the message's names."""
+    fields = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
+    return ModelInfo(**fields | {"eos_token_ids": tuple(message.eos_token_ids)})
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def generate_request(
+    prompt: str | None,
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int] | None = None,
+    messages: Iterable[dict[str, str]] | None = None,
+) -> generation_pb2.GenerateRequest:
+    """A client's request; exactly one of the three prompt forms must be given."""
+    given = [form is not None for form in (prompt, prompt_token_ids, messages)]
+    if sum(given) != 1:
+        raise InvalidRequestError(
+            "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
+        )
+    request = generation_pb2.GenerateRequest(
+        sampling=sampling_to_proto(params),
+        stop_conditions=generation_pb2.StopConditions(
+            max_tokens=params.max_tokens,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        num_draft_tokens=params.num_draft_tokens,
+    )
+    if prompt is not None:
+        request.text = prompt
+    elif prompt_token_ids is not None:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(_checked_ids(prompt_token_ids))
+    elif messages is not None:
+        request.messages.SetInParent()
+        request.messages.messages.extend(_messages(messages))
+    return request
+
+
+def _checked_ids(token_ids: Sequence[int]) -> list[int]:
+    for i, token_id in enumerate(token_ids):
+        if not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id")
+    return list(token_ids)
+
+
+def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message]:
+    out = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise InvalidRequestError(f"messages[{i}]", message, "must have exactly role and content")
+        if not all(isinstance(value, str) for value in message.values()):
+            raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
+        out.append(generation_pb2.Message(**message))
+    return out
+
+
+def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
+    """All parameters of a client's request."""
+    stops = request.stop_conditions
+    fields = _law(request.sampling)
+    if stops.HasField("max_tokens"):
+        fields["max_tokens"] = stops.max_tokens
+    if request.HasField("num_draft_tokens"):
+        fields["num_draft_tokens"] = request.num_draft_tokens
+    return SamplingParams(
+        **fields,
+        stop=tuple(stops.stop),
+        stop_token_ids=tuple(stops.stop_token_ids),
+        ignore_eos=stops.ignore_eos,
+    )
+
+
+def token_to_proto(token: Token) -> generation_pb2.Token:
+    """A token on its way to a client."""
+    return generation_pb2.Token(
+        id=token.token_id,
+        text=token.text,
+        fate=_FATES[token.fate],
+        logprob=token.logprob,
+        top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
+    )
+
+
+def token_from_proto(message: generation_pb2.Token) -> Token:
+    """A token as a client sees it."""
+    return Token(
+        token_id=message.id,
+        text=message.text,
+        fate=_FATE_NAMES[message.fate],
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def chunk_to_proto(chunk: core.Chunk) -> generation_pb2.Chunk:
+    """A chunk; its text is that of its tokens."""
+    return generation_pb2.Chunk(
+        first_index=chunk.first_index,
+        tokens=[token_to_proto(token) for token in chunk.tokens],
+        rejected=[token_to_proto(token) for token in chunk.rejected],
+    )
+
+
+def chunk_from_proto(message: generation_pb2.Chunk) -> core.Chunk:
+    """A chunk as a client sees it."""
+    tokens = tuple(token_from_proto(token) for token in message.tokens)
+    return core.Chunk(
+        text="".join(token.text for token in tokens),
+        tokens=tokens,
+        rejected=tuple(token_from_proto(token) for token in message.rejected),
+        first_index=message.first_index,
+    )
+
+
+def completion_to_proto(completion: core.Completion) -> generation_pb2.Completion:
+    """The end of a stream; text and ids went before, in the chunks."""
+    reason = completion.stop_reason
+    return generation_pb2.Completion(
+        finish_reason=_FINISH_REASONS[completion.finish_reason],
+        stop_string=reason if isinstance(reason, str) else None,
+        stop_token_id=reason if isinstance(reason, int) else None,
+        seed=completion.seed,
+        model=completion.model,
+        usage=generation_pb2.Usage(**_fields(completion.usage)),
+        speculation=generation_pb2.Speculation(**_fields(completion.speculation)),
+        timing=generation_pb2.GenerationTiming(**_fields(completion.timing)),
+    )
+
+
+def completion_from_proto(message: generation_pb2.Completion, tokens: Sequence[Token]) -> core.Completion:
+    """The completion of a stream that brought these tokens."""
+    which = message.WhichOneof("stop_reason")
+    return core.Completion(
+        text="".join(token.text for token in tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=_FINISH_REASON_NAMES[message.finish_reason],
+        usage=_noun(core.Usage, message.usage),
+        speculation=_noun(core.Speculation, message.speculation),
+        timing=_noun(core.Timing, message.timing),
+        stop_reason=getattr(message, which) if which else None,
+        seed=message.seed,
+        model=message.model,
+        tokens=tuple(tokens),
+    )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _noun(kind: Any, message: Any) -> Any:
+    """A dataclass from the message with the same field names; repeated fields become tuples."""
+    return kind(
+        **{
+            name: value if isinstance(value, str | int | float) else tuple(value)
+            for name in kind.__dataclass_fields__
+            for value in [getattr(message, name)]
+        }
+    )

@@ -1,0 +1,235 @@
+"""The accept rules: exact by algebra, and right at the edges."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from specwire.acceptance import (
+    accept,
+    accept_by_match,
+    accept_by_rejection,
+    acceptance_probability,
+    residual,
+)
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.errors import InternalError
+from specwire.random import Stream, uniforms
+from specwire.sampling import judge_support, truncate_support
+
+ALMOST_ONE = 1 - 2.0**-53
+
+
+def support(token_ids, probs) -> Support:
+    return Support(np.array(token_ids, dtype=np.int64), np.array(probs, dtype=np.float32))
+
+
+def floats(values) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def random_law(rng, vocab_size) -> np.ndarray:
+    """A law with many zeros and orders of magnitude between the rest."""
+    weights = rng.gamma(0.3, size=vocab_size) * (rng.random(vocab_size) < rng.choice([0.3, 0.7, 1.0]))
+    weights[rng.integers(vocab_size)] += 0.1
+    return (weights / weights.sum()).astype(np.float32)
+
+
+def judged(draft_law, target_law, mass, max_support):
+    """Cut and judge with the real functions: the support, target on it, tail mass, law of the tail."""
+    token_ids, probs, lengths = truncate_support(torch.from_numpy(draft_law)[None], mass, max_support)
+    length = int(lengths[0])
+    target_probs, tail_mass, _ = judge_support(
+        torch.from_numpy(target_law)[None], token_ids[:, :length], torch.zeros(1, dtype=torch.float64)
+    )
+    draft = Support(token_ids[0, :length].numpy(), probs[0, :length].numpy())
+    outside = target_law.astype(np.float64)
+    outside[draft.token_ids] = 0
+    return draft, target_probs[0].numpy(), float(tail_mass[0]), outside / max(outside.sum(), 1e-300)
+
+
+def kept_and_recovered(draft, target_probs, tail_mass, outside):
+    """Probability that a position emits each token by acceptance, and by recovery."""
+    kept, recovered = np.zeros(len(outside)), np.zeros(len(outside))
+    law = draft.probs.astype(np.float64) / draft.probs.sum(dtype=np.float64)
+    pairs = zip(law, target_probs.tolist(), strict=True)
+    kept[draft.token_ids] = law * [acceptance_probability(d, t) for d, t in pairs]
+    weights, tail_weight = residual(draft, target_probs, tail_mass)
+    total = weights.sum() + tail_weight
+    if total > 0:
+        recovered[draft.token_ids] = weights / total
+        recovered += tail_weight / total * outside
+    return kept, (1 - kept.sum()) * recovered
+
+
+@pytest.mark.parametrize(("mass", "max_support"), [(0.99, 1024), (0.9, 5), (0.5, 3), (1.0, 1)])
+def test_emitted_law_is_the_target(mass, max_support):
+    """draft · accept + P(reject) · residual = target, to float32's precision."""
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        vocab_size = int(rng.integers(2, 40))
+        target_law = random_law(rng, vocab_size)
+        parts = judged(random_law(rng, vocab_size), target_law, mass, max_support)
+        kept, recovered = kept_and_recovered(*parts)
+        np.testing.assert_allclose(kept + recovered, target_law, atol=1e-6)
+        weights, tail_weight = residual(*parts[:3])
+        assert weights.sum() + tail_weight == pytest.approx(1 - kept.sum(), abs=1e-6)
+
+
+def test_emitted_law_is_the_target_for_equal_laws():
+    law = random_law(np.random.default_rng(4), 30)
+    kept, recovered = kept_and_recovered(*judged(law, law, 0.99, 1024))
+    np.testing.assert_allclose(kept + recovered, law, atol=1e-6)
+    assert kept.sum() > 1 - 1e-6
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 64), (2, 64), (2, 2), (3, 3)])
+def test_joint_law_over_rounds_is_the_target(num_draft_tokens, max_support):
+    """Every way to emit three tokens over any number of rounds, summed, for random Markov models."""
+    rng = np.random.default_rng(5)
+    vocab_size, num_positions = 6, 3
+    target = np.stack([random_law(rng, vocab_size) for _ in range(vocab_size)])
+    draft = np.stack([random_law(rng, vocab_size) for _ in range(vocab_size)])
+    step = [kept_and_recovered(*judged(d, t, 0.9, max_support)) for d, t in zip(draft, target, strict=True)]
+
+    def emitted(sequence: tuple[int, ...], last: int, index: int) -> float:
+        """Probability of emitting the rest, `index` tokens into a round."""
+        if not sequence:
+            return 1.0
+        token, rest = sequence[0], sequence[1:]
+        if index == num_draft_tokens:
+            return float(target[last, token]) * emitted(rest, token, 0)
+        kept, recovered = step[last]
+        return kept[token] * emitted(rest, token, index + 1) + recovered[token] * emitted(rest, token, 0)
+
+    total = 0.0
+    for sequence in itertools.product(range(vocab_size), repeat=num_positions):
+        contexts = (0, *sequence[:-1])
+        expected = np.prod([target[a, b] for a, b in zip(contexts, sequence, strict=True)], dtype=np.float64)
+        probability = emitted(sequence, 0, 0)
+        assert probability == pytest.approx(expected, abs=1e-6)
+        total += probability
+    assert total == pytest.approx(1, abs=1e-5)
+
+
+def test_the_rule_realises_the_two_functions():
+    """Over a fine grid of both coins, `accept_by_rejection` does what the algebra says."""
+    draft = support([4, 1, 7], [0.5, 0.3, 0.2])
+    target_probs, tail_mass, tail_token = floats([0.2, 0.4, 0.1]), 0.3, 9
+    weights, tail_weight = residual(draft, target_probs, tail_mass)
+    grid = (np.arange(2000) + 0.5) / 2000
+    verdict = Verdict(0, [tail_token, 2], [target_probs], [tail_mass])
+    for slot, token_id in enumerate(draft.token_ids.tolist()):
+        proposal = Proposal(0, [token_id], [draft])
+        outcomes = [accept_by_rejection(proposal, verdict, [u], [0.5]) for u in grid]
+        rate = sum(outcome.num_accepted for outcome in outcomes) / len(grid)
+        expected = acceptance_probability(float(draft.probs[slot]), float(target_probs[slot]))
+        assert rate == pytest.approx(expected, abs=1e-3)
+        assert {outcome.next_token for outcome in outcomes if outcome.num_accepted} == {2}
+    outcomes = [accept_by_rejection(Proposal(0, [4], [draft]), verdict, [0.9], [u]) for u in grid]
+    counts = np.bincount([outcome.next_token for outcome in outcomes], minlength=10) / len(grid)
+    total = weights.sum() + tail_weight
+    np.testing.assert_allclose(counts[draft.token_ids], weights / total, atol=1e-3)
+    assert counts[tail_token] == pytest.approx(tail_weight / total, abs=1e-3)
+
+
+@pytest.mark.parametrize("u", [0.0, ALMOST_ONE])
+def test_a_token_without_target_mass_is_never_emitted(u):
+    draft = support([0, 1, 2], [0.4, 0.3, 0.3])
+    verdict = Verdict(5, [-1, 8], [floats([0, 1, 0])], [0.0])
+    for token_id in (0, 2):
+        outcome = accept_by_rejection(Proposal(5, [token_id], [draft]), verdict, [u], [u])
+        assert outcome == Outcome(0, 1)
+    assert accept_by_rejection(Proposal(5, [1], [draft]), verdict, [u], [u]) == Outcome(1, 8)
+
+
+def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual():
+    draft = support([3], [1.0])
+    verdict = Verdict(0, [6, 8], [floats([0.5])], [0.5])
+    for u in (0.0, 0.4, ALMOST_ONE):
+        assert accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.5], [u]) == Outcome(0, 6)
+    assert accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.4999], [0.1]) == Outcome(1, 8)
+
+
+def test_a_missing_tail_token_has_no_weight():
+    draft = support([3, 4], [0.9, 0.1])
+    verdict = Verdict(0, [-1, 8], [floats([0.4, 0.6])], [1e-12])
+    outcome = accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.99], [ALMOST_ONE])
+    assert outcome == Outcome(0, 4)
+
+
+def test_residual_emptied_by_rounding_falls_back_to_the_target():
+    draft = support([3, 4], [0.5, 0.5])
+    almost = np.nextafter(np.float32(0.5), np.float32(0))
+    verdict = Verdict(0, [-1, 8], [np.array([almost, almost])], [0.0])
+    outcomes = [
+        accept_by_rejection(Proposal(0, [3], [draft]), verdict, [ALMOST_ONE], [u]) for u in (0.0, 0.7)
+    ]
+    assert outcomes == [Outcome(0, 3), Outcome(0, 4)]
+
+
+def test_the_first_rejection_ends_the_round():
+    draft = support([0, 1], [0.5, 0.5])
+    judgements = [floats([0.5, 0.5]), floats([0, 1]), floats([0.5, 0.5])]
+    verdict = Verdict(9, [-1, -1, -1, 1], judgements, [0.0, 0.0, 0.0])
+    proposal = Proposal(9, [0, 0, 0], [draft] * 3)
+    assert accept_by_rejection(proposal, verdict, [0.1] * 3, [0.1] * 3) == Outcome(1, 1)
+    assert accept_by_rejection(Proposal(9, [0, 1, 0], [draft] * 3), verdict, [0.1] * 3, [0] * 3) == Outcome(
+        3, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "target_tokens", "outcome"),
+    [
+        ([], [4], Outcome(0, 4)),
+        ([1, 2], [1, 2, 3], Outcome(2, 3)),
+        ([1, 2], [1, 5, 3], Outcome(1, 5)),
+        ([1, 2], [7, 2, 3], Outcome(0, 7)),
+    ],
+)
+def test_matching_keeps_the_longest_equal_prefix(draft_tokens, target_tokens, outcome):
+    assert accept_by_match(Proposal(3, draft_tokens), Verdict(3, target_tokens)) == outcome
+    for params in (SamplingParams(temperature=0), SamplingParams(rule=Rule.GUMBEL)):
+        assert accept(Proposal(3, draft_tokens), Verdict(3, target_tokens), params, seed=1) == outcome
+
+
+def test_an_empty_proposal_yields_the_bonus_token():
+    assert accept(Proposal(3), Verdict(3, [7]), SamplingParams(), seed=1) == Outcome(0, 7)
+
+
+def test_accept_addresses_its_coins_by_absolute_position():
+    draft = support(range(8), np.full(8, 1 / 8))
+    target_probs = floats(np.arange(8) / 28)
+    for base_len in range(40):
+        proposal = Proposal(base_len, [3, 2, 1], [draft] * 3)
+        verdict = Verdict(base_len, [-1, -1, -1, 5], [target_probs] * 3, [0.0] * 3)
+        positions = range(base_len, base_len + 3)
+        coins = (uniforms(11, stream, positions) for stream in (Stream.ACCEPT, Stream.RESIDUAL))
+        expected = accept_by_rejection(proposal, verdict, *coins)
+        assert accept(proposal, verdict, SamplingParams(), seed=11) == expected
+
+
+_DRAFT = support([0, 1], [0.5, 0.5])
+_TARGET = floats([0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("proposal", "verdict"),
+    [
+        (Proposal(4, [0], [_DRAFT]), Verdict(5, [-1, 0], [_TARGET], [0.0])),
+        (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1], [_TARGET], [0.0])),
+        (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [], [])),
+        (Proposal(4, [0], []), Verdict(4, [-1, 0], [_TARGET], [0.0])),
+        (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [floats([1])], [0.0])),
+        (Proposal(4, [2], [_DRAFT]), Verdict(4, [-1, 0], [_TARGET], [0.0])),
+        (Proposal(4, [0], [support([], [])]), Verdict(4, [-1, 0], [floats([])], [0.0])),
+        (Proposal(4, [0], [support([0, 1], [0, 1])]), Verdict(4, [-1, 0], [_TARGET], [0.0])),
+        (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [floats([np.nan, np.nan])], [0.0])),
+        (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [floats([0, 0])], [0.0])),
+    ],
+)
+def test_a_verdict_that_does_not_fit_is_refused(proposal, verdict):
+    with pytest.raises(InternalError):
+        accept_by_rejection(proposal, verdict, np.array([0.999]), np.array([0.5]))

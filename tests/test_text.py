@@ -1,0 +1,313 @@
+"""Text from tokens: whole characters, stop strings, and tokens released in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.text import IncrementalDetokenizer, StopMatcher, TextAssembler
+from specwire.core import Fate, Token
+from specwire.tokenizer import Tokenizer
+
+LINES = [
+    "The quick brown fox jumps over the lazy dog. Hello, hello world!\n",
+    "你好,世界。今天天气很好,我们去公园散步吧。\n",
+    "👋🏽 family: 👨‍👩‍👧‍👦, flags: 🇪🇺🇯🇵, café = cafe\u0301, n\u0303, Zürich\n",
+    "def f(x):\n    return  x  +  1\n",
+]
+REPLACEMENT = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Byte-level BPE: a character outside ASCII is often several tokens, and tokens may hold parts of two."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(LINES * 3, trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+
+
+def build_metaspace(decoder: str) -> Tokenizer:
+    """As sentencepiece has it: words begin with ▁, the first space is dropped, rare characters are bytes."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    words = ["▁", "▁the", "▁dog", "▁a", "b", "c", "你", "!", "\n", "▁▁"]
+    vocab |= {word: 259 + index for index, word in enumerate(words)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    if decoder == "llama":
+        steps = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    else:
+        steps = [decoders.ByteFallback(), decoders.Metaspace()]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "metaspace"])
+def metaspace(request: pytest.FixtureRequest) -> Tokenizer:
+    return build_metaspace(request.param)
+
+
+@pytest.fixture(scope="module", params=["byte level", "llama", "metaspace"])
+def any_tokenizer(request: pytest.FixtureRequest, byte_level: Tokenizer) -> Tokenizer:
+    return byte_level if request.param == "byte level" else build_metaspace(request.param)
+
+
+def pieces_of(tokenizer: Tokenizer | None, prompt: list[int], output: list[int]) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    return [*(detokenizer.add(token_id) for token_id in output), detokenizer.flush()]
+
+
+def token(token_id: int) -> Token:
+    return Token(token_id=token_id, text="ignored", fate=Fate.ACCEPTED, logprob=-0.5)
+
+
+def split(text: str, rng: random.Random) -> Iterator[str]:
+    while text:
+        size = rng.randint(1, 5)
+        yield text[:size]
+        text = text[size:]
+
+
+class TestIncrementalDetokenizer:
+    def test_real_text_comes_out_whole(self, byte_level: Tokenizer) -> None:
+        text = "".join(LINES) * 5
+        pieces = pieces_of(byte_level, [], byte_level.encode(text))
+        assert "".join(pieces) == text
+        assert pieces[-1] == ""
+        assert sum(piece == "" for piece in pieces) > 20, "the text must have characters of several tokens"
+
+    def test_any_tokens_join_to_what_decode_gives(self, byte_level: Tokenizer) -> None:
+        rng = random.Random(1)
+        for _ in range(300):
+            ids = [rng.randrange(byte_level.vocab_size + 5) for _ in range(rng.randint(0, 120))]
+            assert "".join(pieces_of(byte_level, [], ids)) == byte_level.decode(ids)
+
+    def test_invalid_bytes_join_to_what_decode_gives(self, byte_level: Tokenizer) -> None:
+        rng = random.Random(2)
+        high = [i for i in range(2, 258) if byte_level.decode([i]) == REPLACEMENT]
+        assert len(high) == 128
+        for _ in range(300):
+            ids = [rng.choice(high) for _ in range(rng.randint(1, 150))]
+            assert "".join(pieces_of(byte_level, [], ids)) == byte_level.decode(ids)
+
+    def test_a_split_character_is_never_shown_in_parts(self, byte_level: Tokenizer) -> None:
+        rng = random.Random(3)
+        characters = [c for line in LINES for c in line]
+        for _ in range(100):
+            text = "".join(rng.choices(characters, k=40))
+            # Bytes one by one: the hardest way to split.
+            ids = [i for c in text for i in self.bytes_of(byte_level, c)]
+            pieces = pieces_of(byte_level, [], ids)
+            assert "".join(pieces) == text
+            assert not any(REPLACEMENT in piece for piece in pieces)
+
+    @staticmethod
+    def bytes_of(tokenizer: Tokenizer, char: str) -> list[int]:
+        alphabet = tokenizer._backend.backend_tokenizer.pre_tokenizer.pre_tokenize_str(char)[0][0]
+        return [tokenizer._backend.convert_tokens_to_ids(letter) for letter in alphabet]
+
+    def test_output_continues_the_prompt(self, byte_level: Tokenizer) -> None:
+        ids = byte_level.encode("".join(LINES))
+        for cut in range(0, len(ids), 7):
+            shown = byte_level.decode(ids[:cut]).rstrip(REPLACEMENT)
+            assert shown + "".join(pieces_of(byte_level, ids[:cut], ids[cut:])) == "".join(LINES)
+
+    def test_the_first_space_survives_after_a_prompt(self, metaspace: Tokenizer) -> None:
+        the, dog = metaspace._backend.convert_tokens_to_ids(["▁the", "▁dog"])
+        assert pieces_of(metaspace, [1, the], [dog, the, 2]) == [" dog", " the", "", ""]
+        assert pieces_of(metaspace, [1], [dog, the]) == ["dog", " the", ""]
+        assert "".join(pieces_of(metaspace, [], [the, *[1] * 40, dog])) == "the dog"
+
+    def test_metaspace_text_joins_to_what_decode_gives(self, metaspace: Tokenizer) -> None:
+        rng = random.Random(4)
+        units = [[i] for i in range(259, 269)]
+        units += [[3 + byte for byte in char.encode()] for char in "é好👋好好"]
+        for _ in range(300):
+            prompt = [i for unit in rng.choices(units, k=rng.randint(0, 30)) for i in unit]
+            output = [i for unit in rng.choices(units, k=60) for i in unit]
+            whole = metaspace.decode(prompt + output)
+            assert metaspace.decode(prompt) + "".join(pieces_of(metaspace, prompt, output)) == whole
+
+    def test_long_runs_of_byte_tokens(self, metaspace: Tokenizer) -> None:
+        ids = [3 + byte for byte in ("好é👋" * 30).encode()]
+        assert "".join(pieces_of(metaspace, [], ids)) == "好é👋" * 30
+        for num_characters in (3, 14, 15, 31):
+            cut = len(("好é👋" * 30)[:num_characters].encode())
+            rest = "".join(pieces_of(metaspace, ids[:cut], ids[cut:]))
+            assert rest == ("好é👋" * 30)[num_characters:]
+
+    def test_invalid_bytes_do_not_stall(self, any_tokenizer: Tokenizer) -> None:
+        tokenizer = any_tokenizer
+        stray = next(i for i in range(3, 259) if tokenizer.decode([i, i]) == 2 * REPLACEMENT)
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        shown = 0
+        for num_tokens in range(1, 100):
+            shown += len(detokenizer.add(stray))
+            assert num_tokens - shown <= 8
+            assert detokenizer.num_pending <= 8
+        assert shown + len(detokenizer.flush()) == 99
+
+    def test_cost_does_not_grow_with_the_text(self, byte_level: Tokenizer) -> None:
+        longest = 0
+
+        class Counting(Tokenizer):
+            def decode(self, token_ids: Sequence[int]) -> str:
+                nonlocal longest
+                longest = max(longest, len(token_ids))
+                return super().decode(token_ids)
+
+        ids = [random.Random(5).randrange(byte_level.vocab_size) for _ in range(3000)] + [0, 1] * 500
+        pieces_of(Counting(byte_level._backend), ids, ids)
+        assert longest <= 48
+
+    def test_without_a_tokenizer_there_is_no_text(self) -> None:
+        assert pieces_of(None, [1, 2], [3, 4]) == ["", "", ""]
+
+
+def first_stop(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
+    """By definition: the text before the stop string that ends first; the longest of those."""
+    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not ends:
+        return text, None
+    end, _, stop = min(ends)
+    return text[: end - len(stop)], stop
+
+
+class TestStopMatcher:
+    def test_any_text_in_any_pieces(self) -> None:
+        rng = random.Random(6)
+        for _ in range(3000):
+            stops = ["".join(rng.choices("abc", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4))]
+            text = "".join(rng.choices("abc", k=rng.randint(0, 20)))
+            matcher = StopMatcher(stops)
+            got = "".join(matcher.add(piece) for piece in split(text, rng)) + matcher.flush()
+            assert (got, matcher.stopped_by) == first_stop(text, stops)
+
+    @pytest.mark.parametrize(
+        ("stops", "pieces", "released"),
+        [
+            (["aab"], ["a", "a", "a", "b", "x"], ["", "", "a", "", ""]),
+            (["<end>"], ["one <", "en", "d>two"], ["one ", "", ""]),
+            (["<end>"], ["one <", "en", "two"], ["one ", "", "<entwo"]),
+            (["ab", "abc"], ["xabc"], ["x"]),
+            (["abcd", "bc"], ["xab", "cd"], ["x", "a"]),
+            (["stop"], ["stop"], [""]),
+        ],
+    )
+    def test_what_is_held_back(self, stops: list[str], pieces: list[str], released: list[str]) -> None:
+        matcher = StopMatcher(stops)
+        assert [matcher.add(piece) for piece in pieces] == released
+
+    def test_a_long_stop_string_is_cheap(self) -> None:
+        matcher = StopMatcher(["a" * 20_000 + "b"])
+        assert matcher.add("a" * 60_000) == "a" * 40_000
+        assert matcher.add("b") == ""
+        assert matcher.stopped_by is not None
+
+
+class TestTextAssembler:
+    def run(
+        self, tokenizer: Tokenizer | None, ids: list[int], stops: Iterable[str] = ()
+    ) -> tuple[list[list[Token]], TextAssembler]:
+        assembler = TextAssembler(tokenizer, [], stops)
+        steps = [assembler.add(token(i)) for i in ids]
+        return [*steps, assembler.finish()], assembler
+
+    def test_every_token_once_in_order_with_all_text(self, byte_level: Tokenizer) -> None:
+        rng = random.Random(7)
+        for _ in range(200):
+            ids = [rng.randrange(byte_level.vocab_size) for _ in range(rng.randint(0, 60))]
+            steps, assembler = self.run(byte_level, ids, ["e q", "ohé", " "])
+            released = [t for step in steps for t in step]
+            assert [t.token_id for t in released] == ids[: len(released)]
+            assert assembler.stopped_by is not None or len(released) == len(ids)
+            text, stop = first_stop(byte_level.decode(ids), ["e q", "ohé", " "])
+            assert ("".join(t.text for t in released), assembler.stopped_by) == (text, stop)
+
+    def test_a_token_keeps_all_but_its_text(self, byte_level: Tokenizer) -> None:
+        [[released], _], _ = self.run(byte_level, byte_level.encode("a"))
+        assert released == Token(token_id=released.token_id, text="a", fate=Fate.ACCEPTED, logprob=-0.5)
+
+    def test_tokens_of_an_incomplete_character_wait(self, byte_level: Tokenizer) -> None:
+        ids = TestIncrementalDetokenizer.bytes_of(byte_level, "👋")
+        steps, _ = self.run(byte_level, [*ids, *ids[:2]])
+        assert [[t.text for t in step] for step in steps] == [
+            [], [], [], ["", "", "", "👋"], [], [], ["", REPLACEMENT],
+        ]  # fmt: skip
+
+    def test_tokens_that_may_be_a_stop_string_wait(self, byte_level: Tokenizer) -> None:
+        ids = [byte_level.encode(c)[0] for c in "x<y<END>z"]
+        steps, assembler = self.run(byte_level, ids, ["<END>", "never"])
+        texts = [[t.text for t in step] for step in steps]
+        assert texts == [["x"], [], ["<", "y"], [], [], [], [], ["", "", "", "", ""], [], []]
+        assert assembler.stopped_by == "<END>"
+
+    def test_the_token_that_completes_a_match_is_cut(self, byte_level: Tokenizer) -> None:
+        ids = byte_level.encode("hello world")
+        assert len(ids) < 8
+        steps, assembler = self.run(byte_level, ids, ["wor"])
+        released = [t for step in steps for t in step]
+        assert "".join(t.text for t in released) == "hello "
+        assert assembler.stopped_by == "wor"
+        assert [t.token_id for t in released] == ids[: len(released)]
+
+    def test_a_match_in_the_first_token(self, byte_level: Tokenizer) -> None:
+        steps, assembler = self.run(byte_level, byte_level.encode("a") * 3, ["a"])
+        assert [[t.text for t in step] for step in steps] == [[""], [], [], []]
+        assert assembler.stopped_by == "a"
+
+    def test_text_held_at_the_end_comes_out(self, byte_level: Tokenizer) -> None:
+        ids = [byte_level.encode(c)[0] for c in "ab<EN"]
+        steps, assembler = self.run(byte_level, ids, ["<END>"])
+        assert [t.text for t in steps[-1]] == ["<", "E", "N"]
+        assert assembler.stopped_by is None
+
+    def test_a_silent_token_counts_and_adds_no_text(self, byte_level: Tokenizer) -> None:
+        assembler = TextAssembler(byte_level, [], ["<x"])
+        [a], [less] = byte_level.encode("a"), byte_level.encode("<")
+        half, _ = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
+        assert [t.text for t in assembler.add(token(a))] == ["a"]
+        assert assembler.add(token(less)) == []
+        assert [t.text for t in assembler.add(token(half))] == []
+        assert [t.text for t in assembler.add(token(a), silent=True)] == ["<", REPLACEMENT, ""]
+        assert assembler.finish() == []
+
+    def test_a_silent_token_releases_nothing_uncertain(self, byte_level: Tokenizer) -> None:
+        assembler = TextAssembler(byte_level, [], ["<x"])
+        assert assembler.add(token(byte_level.encode("<")[0])) == []
+        assert assembler.add(token(1), silent=True) == []
+        assert [t.text for t in assembler.finish()] == ["<", ""]
+
+    def test_a_prompt_that_ends_within_a_character(self, byte_level: Tokenizer) -> None:
+        first, second = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
+        assembler = TextAssembler(byte_level, [first])
+        assert [t.text for t in assembler.add(token(second))] == ["é"]
+        assembler = TextAssembler(byte_level, [first])
+        assert [t.text for t in assembler.add(token(1), silent=True)] == [""]
+        assert assembler.finish() == []
+
+    def test_without_a_tokenizer_tokens_pass_through(self) -> None:
+        steps, assembler = self.run(None, [5, 6], ["never"])
+        assert [[(t.token_id, t.text) for t in step] for step in steps] == [[(5, "")], [(6, "")], []]
+        assert assembler.stopped_by is None

@@ -1,0 +1,171 @@
+"""Loading tokenizers, their fingerprints, and chat templates."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from specwire.errors import InvalidRequestError, ModelLoadError, UnsupportedError
+from specwire.tokenizer import Tokenizer, load
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def make(added: tuple[str, ...] = (), template: str | None = None) -> PreTrainedTokenizerFast:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, hello there !"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_tokens([AddedToken(word) for word in added])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make(added=("<tool>",), template=TEMPLATE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load_present(source: Path) -> Tokenizer:
+    tokenizer = load(source)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_text_survives_the_round_trip(directory: Path) -> None:
+    tokenizer = load_present(directory)
+    text = "hello there , don 't  <tool> 你好 👋 !"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_and_unknown_ids_have_no_text(directory: Path) -> None:
+    tokenizer = load_present(directory)
+    [hello] = tokenizer.encode("hello")
+    assert tokenizer.special_ids == {0, 1}
+    assert tokenizer.decode([0, hello, 1, tokenizer.vocab_size, 10**6]) == "hello"
+    assert tokenizer.encode("<s>hello") == [0, hello]
+
+
+def test_vocab_size_counts_added_tokens(directory: Path) -> None:
+    tokenizer = load_present(directory)
+    assert tokenizer.encode("<tool>") == [tokenizer.vocab_size - 1]
+
+
+def test_no_tokenizer_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": {"type": "BPE"}}'])
+def test_a_corrupt_tokenizer_names_its_directory(directory: Path, content: str) -> None:
+    (directory / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=str(directory)):
+        load(directory)
+
+
+@pytest.mark.parametrize("source", ["/no/such/directory", "./nowhere/at/all"])
+def test_a_missing_directory_is_named(source: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"{source} is not a directory"):
+        load(source)
+
+
+def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="nobody/no-such-model is neither a directory nor"):
+        load("nobody/no-such-model")
+
+
+def test_an_older_layout_loads_too(tmp_path: Path) -> None:
+    make().backend_tokenizer.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = load_present(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("hello there")) == "hello there"
+
+
+def test_a_stored_truncation_does_not_cut_prompts(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(directory / "tokenizer.json"))
+    with caplog.at_level(logging.WARNING):
+        assert len(load_present(directory).encode("hello " * 50)) >= 50
+    assert not caplog.records
+
+
+def test_the_fingerprint_is_the_table(tmp_path: Path) -> None:
+    plain, added = Tokenizer(make()), Tokenizer(make(added=("<tool>",)))
+    assert len(plain.fingerprint) == 32
+    assert plain.fingerprint != added.fingerprint
+    assert plain.fingerprint == Tokenizer(make(template=TEMPLATE)).fingerprint
+    assert added.fingerprint != Tokenizer(make(added=("<look>",))).fingerprint
+    make().save_pretrained(tmp_path)
+    assert plain.fingerprint == load_present(tmp_path).fingerprint
+
+
+def test_the_fingerprint_is_stable_over_processes_without_torch(directory: Path) -> None:
+    code = (
+        "import sys; from specwire.tokenizer import load; t = load(sys.argv[1]); t.decode(t.encode('x'));"
+        "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
+        "print(t.fingerprint, 'torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [load_present(directory).fingerprint, "False"]
+
+
+def test_importing_the_module_is_light() -> None:
+    code = "import sys, specwire.tokenizer; print(*{'torch', 'transformers', 'grpc'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+class TestChatTemplate:
+    def test_a_conversation_ends_where_the_assistant_begins(self, directory: Path) -> None:
+        tokenizer = load_present(directory)
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+        assert tokenizer.decode(ids) == "user: helloassistant: "
+        assert [i for i in ids if i in tokenizer.special_ids] == [0, 1, 0]
+
+    def test_without_a_template(self) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            Tokenizer(make()).apply_chat_template([{"role": "user", "content": "hello"}])
+        assert caught.value.field == "messages"
+
+    def test_what_the_template_refuses(self, directory: Path) -> None:
+        with pytest.raises(InvalidRequestError, match="no tools here"):
+            load_present(directory).apply_chat_template([{"role": "tool", "content": "x"}])
+
+    @pytest.mark.parametrize(
+        ("messages", "field"),
+        [
+            ([], "messages"),
+            ("hello", "messages"),
+            (["hello"], "messages[0]"),
+            ([{"role": "user"}], "messages[0].content"),
+            ([{"role": "user", "content": "x"}, {"content": "x"}], "messages[1].role"),
+            ([{"role": "user", "content": ["x"]}], "messages[0].content"),
+        ],
+    )
+    def test_malformed_messages_are_named(self, directory: Path, messages: object, field: str) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            load_present(directory).apply_chat_template(messages)  # type: ignore[arg-type]
+        assert caught.value.field == field

@@ -1,0 +1,105 @@
+"""Tiny random models of every supported family, and some that must be refused.
+
+The weights are spread widely, so that greedy text wanders instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+CONTEXT_LEN = 512
+WINDOW = 12
+VOCAB_SIZE = 97
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT_LEN,
+    "tie_word_embeddings": False,
+}
+_WITHOUT_GROUPS = {
+    name: size for name, size in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_LEN, "tie_word_embeddings": False}
+_OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OPT |= {"max_position_embeddings": CONTEXT_LEN, "word_embed_proj_dim": 32, "tie_word_embeddings": False}
+_GEMMA3 = {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
+_GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_GPT_OSS_LAYERS = ["sliding_attention", "full_attention"]
+
+#: Family name → (class prefix in transformers, config fields).
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SIZES),
+    "qwen2": ("Qwen2", {k: v for k, v in _SIZES.items() if k != "head_dim"}),
+    "qwen3": ("Qwen3", _SIZES),
+    "mistral": ("Mistral", _SIZES | {"sliding_window": WINDOW}),
+    "gemma3": ("Gemma3", _SIZES | _GEMMA3 | {"layer_types": _GEMMA3_LAYERS}),
+    "gpt2": ("GPT2", _GPT2),
+    "opt": ("OPT", _OPT),
+    "gpt_neox": ("GPTNeoX", _WITHOUT_GROUPS),
+    # Beyond the eight: soft-capped scores, and attention sinks with experts.
+    "gemma2": ("Gemma2", _SIZES | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "gpt_oss": (
+        "GptOss",
+        _SIZES
+        | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": _GPT_OSS_LAYERS},
+    ),
+    # Refused: recurrent state, linear biases instead of an attention interface, two stacks.
+    "mamba": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2", "opt", "gpt_neox")
+EXTRA_FAMILIES = ("gemma2", "gpt_oss")
+REFUSED_FAMILIES = ("mamba", "bloom")
+
+
+def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrides: Any) -> PreTrainedModel:
+    """A float32 model on the CPU in eval mode, the same for the same arguments.
+
+    Args:
+        family: one of `FAMILIES`, `EXTRA_FAMILIES` or `REFUSED_FAMILIES`.
+        seed: of the weights.
+        vocab_size: rows of the embedding.
+        overrides: config fields that differ from the tiny defaults.
+    """
+    prefix, fields = _FAMILIES[family]
+    suffix = "TextConfig" if family == "gemma3" else "Config"
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = getattr(transformers, prefix + suffix)(
+        **{**special, **fields, "vocab_size": vocab_size, **overrides}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+        model: PreTrainedModel = getattr(transformers, prefix + head)(config)
+        _spread(model)
+    return model.float().eval()
+
+
+def _spread(model: PreTrainedModel) -> None:
+    """Weights of a size that keeps activations near one, biases and norms a little off their defaults."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2:
+                is_table = "emb" in name or "wte" in name or "wpe" in name
+                fan_in = max(weight.shape[-2:])
+                weight.normal_(0, 0.5 if is_table else 1.5 / fan_in**0.5)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+
+
+def save(model: PreTrainedModel, directory: Path | str) -> Path:
+    """Write the model as `from_pretrained` reads it; returns the directory."""
+    model.save_pretrained(directory)
+    return Path(directory)

@@ -1,0 +1,30 @@
+"""`python -m verify_service`: one verify service in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from specwire import config, flags, rpc
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse flags and variables, load the model, serve until a signal."""
+    parser = argparse.ArgumentParser(prog="specwire verify", description="Run one verify service.")
+    flags.add_flags(parser, config.VerifyConfig)
+    args = parser.parse_args(argv)
+    return rpc.run_service(lambda: _serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    config.check_environment(os.environ)
+    settings = flags.read_config(config.VerifyConfig, args, os.environ)
+    rpc.set_up_logging(settings.log_level)
+    from verify_service.service import serve  # loads torch: after the flags were checked
+
+    await serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

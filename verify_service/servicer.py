@@ -1,0 +1,94 @@
+"""`specwire.v1.VerifyService`: messages in, messages out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from specwire import rpc, tracing, wire
+from specwire.core import IntArray, SamplingParams, Verdict
+from specwire.engine import boot
+from specwire.engine.boot import ModelService
+from specwire.engine.loop import TokenSequence
+from specwire.errors import InvalidRequestError
+from specwire.v1 import verify_pb2, verify_pb2_grpc
+from verify_service.verifier import VerifyJob
+
+
+class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
+    """One stream is one sequence; its KV cache goes when the stream goes, however it ends."""
+
+    def __init__(self, service: ModelService, tracer: tracing.Tracing) -> None:
+        self._service = service
+        self._tracer = tracer
+
+    @rpc.translate_errors
+    async def Verify(self, requests: AsyncIterator[verify_pb2.VerifyRequest], context: Any) -> None:  # noqa: N802
+        with contextlib.ExitStack() as stack:
+            sequence: TokenSequence | None = None
+            async for request in requests:
+                if sequence is None:
+                    sequence = stack.enter_context(self._service.opened(request.open))
+                elif request.HasField("open"):
+                    raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
+                job = self._job(sequence, request)
+                verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
+                if request.traceparent:
+                    boot.record_spans(self._tracer, "verify", job, request.traceparent)
+                await context.write(self._response(request, job, verdict))
+
+    @rpc.translate_errors
+    async def GetModelInfo(  # noqa: N802
+        self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any
+    ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
+        return verify_pb2.VerifyServiceGetModelInfoResponse(
+            model=wire.model_info_to_proto(self._service.info), status=self._service.status()
+        )
+
+    def _job(self, sequence: TokenSequence, request: verify_pb2.VerifyRequest) -> VerifyJob:
+        wire.refuse_trees(request.parent_indices)
+        wire.check_num_draft_tokens("draft_token_ids", len(request.draft_token_ids))
+        vocab_size = self._service.info.vocab_size
+        for i, token_id in enumerate(request.draft_token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"draft_token_ids[{i}]", token_id, f"is outside the vocabulary of {vocab_size}"
+                )
+        return VerifyJob(
+            sequence,
+            request.base_len,
+            list(request.token_ids),
+            draft_token_ids=list(request.draft_token_ids),
+            supports=_supports(request, sequence.params, vocab_size),
+        )
+
+    def _response(
+        self, request: verify_pb2.VerifyRequest, job: VerifyJob, verdict: Verdict
+    ) -> verify_pb2.VerifyResponse:
+        response = wire.verdict_to_proto(verdict)
+        response.request_id = request.request_id
+        response.incarnation = self._service.info.incarnation
+        response.timings.CopyFrom(boot.timings(job))
+        return response
+
+
+def _supports(request: verify_pb2.VerifyRequest, params: SamplingParams, vocab_size: int) -> list[IntArray]:
+    """One set of distinct, known ids a draft token: the residual outside it would be wrong otherwise."""
+    wanted = 0 if params.matches_tokens else len(request.draft_token_ids)
+    if len(request.support_token_ids) != wanted:
+        raise InvalidRequestError("support_token_ids", len(request.support_token_ids), f"must be {wanted}")
+    supports = []
+    for i, data in enumerate(request.support_token_ids):
+        name = f"support_token_ids[{i}]"
+        token_ids = wire.ids_from_bytes(data, name)
+        if len(token_ids) and token_ids.max() >= vocab_size:
+            raise InvalidRequestError(
+                name, int(token_ids.max()), f"is outside the vocabulary of {vocab_size}"
+            )
+        if len(np.unique(token_ids)) != len(token_ids):
+            raise InvalidRequestError(name, token_ids.tolist(), "has an id twice")
+        supports.append(token_ids)
+    return supports
