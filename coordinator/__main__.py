@@ -21,9 +21,9 @@ async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
     rpc.set_up_logging(settings.log_level)
-    from coordinator.service import serve  # after the flags were checked
+    from coordinator.service import serving  # after the flags were checked
 
-    await serve(settings)
+    await rpc.run_until_signal(serving(settings))
 
 
 if __name__ == "__main__":

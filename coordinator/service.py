@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, rpc, tokenizer, tracing
@@ -9,27 +12,31 @@ from specwire.config import EMBEDDED, CoordinatorConfig
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 
-async def serve(config: CoordinatorConfig) -> None:
-    """Serve until a signal.
+@contextlib.asynccontextmanager
+async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
+    """A running coordinator; yields its `HOST:PORT`, and ends gracefully.
 
     Raises:
         ServiceUnavailableError: the verify service is not there in time.
         HandshakeError: draft and target do not fit each other.
         ConfigError: the address cannot be bound.
     """
-    verify = VerifyPeer(config.verify_address, config.connect_timeout_s)
-    await verify.connect()
-    draft = DraftPeer(config.draft_address, verify.info)
-    await draft.connect()
-    text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
-    tracer = tracing.configure("specwire-coordinator")
-    server = rpc.Server(config, [generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name])
-    servicer = GenerationServicer(config, verify, draft, text, tracer)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-    await rpc.serve_until_signal(server)
-    await draft.close()
-    await verify.close()
-    tracer.shutdown()
+    async with contextlib.AsyncExitStack() as stack:
+        tracer = tracing.configure("specwire-coordinator")
+        stack.callback(tracer.shutdown)
+        verify = VerifyPeer(config.verify_address, config.connect_timeout_s)
+        stack.push_async_callback(verify.close)
+        await verify.connect()
+        draft = DraftPeer(config.draft_address, verify.info)
+        stack.push_async_callback(draft.close)
+        await draft.connect()
+        text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
+        name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+        server = rpc.Server(config, [name])
+        stack.push_async_callback(server.stop)
+        servicer = GenerationServicer(config, verify, draft, text, tracer)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        yield await server.start()
 
 
 def _load_tokenizer(source: str) -> tokenizer.Tokenizer | None:

@@ -23,7 +23,7 @@ _MAX_PENDING = 8
 # The window is cut to a few tokens when it gets this long. Cut in the middle of invalid bytes it must keep
 # more bytes than three incomplete characters have, so that decoding is back in step at its end.
 _MAX_WINDOW = 32
-_CONTEXT = 2
+_CONTEXT = 16
 
 
 class IncrementalDetokenizer:

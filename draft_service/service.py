@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from draft_service.drafter import Drafter
 from draft_service.servicer import DraftServicer
 from specwire import rpc, tracing
@@ -10,17 +13,21 @@ from specwire.engine import boot
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 
-async def serve(config: DraftConfig) -> None:
-    """Serve until a signal.
+@contextlib.asynccontextmanager
+async def serving(config: DraftConfig) -> AsyncIterator[str]:
+    """A running service; yields its `HOST:PORT`, and ends gracefully.
 
     Raises:
         ModelLoadError: the model cannot be served.
         ConfigError: the address cannot be bound.
     """
-    service = boot.start(config, "draft", Drafter(config).consume)
     tracer = tracing.configure("specwire-draft")
+    service = boot.start(config, "draft", Drafter(config).consume)
     server = rpc.Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
     draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(service, tracer), server.grpc)
-    await rpc.serve_until_signal(server)
-    service.engine.close()
-    tracer.shutdown()
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+        service.engine.close()
+        tracer.shutdown()

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import grpc
@@ -186,16 +187,14 @@ class Server:
         await self.grpc.stop(self._config.grace_s)
 
 
-async def serve_until_signal(server: Server) -> None:
-    """Print `ready HOST:PORT` on standard output, serve until SIGINT or SIGTERM, then end gracefully."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
-    address = await server.start()
-    print(f"ready {address}", flush=True)
-    await stopping.wait()
-    await server.stop()
+async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
+    """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM."""
+    async with serving as address:
+        stopping = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        print(f"ready {address}", flush=True)
+        await stopping.wait()
 
 
 def set_up_logging(level: str) -> None:

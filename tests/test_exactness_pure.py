@@ -35,12 +35,12 @@ VOCAB = 16
 PROMPT = (3, 9, 3, 12)
 NUM_POSITIONS = 3
 NUM_DRAFT_TOKENS = 2
-TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(20)) * 0.9
+TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(20)) * 1.1
 HOSTILE = -TARGET
 
 NUM_FOR_A_RULE = 70_000
 """Generations per rule: 210,000 draws."""
-NUM_FOR_A_PARAMETER = 6_000
+NUM_FOR_A_PARAMETER = 3_000
 """Generations per sampling parameter, and per negative control."""
 
 
@@ -135,7 +135,7 @@ class Pair:
             Verdict(
                 proposal.base_len,
                 token_ids[: len(proposal.token_ids) + 1],
-                [p[: len(s.token_ids)] for p, s in zip(target_probs, proposal.supports, strict=False)],
+                [law[: len(s.token_ids)] for law, s in zip(target_probs, proposal.supports, strict=False)],
                 masses[: len(proposal.token_ids)],
             )
             for proposal, token_ids, target_probs, masses in zip(
@@ -219,7 +219,7 @@ def _warped(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor
 def test_rejection_sampling_follows_the_target():
     """Half of the draws with the whole vocabulary as support, half with a few tokens and a tail."""
     params, half = SamplingParams(), NUM_FOR_A_RULE // 2
-    whole, sparse = Pair(params), Pair(params, mass=0.7, max_support=5)
+    whole, sparse = Pair(params), Pair(params, mass=0.8, max_support=8)
     sequences = np.concatenate([whole.generate(half), sparse.generate(half, first_seed=half)])
     assert_same_law(sequences, reference_law(params))
     for pair in (whole, sparse):
@@ -268,14 +268,14 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("settings", PARAMETERS, ids=lambda settings: "+".join(settings))
+@pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
 def test_every_sampling_parameter_follows_the_target(settings, rule):
     params = SamplingParams(rule=rule, **settings)
     sequences = Pair(params, mass=0.9, max_support=6).generate(NUM_FOR_A_PARAMETER)
     assert_same_law(sequences, reference_law(params), num_tests=len(PARAMETERS) * len(Rule))
 
 
-@pytest.mark.parametrize("settings", PARAMETERS, ids=lambda settings: "+".join(settings))
+@pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
 def test_greedy_decoding_emits_the_targets_argmax(settings):
     params = SamplingParams(**settings | {"temperature": 0})
     context = list(PROMPT)
@@ -386,11 +386,11 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_negative_controls_are_caught(fault):
-    params = SamplingParams(temperature=0.7)
+    params = SamplingParams(temperature=0.8)
     sequences = fault(params).generate(NUM_FOR_A_PARAMETER)
     assert min(sequence_p_values(sequences, reference_law(params))) < CLEARLY_WRONG
 
 
 def test_the_right_pair_passes_where_the_controls_fail():
-    params = SamplingParams(temperature=0.7)
+    params = SamplingParams(temperature=0.8)
     assert_same_law(Pair(params).generate(NUM_FOR_A_PARAMETER), reference_law(params))

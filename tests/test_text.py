@@ -138,6 +138,8 @@ class TestIncrementalDetokenizer:
         assert pieces_of(metaspace, [1, the], [dog, the, 2]) == [" dog", " the", "", ""]
         assert pieces_of(metaspace, [1], [dog, the]) == ["dog", " the", ""]
         assert "".join(pieces_of(metaspace, [], [the, *[1] * 40, dog])) == "the dog"
+        beyond = metaspace.vocab_size  # a model's padding: no token, no text
+        assert "".join(pieces_of(metaspace, [], [the, beyond] * 40)) == " ".join(["the"] * 40)
 
     def test_metaspace_text_joins_to_what_decode_gives(self, metaspace: Tokenizer) -> None:
         rng = random.Random(4)

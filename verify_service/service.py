@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from specwire import rpc, tracing
 from specwire.config import VerifyConfig
 from specwire.engine import boot
@@ -10,17 +13,21 @@ from verify_service import verifier
 from verify_service.servicer import VerifyServicer
 
 
-async def serve(config: VerifyConfig) -> None:
-    """Serve until a signal.
+@contextlib.asynccontextmanager
+async def serving(config: VerifyConfig) -> AsyncIterator[str]:
+    """A running service; yields its `HOST:PORT`, and ends gracefully.
 
     Raises:
         ModelLoadError: the model cannot be served.
         ConfigError: the address cannot be bound.
     """
-    service = boot.start(config, "verify", verifier.consume)
     tracer = tracing.configure("specwire-verify")
+    service = boot.start(config, "verify", verifier.consume)
     server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
-    await rpc.serve_until_signal(server)
-    service.engine.close()
-    tracer.shutdown()
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+        service.engine.close()
+        tracer.shutdown()

@@ -1,0 +1,57 @@
+# `make demo` and `make test` set everything up by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/specwire/v1/*.proto)
+CODE := specwire draft_service verify_service coordinator tests benchmarks
+
+.PHONY: demo test bench setup format lint types proto proto-check unit train clean
+
+demo: setup
+	@$(BIN)/specwire demo
+
+test: setup lint types proto-check unit
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specwire needs Python 3.11 or later")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+format: setup
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+lint: setup
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+
+types: setup
+	$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+# Fails when regenerating the protocol changes a committed file.
+proto-check: setup
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=build/proto --pyi_out=build/proto \
+		--grpc_python_out=build/proto $(PROTOS)
+	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
+
+unit: setup
+	$(BIN)/python -m pytest
+
+# The recipe of the embedded pair; see specwire/embedded/README.md.
+train: setup
+	$(BIN)/python -m specwire.embedded.train --out build/embedded
+
+clean:
+	rm -rf $(VENV) build *.egg-info
