@@ -241,7 +241,7 @@ def test_scattered_pages(family: str) -> None:
 def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries beyond a block and beyond the mask templates take the other branches."""
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 7)
-    monkeypatch.setattr(attention, "_MAX_TEMPLATE_QUERIES", 3)
+    monkeypatch.setattr(attention, "_MAX_STACKED_QUERIES", 3)
     for family in ("llama", "mistral"):
         runner, tokens = _runner(family, num_pages=32), _tokens(42)
         cache = _scattered(runner, tokens[:12])

@@ -29,14 +29,19 @@ from specwire.core import IntArray
 from specwire.engine.kv_cache import Run
 from specwire.errors import UnsupportedError
 
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 ATTENTION_NAME = "specwire_paged"
 
+# FlashAttention-2, which torch carries, reads pages in tiles of this many tokens.
+_VARLEN_PAGE_TILE = 256
 # Keywords that some models pass on to the attention function and that change nothing there.
 _HARMLESS_KEYWORDS = frozenset(
     {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"position_ids", "return_dict", "use_cache", "num_items_in_batch"}
 )
-_MAX_TEMPLATE_QUERIES = 64
+# Up to this many queries the heads of a group are stacked as rows of one product, which reads each key
+# once; beyond, the product is bound by arithmetic, and a mask repeated for the group would be large.
+_MAX_STACKED_QUERIES = 64
 _QUERY_BLOCK = 256
 
 
@@ -137,7 +142,7 @@ class PackedBatch:
     layers: dict[nn.Module, LayerCache]
     page_size: int
     num_queries: list[int] = field(init=False)
-    _plans: dict[int | None, list[ReadPlan]] = field(init=False, default_factory=dict)
+    _plans: dict[tuple[int | None, int], list[ReadPlan]] = field(init=False, default_factory=dict)
     _block_tables: BlockTables | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -149,16 +154,19 @@ class PackedBatch:
         """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
-        if query.is_cuda and _can_use_varlen(query.dtype, key, value, scoring):
+        if query.is_cuda and _can_use_varlen(layer, self.page_size, scoring):
             return varlen_attention(self, layer, query, scoring)
         return view_attention(self, layer, query, scoring)
 
-    def plans(self, window: int | None, dtype: torch.dtype) -> list[ReadPlan]:
-        """How each segment reads its cache under this window; made once a step."""
-        plans = self._plans.get(window)
+    def plans(self, window: int | None, group: int, keys: Tensor) -> list[ReadPlan]:
+        """How each segment reads a cache like `keys` under this window; made once a step.
+
+        `group` is the number of query heads that share a KV head.
+        """
+        plans = self._plans.get((window, group))
         if plans is None:
-            plans = [_plan(segment, window, dtype, self.slots.device) for segment in self.segments]
-            self._plans[window] = plans
+            plans = [_plan(segment, window, group, keys) for segment in self.segments]
+            self._plans[window, group] = plans
         return plans
 
     def block_tables(self) -> BlockTables:
@@ -234,7 +242,8 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         start_slot, num_keys: the keys as one run; meaningful when `runs` has one entry.
-        mask: additive [num_query, num_keys], or None where all keys are seen or `is_causal` says it.
+        mask: additive, or None where all keys are seen or `is_causal` says it. [group * num_query, num_keys]
+            for queries that are to be stacked, else [num_query, num_keys].
         is_causal: queries and keys are the same tokens, each seeing itself and those before.
         runs: the keys, in token order.
     """
@@ -246,7 +255,7 @@ class ReadPlan(NamedTuple):
     runs: Sequence[Run]
 
 
-def _plan(segment: Segment, window: int | None, dtype: torch.dtype, device: torch.device) -> ReadPlan:
+def _plan(segment: Segment, window: int | None, group: int, keys: Tensor) -> ReadPlan:
     num_query, cache_len = segment.num_query, segment.cache_len
     first_key = 0 if window is None else max(0, cache_len - num_query - window + 1)
     runs = segment.runs if first_key == 0 else _skip(segment.runs, first_key)
@@ -254,7 +263,7 @@ def _plan(segment: Segment, window: int | None, dtype: torch.dtype, device: torc
     is_causal = num_query > 1 and num_query == cache_len and (window is None or cache_len <= window)
     mask = None
     if num_query > 1 and not is_causal:
-        mask = _mask(num_query, num_keys, window, dtype, device)
+        mask = _mask(num_query, num_keys, window, group, keys)
     return ReadPlan(runs[0].start_slot, num_keys, mask, is_causal, runs)
 
 
@@ -269,39 +278,39 @@ def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
     return kept
 
 
-def _mask(
-    num_query: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Additive mask [num_query, num_keys] whose last query and last key are the same token.
+def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
+    """Additive mask as `ReadPlan` has it; its last query and last key are the same token.
 
     Whether a query sees a key depends on their distance only, so one template serves all lengths.
     """
-    if num_query > _MAX_TEMPLATE_QUERIES:
-        return _build_mask(num_query, num_keys, window, dtype, device)
+    if num_query > _MAX_STACKED_QUERIES:
+        return _build_mask(num_query, num_keys, window, 1, keys.dtype, keys.device)
     capacity = max(256, 1 << (num_keys - 1).bit_length())
-    template = _mask_template(num_query, capacity, window, dtype, device)
+    template = _mask_template(num_query, capacity, window, group, keys.dtype, keys.device)
     return template[:, capacity - num_keys :]
 
 
 def _build_mask(
-    num_query: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    num_query: int, num_keys: int, window: int | None, group: int, *dtype_and_device: Any
 ) -> Tensor:
-    query_index = torch.arange(num_keys - num_query, num_keys, device=device)[:, None]
-    distance = query_index - torch.arange(num_keys, device=device)
+    query_index = torch.arange(num_keys - num_query, num_keys)[:, None]
+    distance = query_index - torch.arange(num_keys)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    return torch.zeros(num_query, num_keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(num_query, num_keys).masked_fill_(hidden, -torch.inf)
+    dtype, device = dtype_and_device
+    return mask.repeat(group, 1).to(device, dtype)
 
 
-_mask_template = functools.lru_cache(maxsize=256)(_build_mask)
+_mask_template = functools.lru_cache(maxsize=64)(_build_mask)
 
 
 def view_attention(packed: PackedBatch, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
     """Attention over views of the pages, one sequence at a time; arguments and result as in `Attend`."""
     num_heads, num_tokens, head_dim = query.shape[1:]
     num_kv_heads, value_dim = layer.values.shape[1:]
-    plans = packed.plans(scoring.sliding_window, query.dtype)
+    plans = packed.plans(scoring.sliding_window, num_heads // num_kv_heads, layer.keys)
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
     grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
     pieces = grouped.split_with_sizes(packed.num_queries) if len(plans) > 1 else (grouped,)
@@ -320,33 +329,34 @@ def _fused(query: Tensor, layer: LayerCache, plan: ReadPlan, scale: float) -> Te
     """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result alike."""
     keys = layer.keys_by_head.narrow(2, plan.start_slot, plan.num_keys)
     values = layer.values_by_head.narrow(2, plan.start_slot, plan.num_keys)
-    if query.shape[0] == 1:
-        # All keys are seen, so the group's heads can be the kernel's query rows.
-        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale)
-    group = query.shape[2]
-    # The group as batch: keys broadcast over it with stride 0.
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.permute(2, 1, 0, 3),
-        keys.expand(group, -1, -1, -1),
-        values.expand(group, -1, -1, -1),
-        attn_mask=plan.mask,
-        is_causal=plan.is_causal,
-        scale=scale,
-    )
-    return output.permute(2, 1, 0, 3)
+    num_query, num_kv_heads, group, _ = query.shape
+    if num_query == 1:
+        # All keys are seen, and the group's heads are already the kernel's query rows.
+        return _sdpa(query, keys, values, scale=scale)
+    if plan.is_causal or num_query > _MAX_STACKED_QUERIES:
+        # The group as batch; keys broadcast over it with stride 0.
+        keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+        rows = query.permute(2, 1, 0, 3)
+        output = _sdpa(rows, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale)
+        return output.permute(2, 1, 0, 3)
+    rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
+    output = _sdpa(rows, keys, values, attn_mask=plan.mask, scale=scale)
+    return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
 
 def _by_runs(query: Tensor, layer: LayerCache, plan: ReadPlan, scoring: Scoring) -> Tensor:
     """Several runs, or what the fused kernel lacks. Shapes as in `_fused`."""
-    num_query = query.shape[0]
+    num_query, group = query.shape[0], query.shape[2]
     mask = plan.mask
     if plan.is_causal:
-        mask = _mask(num_query, plan.num_keys, None, query.dtype, query.device)
+        mask = _mask(num_query, plan.num_keys, None, group, layer.keys)
+    if mask is not None:
+        mask = mask.view(-1, num_query, plan.num_keys)
     if num_query <= _QUERY_BLOCK:
         return _block_by_runs(query, layer, plan.runs, mask, scoring)
     assert mask is not None  # more than one query
     blocks = [slice(start, start + _QUERY_BLOCK) for start in range(0, num_query, _QUERY_BLOCK)]
-    return torch.cat([_block_by_runs(query[b], layer, plan.runs, mask[b], scoring) for b in blocks])
+    return torch.cat([_block_by_runs(query[b], layer, plan.runs, mask[:, b], scoring) for b in blocks])
 
 
 def _block_by_runs(
@@ -430,11 +440,12 @@ def _varlen() -> Callable[..., Any] | None:
     return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
-def _can_use_varlen(dtype: torch.dtype, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
+def _can_use_varlen(layer: LayerCache, page_size: int, scoring: Scoring) -> bool:
     return (
         _varlen() is not None
-        and dtype in (torch.float16, torch.bfloat16)
-        and key.shape[-1] == value.shape[-1]
+        and layer.keys.dtype in (torch.float16, torch.bfloat16)
+        and layer.keys.shape == layer.values.shape
+        and page_size % _VARLEN_PAGE_TILE == 0
         and scoring.softcap is None
         and scoring.sinks is None
     )

@@ -1,0 +1,157 @@
+"""Emitted text follows the target's law, measured through three real processes over gRPC.
+
+The target's law depends on the last token alone, so every emitted token is one draw from a known law,
+and a long generation is a large sample. The draft is hostile: its logits are the target's negated.
+
+With N_v the count of token v and E_v the sum of its probabilities over the same contexts, N - E is a sum
+of martingale differences whose covariance is the sum of diag(p) - p pᵀ. Grouped by the token before,
+(N - E)ᵀ C⁻ (N - E) is χ² distributed for large samples, whatever the history does to the law. One test
+function raises a false alarm with probability 1e-6 (FALSE_ALARM_RATE) if seeds were random; they are fixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire.config import UpConfig
+from specwire.supervisor import Stack
+from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
+from tests.tiny_models import save
+
+NUM_TOKENS = 20_000
+NUM_STREAMS = 32
+PROMPT = [3]
+
+LONG = NUM_TOKENS // NUM_STREAMS
+"""Tokens a generation where the law depends on the last token alone."""
+SHORT = 25
+"""Tokens a generation where it depends on which tokens came before: later, all have come."""
+
+CASES = [
+    pytest.param({}, LONG, id="plain"),
+    pytest.param({"temperature": 0.6}, LONG, id="temperature"),
+    pytest.param({"top_k": 5}, LONG, id="top_k"),
+    pytest.param({"top_p": 0.8}, LONG, id="top_p"),
+    pytest.param({"min_p": 0.1}, LONG, id="min_p"),
+    pytest.param({"logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="logit_bias"),
+    pytest.param({"repetition_penalty": 1.6}, SHORT, id="repetition_penalty"),
+    pytest.param({"presence_penalty": 1.2}, SHORT, id="presence_penalty"),
+    pytest.param({"frequency_penalty": 0.7}, SHORT, id="frequency_penalty"),
+]
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    return markov_logits(markov_model())
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("markov")
+    target = save(markov_model(), directory / "target")
+    draft = save(markov_model(scale=-1.0), directory / "draft")
+    config = UpConfig(
+        target=str(target),
+        draft=str(draft),
+        dtype="float32",
+        draft_dtype="float32",
+        address="127.0.0.1:0",
+        num_draft_tokens=2,
+        num_threads=1,
+    )
+    with Stack(config) as stack:
+        yield stack.address
+
+
+@pytest.mark.parametrize(("settings", "length"), CASES)
+@pytest.mark.parametrize("rule", list(Rule))
+def test_emitted_tokens_follow_the_target(address, logits, rule, settings, length):
+    params = {"rule": rule, "max_tokens": length, **settings}
+    completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
+    drafted = sum(done.speculation.num_draft_tokens for done in completions)
+    accepted = sum(done.speculation.num_accepted_tokens for done in completions)
+    assert drafted > NUM_TOKENS / 2
+    assert accepted / drafted < 0.6, "the draft was meant to be hostile"
+    p_value = law_p_value(completions, logits, SamplingParams(**params))
+    assert p_value > FALSE_ALARM_RATE
+
+
+def test_a_wrong_law_is_caught(address, logits):
+    """The same numbers against a slightly different law: the test above can fail."""
+    params = {"max_tokens": LONG}
+    completions = asyncio.run(_sample(address, params, NUM_STREAMS))
+    wrong = SamplingParams(**params, temperature=1.15)
+    assert law_p_value(completions, logits, wrong) < CLEARLY_WRONG
+
+
+async def _sample(address: str, params: dict[str, object], num_generations: int) -> list[Completion]:
+    """That many generations with seeds 0, 1, ..., of which 32 run at a time."""
+    free = asyncio.Semaphore(NUM_STREAMS)
+
+    async def one(client: AsyncClient, seed: int) -> Completion:
+        async with free:
+            return await client.generate(params=SamplingParams(**params, seed=seed), prompt_token_ids=PROMPT)
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
+
+
+def law_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:
+    """How well the tokens fit the law that these parameters make of the target's logits."""
+    size = MARKOV_VOCAB_SIZE
+    excess, covariance = np.zeros((size, size)), np.zeros((size, size, size))
+    for done in completions:
+        tokens = [*PROMPT, *done.token_ids]
+        laws = reference_laws(tokens, logits, params)
+        for before, token_id, law in zip(tokens, done.token_ids, laws, strict=False):
+            if law[token_id] == 0:
+                return 0.0
+            excess[before] -= law
+            excess[before, token_id] += 1
+            covariance[before] += np.diag(law) - np.outer(law, law)
+    statistic, freedom = 0.0, 0
+    for deviation, spread in zip(excess, covariance, strict=True):
+        statistic += deviation @ np.linalg.pinv(spread, rcond=1e-6, hermitian=True) @ deviation
+        freedom += np.linalg.matrix_rank(spread, tol=1e-6 * max(spread.max(), 1e-300), hermitian=True)
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def reference_laws(tokens: list[int], logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """float64 [len(tokens) - 1, vocab_size]: the law of each output token, by transformers' own classes."""
+    scores = logits[tokens[:-1]].clone()
+    for token_id, bias in params.logit_bias.items():
+        scores[:, token_id] += bias
+    history = torch.tensor(tokens)
+    if params.repetition_penalty != 1:
+        penalise = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        for i in range(len(scores)):
+            scores[i] = penalise(history[None, : i + 1], scores[i : i + 1])[0]
+    counts = torch.zeros_like(scores)
+    for i in range(1, len(scores)):
+        counts[i] = counts[i - 1]
+        counts[i, tokens[i]] += 1  # tokens[i] is output for i >= len(PROMPT) = 1
+    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    warpers = [
+        TemperatureLogitsWarper(params.temperature) if params.temperature != 1 else None,
+        TopKLogitsWarper(params.top_k) if params.top_k else None,
+        TopPLogitsWarper(params.top_p) if params.top_p < 1 else None,
+        MinPLogitsWarper(params.min_p) if params.min_p else None,
+    ]
+    for warper in warpers:
+        if warper is not None:
+            scores = warper(None, scores)
+    return torch.softmax(scores.double(), dim=-1).numpy()
