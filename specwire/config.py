@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS
@@ -11,12 +14,38 @@ from specwire.errors import ConfigError
 from specwire.flags import flag_name, option, refuse_unknown_variables
 
 EMBEDDED = "embedded"
+NO_DRAFT = "none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def _check(ok: bool, name: str, value: object, problem: str) -> None:
     if not ok:
         raise ConfigError(f"{flag_name(name)} {value}: {problem}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(value in choices, name, value, f"is not one of {', '.join(choices)}")
+
+
+def _check_num_draft_tokens(value: int) -> None:
+    limit = MAX_NUM_DRAFT_TOKENS
+    _check(0 <= value <= limit, "num_draft_tokens", value, f"must lie in [0, {limit}]")
+
+
+def _check_duration(name: str, value: float) -> None:
+    _check(0 < value < math.inf, name, value, "must be a finite number over 0")
+
+
+def check_model(name: str, source: str) -> None:
+    """Whether this may name a model; a hub id is only known to be good when it is loaded.
+
+    Raises:
+        ConfigError: naming the flag and the source.
+    """
+    ok = source == EMBEDDED or Path(source).is_dir() or bool(_HUB_ID.fullmatch(source))
+    _check(ok and not Path(source).is_file(), name, source, "no such model directory")
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
@@ -26,7 +55,8 @@ def split_address(name: str, address: str) -> tuple[str, int]:
         ConfigError: naming the flag and the address.
     """
     host, _, port = address.rpartition(":")
-    _check(bool(host) and port.isdecimal() and int(port) < 65536, name, address, "is not HOST:PORT")
+    ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
+    _check(ok, name, address, "is not HOST:PORT")
     return host, int(port)
 
 
@@ -41,15 +71,14 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         split_address("address", self.address)
-        _check(self.grace_s >= 0, "grace_s", self.grace_s, "must be at least 0")
+        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
         _check(
             self.max_message_bytes >= 4096,
             "max_message_bytes",
             self.max_message_bytes,
             "must be at least 4096",
         )
-        levels = ("debug", "info", "warning", "error")
-        _check(self.log_level in levels, "log_level", self.log_level, f"is not one of {', '.join(levels)}")
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +95,7 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self.dtype in DTYPES, "dtype", self.dtype, f"is not one of {', '.join(DTYPES)}")
+        _check_choice("dtype", self.dtype, DTYPES)
         _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
         _check(self.page_size >= 1, "page_size", self.page_size, "must be at least 1")
         _check(
@@ -117,15 +146,9 @@ class CoordinatorConfig(ServiceConfig):
         split_address("verify_address", self.verify_address)
         if self.draft_address:
             split_address("draft_address", self.draft_address)
-        gamma = self.num_draft_tokens
-        _check(
-            0 <= gamma <= MAX_NUM_DRAFT_TOKENS,
-            "num_draft_tokens",
-            gamma,
-            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
-        )
-        _check(self.draft_timeout_ms > 0, "draft_timeout_ms", self.draft_timeout_ms, "must be over 0")
-        _check(self.connect_timeout_s > 0, "connect_timeout_s", self.connect_timeout_s, "must be over 0")
+        _check_num_draft_tokens(self.num_draft_tokens)
+        _check_duration("draft_timeout_ms", self.draft_timeout_ms)
+        _check_duration("connect_timeout_s", self.connect_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +166,25 @@ class UpConfig:
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
     num_threads: int = option(0, "CPU threads for each model; 0 leaves it to torch")
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
+    grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     log_level: str = option("warning", "least severe log records shown on standard error")
 
     def __post_init__(self) -> None:
+        """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         split_address("address", self.address)
-        _check(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "must be over 0")
+        check_model("target", self.target)
+        if self.draft != NO_DRAFT:
+            check_model("draft", self.draft)
+            fits = self.draft != EMBEDDED or self.target == EMBEDDED
+            _check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("draft_dtype", self.draft_dtype, DTYPES)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_num_draft_tokens(self.num_draft_tokens)
+        _check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
+        _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
+        _check_duration("start_timeout_s", self.start_timeout_s)
+        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +196,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         split_address("server", self.server)
-        _check(self.timeout_s > 0, "timeout_s", self.timeout_s, "must be over 0")
+        _check_duration("timeout_s", self.timeout_s)
 
 
 ALL_CONFIGS: tuple[type[Any], ...] = (DraftConfig, VerifyConfig, CoordinatorConfig, UpConfig, ClientConfig)

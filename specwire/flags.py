@@ -35,29 +35,55 @@ def env_name(name: str) -> str:
 def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """One flag a field; absent flags leave no trace, so that the variable or the default counts."""
     for field in dataclasses.fields(config):
-        doc = f"{field.metadata['doc']} (default: {field.default!r}, or ${env_name(field.name)})"
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": doc.replace("%", "%%")}
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
         if isinstance(field.default, bool):
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            kwargs["type"] = _parser_of(field)
-            kwargs["metavar"] = {int: "N", float: "X"}.get(type(field.default), "VALUE")
+            kwargs["type"] = type(field.default)
+            kwargs["metavar"] = _metavar(field)
         parser.add_argument(flag_name(field.name), **kwargs)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    default = "" if field.default == "" else f"default {field.default}; "
+    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    """What stands for the value in the help: by the type, or by what the name ends in."""
+    if not isinstance(field.default, str):
+        return {int: "N", float: "X"}[type(field.default)]
+    endings = {"address": "HOST:PORT", "server": "HOST:PORT", "dtype": "DTYPE", "device": "DEVICE"}
+    endings |= dict.fromkeys(("model", "target", "draft", "tokenizer"), "DIR_OR_ID")
+    return endings.get(field.name.rpartition("_")[2], "NAME")
 
 
 def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
     """The config that flags, variables and defaults add up to.
 
     Raises:
-        ConfigError: a variable that does not parse; the config's own checks name bad values.
+        ConfigError: naming the flag or the variable, and its value.
     """
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        if field.name in args:
-            values[field.name] = getattr(args, field.name)
-        elif env_name(field.name) in environ:
-            values[field.name] = _parse_env(field, environ[env_name(field.name)])
-    return config(**values)
+    fields = dataclasses.fields(config)  # type: ignore[arg-type]
+    flagged = {field.name: getattr(args, field.name) for field in fields if field.name in args}
+    from_environ = {
+        field.name: _parse_env(field, environ[env_name(field.name)])
+        for field in fields
+        if env_name(field.name) in environ and field.name not in flagged
+    }
+    try:
+        return config(**flagged, **from_environ)
+    except ConfigError as error:
+        raise _named_by_source(error, from_environ) from None
+
+
+def _named_by_source(error: ConfigError, from_environ: Iterable[str]) -> ConfigError:
+    """A config's own checks speak of flags; a value that a variable brought is named by the variable."""
+    flag, _, rest = str(error).partition(" ")
+    for name in from_environ:
+        if flag == flag_name(name):
+            return ConfigError(f"environment variable {env_name(name)}={rest}")
+    return error
 
 
 def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str, str]) -> None:
@@ -72,19 +98,16 @@ def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str,
             raise ConfigError(f"environment variable {name}={environ[name]!r} is not known")
 
 
-def _parser_of(field: dataclasses.Field[Any]) -> Any:
-    return type(field.default) if field.default is not None else str
-
-
 def _parse_env(field: dataclasses.Field[Any], text: str) -> Any:
-    if isinstance(field.default, bool):
+    name, kind = env_name(field.name), type(field.default)
+    if kind is bool:
         if text.lower() in ("1", "true", "yes"):
             return True
         if text.lower() in ("0", "false", "no"):
             return False
-        raise ConfigError(f"environment variable {env_name(field.name)}={text!r} is neither true nor false")
+        raise ConfigError(f"environment variable {name}={text!r} is neither true nor false")
     try:
-        return _parser_of(field)(text)
+        return kind(text)
     except ValueError:
-        kind = _parser_of(field).__name__
-        raise ConfigError(f"environment variable {env_name(field.name)}={text!r} is not {kind}") from None
+        a_number = {int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"environment variable {name}={text!r} is not {a_number}") from None

@@ -11,76 +11,142 @@ import ctypes
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Self
 
-from specwire.config import EMBEDDED, UpConfig
+from specwire.config import NO_DRAFT, UpConfig, split_address
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.flags import ENV_PREFIX
+from specwire.flags import env_name, flag_name
 
-_PR_SET_PDEATHSIG = 1
-_STOP_TIMEOUT_S = 15.0
 READY = "ready "
+_ERROR = "error: "
+_PR_SET_PDEATHSIG = 1
+_STOP_MARGIN_S = 5.0
+_POLL_S = 0.1
+# Loaded here, since the child between fork and exec may run no more than one system call.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Service:
-    """One service process."""
+    """One service process. Start it from a thread that lives as long: its end ends the process."""
 
-    def __init__(self, module: str, flags: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        model_flag: str = "--model",
+    ) -> None:
         """Start `python -m module flags`; wait with `ready`.
 
         Args:
             module: draft_service, verify_service or coordinator.
-            environ: added to this process's environment; its `SPECWIRE_*` variables are not passed on,
-                since the flags say everything.
+            environ: added to this process's environment, of which variables that `specwire up` has flags
+                for are not passed on.
+            model_flag: what the user of this process calls the service's `--model`.
         """
         self.module = module
         self.address = ""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        self._model_flag = model_flag
+        self._error = ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            env=own | dict(environ or {}),
+            stderr=subprocess.PIPE,
+            bufsize=0,  # a selector does not see lines that a buffer holds
+            env=_inherited() | dict(environ or {}),
             start_new_session=True,  # Ctrl-C reaches us alone, and we end the services in order
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - runs one system call
+            preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509
         )
+        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder.start()
 
     def ready(self, timeout_s: float) -> str:
-        """Wait for the line `ready HOST:PORT`; returns the address.
+        """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
+        wait_ready([self], timeout_s)
+        return self.address
+
+    def read_address(self) -> bool:
+        """Read one line of the process's standard output; True when it was the one that says ready.
 
         Raises:
-            ConfigError: the process ended instead; its own message is on standard error.
-            ServiceUnavailableError: the time is over.
+            ConfigError: the process ended instead.
         """
         assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                line = self.process.stdout.readline().decode()
-                if line.startswith(READY):
-                    self.address = line.removeprefix(READY).strip()
-                    return self.address
-                if not line:
-                    raise ConfigError(
-                        f"{self.module} ended with status {self.process.wait()} instead of serving"
-                    )
-        raise ServiceUnavailableError(f"{self.module} was not ready within {timeout_s:g} s")
+        line = self.process.stdout.readline().decode()
+        if not line:
+            raise ConfigError(self._why_not_serving())
+        if line.startswith(READY):
+            self.address = line.removeprefix(READY).strip()
+        return bool(self.address)
 
-    def stop(self) -> int:
-        """End gracefully, then by force; returns the exit status."""
+    def terminate(self) -> None:
+        """Ask for a graceful end; returns at once."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
+
+    def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
+        """End gracefully, then by force; returns the exit status."""
+        self.terminate()
         try:
-            return self.process.wait(_STOP_TIMEOUT_S)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End by force, if it runs; returns the exit status."""
+        if self.process.poll() is None:
             self.process.kill()
-            return self.process.wait()
+        return self.process.wait()
+
+    def _why_not_serving(self) -> str:
+        status = self.process.wait()
+        self._forwarder.join(1.0)
+        error = self._error.replace("--model ", f"{self._model_flag} ", 1)
+        return error or f"{self.module} ended with status {status} instead of serving"
+
+    def _forward_errors(self) -> None:
+        """Pass on standard error, except for the line that says why the service did not start: that one
+        becomes ours, so that the user reads it once."""
+        assert self.process.stderr is not None
+        for data in self.process.stderr:
+            line = data.decode(errors="replace")
+            if line.startswith(_ERROR) and not self.address:
+                self._error = line.removeprefix(_ERROR).strip()
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def wait_ready(services: Sequence[Service], timeout_s: float) -> None:
+    """Wait until all of them serve; the first that cannot is reported while others still load.
+
+    Raises:
+        ConfigError: a process ended instead, with its own reason if it gave one.
+        ServiceUnavailableError: the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for service in services:
+            assert service.process.stdout is not None
+            selector.register(service.process.stdout, selectors.EVENT_READ, service)
+        while waiting := [key.data for key in selector.get_map().values()]:
+            events = selector.select(max(0.0, deadline - time.monotonic()))
+            if not events:
+                names = " and ".join(service.module for service in waiting)
+                raise ServiceUnavailableError(f"{names} not ready within {timeout_s:g} s")
+            for key, _ in events:
+                if key.data.read_address():
+                    selector.unregister(key.fileobj)
 
 
 class Stack:
@@ -93,10 +159,11 @@ class Stack:
             ConfigError, ServiceUnavailableError: one of them did not come up; the others are ended.
         """
         self.services: list[Service] = []
+        self._grace_s = config.grace_s
         try:
             self._start(config, environ)
         except BaseException:
-            self.stop()
+            self._kill()
             raise
 
     @property
@@ -105,21 +172,27 @@ class Stack:
         return self.coordinator.address
 
     def _start(self, config: UpConfig, environ: Mapping[str, str] | None) -> None:
-        self.verify = self._service("verify_service", _verify_flags(config), environ)
+        _check_free(config.address)  # now, rather than after the models were loaded
+        self.verify = self._service("verify_service", _verify_flags(config), environ, "--target")
         self.draft = (
-            self._service("draft_service", _draft_flags(config), environ) if config.draft != "none" else None
+            self._service("draft_service", _draft_flags(config), environ, "--draft")
+            if config.draft != NO_DRAFT
+            else None
         )
-        addresses = ["--verify-address", self.verify.ready(config.start_timeout_s)]
-        if self.draft is not None:
-            addresses += ["--draft-address", self.draft.ready(config.start_timeout_s)]
-        flags = _flags(
-            address=config.address, num_draft_tokens=config.num_draft_tokens, log_level=config.log_level
+        wait_ready(self.services, config.start_timeout_s)
+        self.coordinator = self._service(
+            "coordinator", _coordinator_flags(config, self.verify, self.draft), environ
         )
-        self.coordinator = self._service("coordinator", [*flags, *addresses], environ)
         self.coordinator.ready(config.start_timeout_s)
 
-    def _service(self, module: str, flags: Sequence[str], environ: Mapping[str, str] | None) -> Service:
-        service = Service(module, flags, environ)
+    def _service(
+        self,
+        module: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str] | None,
+        model_flag: str = "--model",
+    ) -> Service:
+        service = Service(module, flags, environ, model_flag=model_flag)
         self.services.append(service)
         return service
 
@@ -129,12 +202,24 @@ class Stack:
             for service in self.services:
                 if service.process.poll() is not None:
                     return service
-            time.sleep(0.1)
+            time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """End the coordinator first, then the model services."""
-        for service in reversed(self.services):
-            service.stop()
+        """End the coordinator first: requests that finish within the grace still need the models."""
+        try:
+            for service in reversed(self.services):
+                if service.module != "coordinator":
+                    service.terminate()
+                else:
+                    service.stop(self._grace_s + _STOP_MARGIN_S)
+            for service in self.services:
+                service.stop(self._grace_s + _STOP_MARGIN_S)
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        for service in self.services:
+            service.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +231,7 @@ class Stack:
 
 
 def _flags(**values: object) -> list[str]:
-    return [text for name, value in values.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    return [text for name, value in values.items() for text in (flag_name(name), str(value))]
 
 
 def _verify_flags(config: UpConfig) -> list[str]:
@@ -154,20 +239,58 @@ def _verify_flags(config: UpConfig) -> list[str]:
 
 
 def _draft_flags(config: UpConfig) -> list[str]:
-    if config.draft == EMBEDDED and config.target != EMBEDDED:
-        raise ConfigError(
-            f"--draft is needed with --target {config.target}: the embedded draft does not fit it"
-        )
     return _flags(model=config.draft, dtype=config.draft_dtype, device=config.draft_device, **_shared(config))
+
+
+def _coordinator_flags(config: UpConfig, verify: Service, draft: Service | None) -> list[str]:
+    return _flags(
+        address=config.address,
+        num_draft_tokens=config.num_draft_tokens,
+        grace_s=config.grace_s,
+        log_level=config.log_level,
+        verify_address=verify.address,
+        draft_address=draft.address if draft else "",
+    )
 
 
 def _shared(config: UpConfig) -> dict[str, object]:
     return {
+        "address": "127.0.0.1:0",
         "num_kv_tokens": config.num_kv_tokens,
         "num_threads": config.num_threads,
+        "grace_s": config.grace_s,
         "log_level": config.log_level,
     }
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _inherited() -> dict[str, str]:
+    """The environment without the variables that flags of ours stand for: `SPECWIRE_ADDRESS` is the
+    coordinator's here, not that of all three. Others (`SPECWIRE_PAGE_SIZE`) reach the services."""
+    ours = {env_name(field.name) for field in fields(UpConfig)}
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def _check_free(address: str) -> None:
+    """Raises:
+    ConfigError: the coordinator could not listen there.
+    """
+    host, port = split_address("address", address)
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError(f"--address {address}: cannot be bound ({problem})") from None
+
+
+def _dying_with(parent_pid: int) -> Callable[[], None]:
+    """What a child runs before it becomes the service: have the kernel end it when the parent is gone."""
+
+    def prepare() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent_pid:  # gone in the meantime: the signal would never come
+                os._exit(1)
+
+    return prepare

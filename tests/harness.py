@@ -100,13 +100,15 @@ def local_stack(
         thread = LoopThread()
         stack.callback(thread.close)
         verify_config = VerifyConfig(
-            **{"model": str(target), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0} | (verify_options or {})
+            **{"model": str(target), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0}
+            | (verify_options or {})
         )
         verify = stack.enter_context(thread.entered(lambda: verify_service.service.serving(verify_config)))
         draft_address = ""
         if draft is not None:
             draft_config = DraftConfig(
-                **{"model": str(draft), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0} | (draft_options or {})
+                **{"model": str(draft), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0}
+                | (draft_options or {})
             )
             draft_address = stack.enter_context(
                 thread.entered(lambda: draft_service.service.serving(draft_config))

@@ -78,8 +78,16 @@ def address(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("settings", "length"), CASES)
-@pytest.mark.parametrize("rule", list(Rule))
-def test_emitted_tokens_follow_the_target(address, logits, rule, settings, length):
+def test_rejection_sampling_follows_the_target(address, logits, settings, length):
+    check_law(address, logits, Rule.REJECTION, settings, length)
+
+
+@pytest.mark.parametrize(("settings", "length"), [CASES[0], CASES[3], CASES[8]])
+def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
+    check_law(address, logits, Rule.GUMBEL, settings, length)
+
+
+def check_law(address, logits, rule, settings, length):
     params = {"rule": rule, "max_tokens": length, **settings}
     completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
     drafted = sum(done.speculation.num_draft_tokens for done in completions)
@@ -91,7 +99,7 @@ def test_emitted_tokens_follow_the_target(address, logits, rule, settings, lengt
 
 
 def test_a_wrong_law_is_caught(address, logits):
-    """The same numbers against a slightly different law: the test above can fail."""
+    """The same tokens against a slightly different law: the tests above can fail."""
     params = {"max_tokens": LONG}
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))
     wrong = SamplingParams(**params, temperature=1.15)

@@ -213,16 +213,17 @@ class Engine:
 
     def _run(self) -> None:
         while not self._closing:
-            self._take_orders()
+            self._take_orders(block=not self._jobs)
             if self._jobs:
                 self._step()
+        self._take_orders(block=False)
         for job in self._jobs:
             self._fail(job, ServiceUnavailableError("the service is shutting down"))
 
-    def _take_orders(self) -> None:
-        """Everything in the inbox; waits for the first order when there is nothing to compute."""
+    def _take_orders(self, block: bool) -> None:
+        """Everything in the inbox; may wait for the first order."""
         try:
-            self._inbox.get(block=not self._jobs)()
+            self._inbox.get(block=block)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
