@@ -11,17 +11,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specwire import config, flags
+from specwire import __version__, config, flags
 from specwire.config import ClientConfig, UpConfig
 from specwire.core import Rule, SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, flag_name, read_config
+from specwire.supervisor import Stack
 
 _SERVICES = {"draft": "draft_service", "verify": "verify_service", "coordinator": "coordinator"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 done, 1 the generation failed, 2 bad flags or no start."""
+    """Entry point.
+
+    Returns:
+        The exit status: 0 done, 1 the generation failed or a service went away, 2 flags, variables or
+        models that cannot be used, 130 interrupted. Ctrl-C is the normal end of `up`: 0.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
@@ -34,41 +40,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # `specwire generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor shall the flush at exit fail
         return 141
+
+
+_EXAMPLES = """\
+examples:
+  specwire demo                                         everything in one go, with a small built-in pair
+  specwire up --target DIR --draft DIR                  serve two models on this machine
+  specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
+
+Every flag that names a variable can be set through it; the flag wins.
+"""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="specwire", description="Exact speculative decoding across machines."
+        prog="specwire",
+        description="Exact speculative decoding across machines.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"specwire {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_demo(commands)
+    _add_generate(commands)
+    for name in _SERVICES:
+        commands.add_parser(name, help=f"run one {name} service", add_help=False)
+    return parser
 
-    up = commands.add_parser("up", help="run the three services on this machine until Ctrl-C")
-    add_flags(up, UpConfig)
-    up.set_defaults(run=_up)
 
-    demo = commands.add_parser("demo", help="start everything, continue a prompt, show what happened")
-    demo.add_argument(
-        "prompt", nargs="?", default=None, help="text to continue (default: the start of a class)"
+def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
     )
-    add_flags(demo, _DemoConfig)
+    add_flags(command, config)
+    return command
+
+
+def _add_up(commands: Any) -> None:
+    about = "run the three services on this machine until Ctrl-C"
+    _add_command(commands, "up", about, UpConfig).set_defaults(run=_up)
+
+
+def _add_demo(commands: Any) -> None:
+    about = "start everything, continue a prompt, show what happened"
+    demo = _add_command(commands, "demo", about, _DemoConfig)
+    demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
     _add_sampling_flags(demo, max_tokens=192)
     demo.set_defaults(run=_demo)
 
-    generate = commands.add_parser("generate", help="continue a prompt on a running coordinator")
-    generate.add_argument("prompt", nargs="?", help="text to continue")
-    generate.add_argument("--token-ids", type=_token_ids, metavar="1,2,3", help="the prompt as token ids")
-    add_flags(generate, ClientConfig)
+
+def _add_generate(commands: Any) -> None:
+    about = "continue a prompt on a running coordinator"
+    generate = _add_command(commands, "generate", about, ClientConfig)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", help="text to continue")
+    prompt.add_argument("--token-ids", type=_token_ids, metavar="1,2,3", help="the prompt as token ids")
     _add_sampling_flags(generate)
     generate.set_defaults(run=_generate)
-
-    for name in _SERVICES:
-        commands.add_parser(
-            name, help=f"run one {name} service; see `specwire {name} --help`", add_help=False
-        )
-    return parser
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,17 +114,18 @@ class _DemoConfig(UpConfig):
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """One flag for each of `SamplingParams`, unless the command's config has one of that name."""
     group = parser.add_argument_group("sampling")
+    taken = {action.dest for action in parser._actions}
     for field in dataclasses.fields(SamplingParams):
-        if field.name == "num_draft_tokens" and any(
-            "--num-draft-tokens" in a.option_strings for a in parser._actions
-        ):
-            continue
-        group.add_argument(
-            flag_name(field.name), dest=field.name, default=argparse.SUPPRESS, **_SAMPLING_FLAGS[field.name]
-        )
+        if field.name not in taken:
+            kwargs = _SAMPLING_FLAGS[field.name]
+            default = defaults.get(field.name, field.default)
+            if not isinstance(default, bool) and isinstance(default, int | float | str):
+                kwargs = kwargs | {"help": f"{kwargs['help']} (default {default})"}
+            group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, **kwargs)
     parser.set_defaults(**defaults)
-    group.add_argument("--json", action="store_true", help="print the completion as JSON")
+    parser.add_argument("--json", action="store_true", help="print the completion as JSON")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -140,19 +174,25 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from specwire.supervisor import Stack
-
     settings = read_config(UpConfig, args, os.environ)
     signal.signal(signal.SIGTERM, _interrupt)
-    with Stack(settings) as stack:
-        print(f"ready {stack.address}", flush=True)
+    try:
+        with Stack(settings) as stack:
+            print(f"ready {stack.address}", flush=True)
+            return _supervise(stack)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _supervise(stack: Stack) -> int:
+    """Until a service ends that the others cannot do without."""
+    ended = stack.wait()
+    if ended is stack.draft:
+        print("the draft service ended; decoding goes on without it", file=sys.stderr)
+        stack.services.remove(ended)
         ended = stack.wait()
-        while ended is stack.draft:
-            print("the draft service ended; decoding goes on without it", file=sys.stderr)
-            stack.services.remove(ended)
-            ended = stack.wait()
-        print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
-        return 1
+    print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
+    return 1
 
 
 def _interrupt(*_: object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,9 +14,12 @@ import grpc
 import grpc.aio
 
 from specwire import rpc, wire
+from specwire.config import split_address
 from specwire.core import Chunk, Completion, ModelInfo, SamplingParams, Token
 from specwire.errors import (
+    ConfigError,
     InvalidRequestError,
+    RequestCancelledError,
     ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
@@ -30,8 +34,9 @@ Result = TypeVar("Result")
 class AsyncStream:
     """A running generation: iterate over its chunks; leaving its `async with` cancels what is left."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, explain: Callable[[grpc.RpcError], SpecwireError]) -> None:
         self._call = call
+        self._explain = explain
         self._tokens: list[Token] = []
         self._completion: Completion | None = None
 
@@ -51,25 +56,39 @@ class AsyncStream:
         """Tokens received so far."""
         return list(self._tokens)
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Chunks until the generation is complete.
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk, until the generation is complete.
 
         Raises:
             SpecwireError: what ended the generation before it was complete.
         """
+        if self._completion is not None:
+            raise StopAsyncIteration
+        response = await self._read()
+        if response.WhichOneof("event") == "completion":
+            self._completion = wire.completion_from_proto(response.completion, self._tokens)
+            raise StopAsyncIteration
+        chunk = wire.chunk_from_proto(response.chunk)
+        self._tokens += chunk.tokens
+        return chunk
+
+    async def _read(self) -> Any:
         try:
-            async for response in self._call:
-                if response.WhichOneof("event") == "completion":
-                    self._completion = wire.completion_from_proto(response.completion, self._tokens)
-                    return
-                chunk = wire.chunk_from_proto(response.chunk)
-                self._tokens += chunk.tokens
-                yield chunk
+            response = await self._call.read()
         except grpc.RpcError as error:
-            raise _explain(rpc.from_rpc_error(error)) from None
-        raise ServiceUnavailableError(
-            f"the stream ended after {len(self._tokens)} tokens without a completion"
-        )
+            raise self._explain(error) from None
+        except asyncio.CancelledError:
+            # Either the caller's own task is being cancelled, or the stream was, by `cancel` or `close`.
+            if not self._call.cancelled() or _task_is_cancelled():
+                raise
+            raise RequestCancelledError("the generation was cancelled") from None
+        if response is grpc.aio.EOF:
+            num_tokens = len(self._tokens)
+            raise ServiceUnavailableError(f"the stream ended after {num_tokens} tokens without a completion")
+        return response
 
     def cancel(self) -> None:
         """End the generation on all services; harmless when it is complete."""
@@ -82,10 +101,15 @@ class AsyncClient:
     Args:
         address: `HOST:PORT` of the coordinator.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+
+    Raises:
+        InvalidRequestError: on construction, naming the argument and its value.
     """
 
     def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+        _check_address(address)
+        self._address = address
+        self._timeout_s = _checked_timeout(timeout_s)
         self._channel = rpc.open_channel(address)
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
@@ -131,8 +155,9 @@ class AsyncClient:
             [dict(m) for m in messages] if messages is not None else None,
         )
         metadata = [("traceparent", traceparent)] if traceparent else None
-        call = self._stub.Generate(request, timeout=timeout_s or self._timeout_s, metadata=metadata)
-        stream = AsyncStream(call)
+        deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        call = self._stub.Generate(request, timeout=deadline_s, metadata=metadata)
+        stream = AsyncStream(call, self._explain)
         try:
             yield stream
         finally:
@@ -176,9 +201,21 @@ class AsyncClient:
 
     async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=_checked_timeout(timeout_s))
         except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
+            raise self._explain(error) from None
+
+    def _explain(self, error: grpc.RpcError) -> SpecwireError:
+        """What gRPC reports by itself, in terms of the caller: which server, which argument."""
+        ours = rpc.from_rpc_error(error)
+        text = str(ours)
+        if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
+            why = text.rpartition(": ")[2]
+            return ServiceUnavailableError(f"nothing serves at {self._address} ({why})")
+        if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
+            sizes = text.partition("(")[2].partition(")")[0]
+            return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
+        return ours
 
 
 class Stream:
@@ -190,9 +227,11 @@ class Stream:
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks until the generation is complete; errors as for `AsyncStream`."""
-        chunks = self._stream.__aiter__()
-        while (chunk := self._run(anext(chunks, None))) is not None:
+        while (chunk := self._run(self._next())) is not None:
             yield chunk
+
+    async def _next(self) -> Chunk | None:
+        return await anext(self._stream, None)
 
     @property
     def completion(self) -> Completion:
@@ -218,7 +257,9 @@ class Client:
     """
 
     def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        _check_address(address)
         self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
         self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s))
@@ -233,12 +274,13 @@ class Client:
 
     def close(self) -> None:
         """Close the channel and end the thread; running generations are cancelled."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            self._run(self._end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     @contextlib.contextmanager
     def stream(
@@ -250,7 +292,8 @@ class Client:
         try:
             yield Stream(stream, self._run)
         finally:
-            self._run(context.__aexit__(None, None, None))
+            if not self._loop.is_closed():  # closing has cancelled it
+                self._run(context.__aexit__(None, None, None))
 
     def generate(
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
@@ -266,7 +309,17 @@ class Client:
         """What the coordinator is doing now."""
         return self._run(self._client.get_status(timeout_s=timeout_s))
 
+    async def _end(self) -> None:
+        """Close the channel, and let other threads' calls see the end of theirs before the loop stops."""
+        await self._client.close()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        if running:
+            await asyncio.wait(running, timeout=1.0)
+
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._loop.is_closed():
+            work.close()
+            raise SpecwireError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -280,9 +333,19 @@ async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _explain(error: SpecwireError) -> SpecwireError:
-    """gRPC refuses an oversized message before any of our code sees it: name the field it came from."""
-    if isinstance(error, ResourceExhaustedError) and "larger than max" in str(error):
-        sizes = str(error).partition("(")[2].partition(")")[0]
-        return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
-    return error
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _check_address(address: str) -> None:
+    try:
+        split_address("address", address)
+    except ConfigError:
+        raise InvalidRequestError("address", address, "is not HOST:PORT") from None
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not 0 < timeout_s < math.inf:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be a finite number over 0")
+    return timeout_s

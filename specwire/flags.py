@@ -99,7 +99,8 @@ def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str,
 
 
 def _parse_env(field: dataclasses.Field[Any], text: str) -> Any:
-    name, kind = env_name(field.name), type(field.default)
+    name = env_name(field.name)
+    kind: Any = type(field.default)
     if kind is bool:
         if text.lower() in ("1", "true", "yes"):
             return True

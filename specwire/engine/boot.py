@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from specwire import embedded, tracing, wire
 from specwire.config import EMBEDDED, ModelServiceConfig
@@ -16,7 +17,7 @@ from specwire.core import ModelInfo
 from specwire.engine.loading import describe, load_model
 from specwire.engine.loop import Consume, Engine, Job, TokenSequence
 from specwire.engine.runner import ModelRunner
-from specwire.errors import InvalidRequestError
+from specwire.errors import InvalidRequestError, ModelLoadError
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
 
@@ -32,6 +33,8 @@ class ModelService:
     @contextlib.contextmanager
     def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
         """A sequence that lives as long as its stream."""
+        if not message.HasField("sampling"):
+            raise InvalidRequestError("open", "unset", "the first request of a stream must open it")
         params = wire.opened_params(message)
         if message.prompt_len < 1:
             raise InvalidRequestError("prompt_len", message.prompt_len, "must be at least 1")
@@ -59,12 +62,16 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     """Load the model, check it, and start the engine.
 
     Raises:
-        ModelLoadError: naming the model and the reason.
+        ModelLoadError: naming the flag, the model and the reason.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    disable_progress_bar()  # a service's standard error is a log
     source = _resolve(config.model, role)
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    try:
+        model = load_model(source, dtype=config.dtype, device=config.device)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--model {error}") from error
     runner = ModelRunner(model, num_pages=config.num_pages, page_size=config.page_size)
     info = _model_info(config.model, source, describe(model, source))
     engine = Engine(
