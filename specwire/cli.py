@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
-from specwire import __version__, config, flags
+from specwire import config, flags
 from specwire.config import ClientConfig, UpConfig
 from specwire.core import Rule, SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"specwire {__version__}")
+    parser.add_argument("--version", action="version", version=f"specwire {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_demo(commands)
@@ -71,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("specwire")
+    except metadata.PackageNotFoundError:
+        return "from a source tree"
 
 
 def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:

@@ -77,9 +77,9 @@ def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
     if not colour:
         out.write(chunk.text)
     else:
-        for token in chunk.tokens:
-            if token.fate is Fate.RECOVERED:
-                out.write("".join(_painted(rejected) for rejected in chunk.rejected))
+        recovered = [i for i, token in enumerate(chunk.tokens) if token.fate is Fate.RECOVERED]
+        split = recovered[-1] if recovered else len(chunk.tokens)  # it may be held back until it is certain
+        for token in (*chunk.tokens[:split], *chunk.rejected, *chunk.tokens[split:]):
             out.write(_painted(token))
     out.flush()
 

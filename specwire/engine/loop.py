@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from specwire.core import SamplingParams
@@ -211,6 +212,7 @@ class Engine:
 
     # --- on the engine thread ---
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
             self._take_orders(block=not self._jobs)
