@@ -33,7 +33,6 @@ class DraftJob(Job):
     def start(self) -> None:
         super().start()
         self.num_rows = 1 if self.num_draft_tokens else 0
-        self.result = self._proposal()
 
     def row(self) -> Row:
         """The next position: that of the token to be drawn."""
@@ -47,17 +46,13 @@ class DraftJob(Job):
         )
 
     def add(self, token_id: int, support: Support | None) -> None:
-        """Take one draft token; ask for another pass unless it was the last."""
+        """Take one draft token; unless it is the last, it is run next, as the cache lacks it."""
         self.sequence.tokens.append(token_id)
         self.drafted.append(token_id)
         if support is not None:
             self.supports.append(support)
-        if len(self.drafted) < self.num_draft_tokens:
-            self.pending = [token_id]
-        self.result = self._proposal()
-
-    def _proposal(self) -> Proposal:
-        return Proposal(self.base_len + len(self.token_ids), self.drafted, self.supports)
+        if len(self.drafted) == self.num_draft_tokens:
+            self.result = Proposal(self.committed_len, self.drafted, self.supports)
 
 
 class Drafter:

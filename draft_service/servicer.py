@@ -35,7 +35,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
                 job = _job(sequence, request, vocab_limit)
-                proposal = await self._service.engine.run(job, extra_len=request.num_draft_tokens)
+                proposal: Proposal | None = await self._service.engine.run(
+                    job, extra_len=request.num_draft_tokens
+                )
                 self._trace(job, request.traceparent)
                 await context.write(self._response(request, job, proposal))
 
@@ -48,14 +50,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         )
 
     def _response(
-        self, request: draft_pb2.DraftRequest, job: DraftJob, proposal: Proposal
+        self, request: draft_pb2.DraftRequest, job: DraftJob, proposal: Proposal | None
     ) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(
             request_id=request.request_id,
-            base_len=proposal.base_len,
+            base_len=job.committed_len,
             incarnation=self._service.info.incarnation,
             timings=boot.timings(job),
-            proposals=[wire.proposal_to_proto(proposal)] if request.num_draft_tokens else [],
+            proposals=[wire.proposal_to_proto(proposal)] if proposal else [],
         )
 
     def _trace(self, job: DraftJob, parent: str) -> None:

@@ -58,6 +58,7 @@ class RecordingVerifier:
         for job in jobs:
             self.logits[job] = logits[start : start + job.num_rows].clone()
             start += job.num_rows
+            job.result = True
 
     def verify(
         self, sequence: TokenSequence, base_len: int, tokens: list[int], draft: list[int]

@@ -35,13 +35,7 @@ class VerifyJob(Job):
     def start(self) -> None:
         super().start()
         self.sequence.tokens.extend(self.draft_token_ids)
-        self.pending.extend(self.draft_token_ids)
         self.num_rows = len(self.draft_token_ids) + 1
-
-    @property
-    def committed_len(self) -> int:
-        """Length that the verdict builds on, in tokens."""
-        return self.base_len + len(self.token_ids)
 
     def rows(self) -> list[Row]:
         """One row a draft position, and one for the position after them."""

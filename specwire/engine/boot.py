@@ -52,6 +52,7 @@ class ModelService:
             num_requests=status.num_requests,
             num_steps=status.num_steps,
             num_tokens=status.num_tokens,
+            num_preemptions=status.num_preemptions,
             num_held_pages=pool.num_held_pages,
             num_free_pages=pool.num_free_pages,
             page_size=pool.page_size,
@@ -73,7 +74,10 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
     runner = ModelRunner(model, num_pages=config.num_pages, page_size=config.page_size)
-    info = _model_info(config.model, source, describe(model, source))
+    description = describe(model, source)
+    # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
+    description["context_len"] = min(description["context_len"], config.num_pages * config.page_size)
+    info = _model_info(config.model, source, description)
     engine = Engine(
         runner, consume, max_num_tokens=config.max_num_tokens, context_len=info.context_len, name=role
     )

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ class Runner(Protocol):
 class TokenSequence:
     """One open sequence: the tokens known so far and the cache that covers a prefix of them.
 
+    `order` counts sequences as they are opened: the higher, the younger.
+
     tokens  ├── committed ──────────────┤├─ draft ─┤
     cache   ├── computed ──────────┤                     cache.length <= len(tokens)
     """
@@ -59,6 +61,7 @@ class TokenSequence:
     params: SamplingParams
     prompt_len: int
     cache: SequenceCache
+    order: int
     tokens: list[int] = field(default_factory=list)
     closed: bool = False
 
@@ -88,15 +91,17 @@ class TokenSequence:
 class Job:
     """A few forward passes on one sequence, then a result. Subclasses say which.
 
+    What is to be run next follows from the sequence: its tokens that the cache lacks. So a sequence
+    that lost its cache to another one just runs them again.
+
     Attributes:
-        pending: tokens to run next, in order.
-        num_rows: of these, how many of the last need logits.
+        num_rows: of the tokens to run, how many of the last need logits.
+        result: set by `consume` when it has seen enough logits.
     """
 
     sequence: TokenSequence
     base_len: int
     token_ids: Sequence[int]
-    pending: list[int] = field(default_factory=list)
     num_rows: int = 0
     arrived_ns: int = field(default_factory=time.time_ns)
     started_ns: int = 0
@@ -106,9 +111,23 @@ class Job:
     future: asyncio.Future[Any] | None = None
 
     def start(self) -> None:
-        """Called once on the engine thread: roll the sequence back and set `pending`."""
+        """Called once on the engine thread: roll the sequence back and commit."""
         self.sequence.rebase(self.base_len, self.token_ids)
-        self.pending = self.sequence.tokens[self.sequence.cache.length :]
+
+    @property
+    def committed_len(self) -> int:
+        """Length of the sequence when the job's tokens are committed, drafts not counted."""
+        return self.base_len + len(self.token_ids)
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens to run next, in order."""
+        return self.sequence.tokens[self.sequence.cache.length :]
+
+    @property
+    def done(self) -> bool:
+        """True when there is a result, or when no logits are wanted and the cache is filled."""
+        return self.result is not None or (self.num_rows == 0 and not self.pending)
 
     @property
     def queue_ns(self) -> int:
@@ -118,7 +137,7 @@ class Job:
 
 Consume = Callable[[list[Job], Tensor], None]
 """Takes the jobs of a step whose rows are complete, and their logits [sum of num_rows, vocab_size].
-It sets `result`, or `pending` and `num_rows` for another pass."""
+It sets `result`, or appends to the sequence's tokens and so asks for another pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +148,7 @@ class EngineStatus:
     num_requests: int
     num_steps: int
     num_tokens: int
+    num_preemptions: int
 
 
 class Engine:
@@ -143,7 +163,9 @@ class Engine:
         self._context_len = context_len
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
-        self._num_sequences = 0
+        self._sequences: dict[int, TokenSequence] = {}
+        self._num_opened = 0
+        self._num_preemptions = 0
         self._num_steps = 0
         self._num_tokens = 0
         self._closing = False
@@ -160,8 +182,10 @@ class Engine:
         """
         for token_id in params.logit_bias:
             self._check_token(f"logit_bias[{token_id}]", token_id)
-        self._num_sequences += 1
-        return TokenSequence(params, prompt_len, self._runner.new_sequence())
+        self._num_opened += 1
+        sequence = TokenSequence(params, prompt_len, self._runner.new_sequence(), self._num_opened)
+        self._sequences[sequence.order] = sequence
+        return sequence
 
     async def run(self, job: Job, extra_len: int = 0) -> Any:
         """The job's result; `extra_len` tokens may be added to its sequence meanwhile.
@@ -178,7 +202,7 @@ class Engine:
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Drop the sequence's jobs and free its memory, before the next step."""
-        self._num_sequences -= 1
+        del self._sequences[sequence.order]
         self._inbox.put(lambda: self._drop(sequence))
 
     def close(self) -> None:
@@ -189,7 +213,9 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Counts now."""
-        return EngineStatus(self._num_sequences, len(self._jobs), self._num_steps, self._num_tokens)
+        return EngineStatus(
+            len(self._sequences), len(self._jobs), self._num_steps, self._num_tokens, self._num_preemptions
+        )
 
     def _check_job(self, job: Job, extra_len: int) -> None:
         length = job.base_len + len(job.token_ids)
@@ -250,40 +276,68 @@ class Engine:
 
     def _step(self) -> None:
         jobs, feeds = self._schedule()
-        now = time.time_ns()
+        started_ns = time.time_ns()
         for job in jobs:
-            job.started_ns = job.started_ns or now
+            job.started_ns = job.started_ns or started_ns
         try:
             self._forward(jobs, feeds)
         except Exception as error:
             self._isolate(jobs, feeds, error)
-        self._finish(jobs, now, time.time_ns())
+        self._finish(jobs, started_ns, time.time_ns())
 
     def _schedule(self) -> tuple[list[Job], list[Feed]]:
-        """First come, first served up to the token budget; a long prompt runs in chunks."""
-        jobs, feeds, budget = [], [], self._max_num_tokens
+        """First come, first served, up to the token budget and as far as memory goes."""
+        jobs: list[Job] = []
+        feeds: list[Feed] = []
+        budget, promised = self._max_num_tokens, 0
         for job in self._jobs:
             feed = _next_feed(job, budget)
             if feed is None:
                 break
-            jobs.append(job)
-            feeds.append(feed)
-            budget -= len(feed.token_ids)
+            running = {other.sequence.order for other in jobs}
+            num_pages = job.sequence.cache.pages_needed(len(feed.token_ids))
+            if self._make_room(job.sequence, promised + num_pages, running):
+                jobs.append(job)
+                feeds.append(feed)
+                budget -= len(feed.token_ids)
+                promised += num_pages
         return jobs, feeds
+
+    def _make_room(self, sequence: TokenSequence, num_pages: int, running: Set[int]) -> bool:
+        """Free pages by taking the cache of others, youngest first; they run their tokens again later.
+
+        A sequence gives way to older ones only, unless it idles between rounds. So the oldest one that
+        has work always gets on, and nobody waits for a stream that does nothing.
+        """
+        pool = sequence.cache.pool
+        if pool.num_free_pages >= num_pages:
+            return True
+        waiting = {job.sequence.order for job in self._jobs}
+        for victim in sorted(self._sequences.values(), key=lambda other: -other.order):
+            gives_way = victim.order > sequence.order or victim.order not in waiting
+            if victim is sequence or victim.order in running or not gives_way or not victim.cache.length:
+                continue
+            victim.cache.truncate(0)
+            self._num_preemptions += 1
+            if pool.num_free_pages >= num_pages:
+                return True
+        return False
 
     def _forward(self, jobs: list[Job], feeds: list[Feed]) -> None:
         logits = self._runner.forward(feeds)
         self._num_steps += 1
         self._num_tokens += sum(len(feed.token_ids) for feed in feeds)
-        for job, feed in zip(jobs, feeds, strict=True):
-            del job.pending[: len(feed.token_ids)]
         ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
         if ready:
             self._consume(ready, logits)
 
     def _isolate(self, jobs: list[Job], feeds: list[Feed], error: Exception) -> None:
         """A step failed: run its jobs one by one, so that only those at fault do."""
-        if len(jobs) == 1 or any(not job.pending for job in jobs):
+        untouched = all(
+            job.result is None and len(job.pending) >= len(feed.token_ids)
+            for job, feed in zip(jobs, feeds, strict=True)
+        )
+        if len(jobs) == 1 or not untouched:
             for job in jobs:
                 self._fail(job, error)
             return
@@ -297,15 +351,15 @@ class Engine:
         for job in jobs:
             job.forward_ns += finished_ns - started_ns
             job.finished_ns = finished_ns
-            if not job.pending:
+            if job.done:
                 self._resolve(job, job.result)
-        self._jobs = [job for job in self._jobs if job.pending]
+        self._jobs = [job for job in self._jobs if not job.done]
 
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, SpecwireError):
             log.error("a forward pass failed", exc_info=error)
             error = InternalError("the forward pass failed; the service's log has the details")
-        job.pending = []
+        job.result = error
         self._resolve(job, error)
 
     def _resolve(self, job: Job, result: Any) -> None:
@@ -318,10 +372,11 @@ class Engine:
 
 def _next_feed(job: Job, budget: int) -> Feed | None:
     """The job's next piece within the budget: all of it, or a chunk that leaves the wanted rows whole."""
-    if len(job.pending) <= budget:
-        return Feed(job.sequence.cache, job.pending[:], job.num_rows)
-    size = min(budget, len(job.pending) - job.num_rows)
-    return Feed(job.sequence.cache, job.pending[:size], 0) if size > 0 else None
+    pending = job.pending
+    if len(pending) <= budget:
+        return Feed(job.sequence.cache, pending, job.num_rows)
+    size = min(budget, len(pending) - job.num_rows)
+    return Feed(job.sequence.cache, pending[:size], 0) if size > 0 else None
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

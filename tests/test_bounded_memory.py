@@ -1,0 +1,66 @@
+"""Memory for a few sequences serves many: the youngest give way and run again, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specwire import AsyncClient, ContextLengthError, Rule, SamplingParams
+from tests.harness import local_stack
+from tests.pairs import save_good_draft, save_target
+
+PROMPT = [5, 9, 11, 2, 7]
+NUM_TOKENS = 75
+NUM_REQUESTS = 32
+PAGE_SIZE = 4
+FOR_FOUR = {"num_kv_tokens": 4 * 80, "page_size": PAGE_SIZE}
+
+
+def params(seed: int) -> SamplingParams:
+    return SamplingParams(
+        rule=Rule.GUMBEL, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=3
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("memory")
+    return save_target(directory / "target"), save_good_draft(directory / "draft")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair):
+    with local_stack(pair[0]) as stack:
+        return asyncio.run(generate_all(stack.address))
+
+
+async def generate_all(address: str) -> list[tuple[int, ...]]:
+    async with AsyncClient(address) as client:
+        requests = [
+            client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(NUM_REQUESTS)
+        ]
+        return [done.token_ids for done in await asyncio.gather(*requests)]
+
+
+@pytest.mark.parametrize("short", ["verify", "draft", "both"])
+def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
+    options = {
+        "verify_options": FOR_FOUR if short in ("verify", "both") else None,
+        "draft_options": FOR_FOUR if short in ("draft", "both") else None,
+    }
+    with local_stack(*pair, **options) as stack:
+        assert asyncio.run(generate_all(stack.address)) == undisturbed
+        roles = ("verify", "draft") if short == "both" else (short,)
+        assert all(stack.status(role).num_preemptions > 0 for role in roles)
+        stack.assert_idle_within(1.0)
+
+
+def test_what_can_never_fit_is_refused_at_once(pair):
+    with local_stack(*pair, verify_options={"num_kv_tokens": 64, "page_size": PAGE_SIZE}) as stack:
+        with pytest.raises(ContextLengthError, match=r"max_tokens=60: .* over the context of 64"):
+            stack.client.generate(params=SamplingParams(max_tokens=60), prompt_token_ids=PROMPT)
+        done = stack.client.generate(
+            params=SamplingParams(max_tokens=59, ignore_eos=True), prompt_token_ids=PROMPT
+        )
+        assert done.usage.completion_tokens == 59
