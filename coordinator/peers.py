@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
 _HANDSHAKE_TIMEOUT_S = 5.0
+_RECONNECT_TIMEOUT_S = 5.0
 
 
 def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
@@ -86,7 +87,7 @@ class VerifyPeer:
             ServiceUnavailableError: it is not.
             HandshakeError: another model came back.
         """
-        info = await self._handshake(_HANDSHAKE_TIMEOUT_S)
+        info = await self._handshake(_RECONNECT_TIMEOUT_S)
         if (info.name, info.vocab_size, info.tokenizer_fingerprint) != (
             self.info.name,
             self.info.vocab_size,

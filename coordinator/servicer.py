@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.admission import Admission
 from coordinator.generation import Generation
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.session import Session
@@ -37,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tokenizer = tokenizer
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._num_running = 0
+        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._num_finished = 0
 
     @rpc.translate_errors
@@ -45,12 +46,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         params = _with_seed(wire.generate_params(request))
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
-        self._num_running += 1
-        try:
-            await self._generate(prompt, params, context)
-        finally:
-            self._num_running -= 1
-            self._num_finished += 1
+        async with self._admission.place(context.peer()):
+            try:
+                await self._generate(prompt, params, context)
+            finally:
+                self._num_finished += 1
 
     async def _generate(self, prompt: list[int], params: SamplingParams, context: Any) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
@@ -116,7 +116,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
         return generation_pb2.GetStatusResponse(
-            num_running=self._num_running,
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
             num_finished=self._num_finished,
             draft_unavailable=self._draft.unavailable,
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),

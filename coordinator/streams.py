@@ -19,12 +19,16 @@ from specwire.errors import (
     DeadlineExceededError,
     InternalError,
     PrefixMismatchError,
+    RequestCancelledError,
+    ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
 )
 from specwire.v1 import draft_pb2, verify_pb2
 
 log = logging.getLogger(__name__)
+
+_RETRY_AFTER_MS = 1000
 
 
 class SequenceStream:
@@ -76,7 +80,7 @@ class SequenceStream:
             while response is not grpc.aio.EOF and response.request_id != self._num_requests:
                 response = await self._call.read()
         except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
+            raise _peer_error(error) from None
         except asyncio.InvalidStateError:
             raise await self._failure() from None
         if response is grpc.aio.EOF:
@@ -99,12 +103,18 @@ class SequenceStream:
         if await self._call.code() is grpc.StatusCode.OK:
             return ServiceUnavailableError("the service ended the stream")
         try:
-            await self._call
+            await self._call.read()  # of an ended call: raises its status
         except grpc.RpcError as error:
-            return rpc.from_rpc_error(error)
+            return _peer_error(error)
         except asyncio.CancelledError:
             pass
         return ServiceUnavailableError("the stream was cancelled")
+
+
+def _peer_error(error: grpc.RpcError) -> SpecwireError:
+    """Why a peer's stream failed; a cancel that is not ours is a service that shuts down."""
+    ours = rpc.from_rpc_error(error)
+    return ServiceUnavailableError(str(ours)) if isinstance(ours, RequestCancelledError) else ours
 
 
 class RemoteDrafter:
@@ -127,6 +137,7 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._tracer = tracer
         self._stream: SequenceStream | None = None
+        self._retry_at_s = 0.0
         self.unavailable = ""
 
     async def propose(
@@ -135,7 +146,7 @@ class RemoteDrafter:
         """See `generation.Drafter`."""
         num_draft_tokens = min(num_draft_tokens, self._peer.room(len(committed)))
         nothing = Proposal(len(committed)), Cost()
-        if num_draft_tokens <= 0:
+        if num_draft_tokens <= 0 or time.monotonic() < self._retry_at_s:
             return nothing
         if not self._peer.available:
             self.unavailable = self.unavailable or self._peer.unavailable
@@ -173,6 +184,10 @@ class RemoteDrafter:
         """Decode plainly until the draft answers again; a stale prefix just re-opens the stream."""
         self.close()
         if isinstance(error, PrefixMismatchError):
+            return
+        if isinstance(error, ResourceExhaustedError):  # full, not lost: others may go on with it
+            self.unavailable = str(error)
+            self._retry_at_s = time.monotonic() + (error.retry_after_ms or _RETRY_AFTER_MS) / 1e3
             return
         hung = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceededError)
         self.unavailable = f"no proposal within {self._timeout_s * 1e3:.0f} ms" if hung else str(error)

@@ -92,6 +92,7 @@ class ModelServiceConfig(ServiceConfig):
     num_kv_tokens: int = option(65536, "size of the KV cache, in tokens over all sequences")
     page_size: int = option(16, "tokens in a page of the KV cache")
     max_num_tokens: int = option(2048, "most tokens in one forward pass")
+    max_sequences: int = option(1024, "most open streams; others are told when to come back")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +102,7 @@ class ModelServiceConfig(ServiceConfig):
         _check(
             self.num_kv_tokens >= self.page_size, "num_kv_tokens", self.num_kv_tokens, "is less than a page"
         )
+        _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "must be at least 1")
         least = MAX_NUM_DRAFT_TOKENS + 1
         _check(
             self.max_num_tokens >= least, "max_num_tokens", self.max_num_tokens, f"must be at least {least}"
@@ -138,6 +140,8 @@ class CoordinatorConfig(ServiceConfig):
     verify_address: str = option("127.0.0.1:7072", "HOST:PORT of the verify service")
     num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
+    max_running: int = option(256, "most generations at a time; others wait")
+    max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
 

@@ -17,9 +17,11 @@ from specwire.core import ModelInfo
 from specwire.engine.loading import describe, load_model
 from specwire.engine.loop import Consume, Engine, Job, TokenSequence
 from specwire.engine.runner import ModelRunner
-from specwire.errors import InvalidRequestError, ModelLoadError
+from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
+
+_RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class ModelService:
     engine: Engine
     runner: ModelRunner
     info: ModelInfo
+    max_sequences: int
 
     @contextlib.contextmanager
     def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
@@ -38,6 +41,8 @@ class ModelService:
         params = wire.opened_params(message)
         if message.prompt_len < 1:
             raise InvalidRequestError("prompt_len", message.prompt_len, "must be at least 1")
+        if self.engine.status().num_sequences >= self.max_sequences:
+            raise ResourceExhaustedError(f"{self.max_sequences} streams are open", _RETRY_AFTER_MS)
         sequence = self.engine.open(params, message.prompt_len)
         try:
             yield sequence
@@ -81,7 +86,7 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     engine = Engine(
         runner, consume, max_num_tokens=config.max_num_tokens, context_len=info.context_len, name=role
     )
-    return ModelService(engine, runner, info)
+    return ModelService(engine, runner, info, config.max_sequences)
 
 
 def timings(job: Job) -> common_pb2.Timings:

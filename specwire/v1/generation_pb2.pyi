@@ -201,13 +201,15 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
     uptime_ms: int
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ...) -> None: ...
+    num_waiting: int
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...

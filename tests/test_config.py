@@ -1,0 +1,195 @@
+"""Flags, variables and defaults: where a value comes from, and what is refused by which name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specwire import config
+from specwire.config import (
+    ALL_CONFIGS,
+    ClientConfig,
+    CoordinatorConfig,
+    DraftConfig,
+    UpConfig,
+    VerifyConfig,
+    check_environment,
+    split_address,
+)
+from specwire.errors import ConfigError
+from specwire.flags import add_flags, env_name, flag_name, read_config
+
+FIELDS = [(kind, field) for kind in ALL_CONFIGS for field in dataclasses.fields(kind)]
+IDS = [f"{kind.__name__}.{field.name}" for kind, field in FIELDS]
+
+
+def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, kind)
+    return parser.parse_args(argv)
+
+
+def another_value(field: dataclasses.Field[Any]) -> Any:
+    """Valid, and not the default."""
+    if isinstance(field.default, int | float):
+        return field.default + 1
+    named = {"log_level": "error", "draft": "none", "device": "cuda:1"}
+    if field.name.endswith("dtype"):
+        return "bfloat16"
+    if field.name.endswith(("address", "server")):
+        return "localhost:81"
+    return named.get(field.name, "org/model")
+
+
+class TestSources:
+    @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=IDS)
+    def test_every_field_has_a_flag_and_a_variable(self, kind: type[Any], field: Any) -> None:
+        value = another_value(field)
+        extra = {"draft": "none"} if kind is UpConfig and field.name == "target" else {}
+        expected = kind(**extra | {field.name: value})
+        fixed = [part for name, text in extra.items() for part in (flag_name(name), text)]
+        by_flag = read_config(kind, parse(kind, *fixed, flag_name(field.name), str(value)), {})
+        by_variable = read_config(kind, parse(kind, *fixed), {env_name(field.name): str(value)})
+        assert by_flag == by_variable == expected != kind(**extra)
+        assert field.metadata["doc"]
+
+    def test_names(self) -> None:
+        assert flag_name("num_draft_tokens") == "--num-draft-tokens"
+        assert env_name("num_draft_tokens") == "SPECWIRE_NUM_DRAFT_TOKENS"
+
+    def test_a_flag_beats_the_variable_and_the_variable_the_default(self) -> None:
+        environ = {"SPECWIRE_TIMEOUT_S": "7"}
+        assert read_config(ClientConfig, parse(ClientConfig), {}).timeout_s == 120
+        assert read_config(ClientConfig, parse(ClientConfig), environ).timeout_s == 7
+        assert read_config(ClientConfig, parse(ClientConfig, "--timeout-s", "8"), environ).timeout_s == 8
+
+    def test_a_flag_beats_even_a_bad_variable(self) -> None:
+        args = parse(ClientConfig, "--timeout-s", "8")
+        assert read_config(ClientConfig, args, {"SPECWIRE_TIMEOUT_S": "soon"}).timeout_s == 8
+
+    def test_configs_are_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            ClientConfig().timeout_s = 3.0  # type: ignore[misc]
+
+
+class TestBooleans:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Switch:
+        on: bool = config.option(False, "a switch")
+
+    @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("no", False), ("0", False)])
+    def test_variables(self, text: str, value: bool) -> None:
+        assert read_config(self.Switch, parse(self.Switch), {"SPECWIRE_ON": text}).on is value
+
+    def test_flags(self) -> None:
+        assert read_config(self.Switch, parse(self.Switch, "--on"), {}).on
+        assert not read_config(self.Switch, parse(self.Switch, "--no-on"), {"SPECWIRE_ON": "1"}).on
+
+    def test_neither(self) -> None:
+        with pytest.raises(ConfigError, match="SPECWIRE_ON='perhaps' is neither true nor false"):
+            read_config(self.Switch, parse(self.Switch), {"SPECWIRE_ON": "perhaps"})
+
+
+class TestRefusals:
+    def test_a_misspelt_variable(self) -> None:
+        with pytest.raises(ConfigError, match="SPECWIRE_NUM_DRAFT_TOKEN='3' is not known"):
+            check_environment({"SPECWIRE_NUM_DRAFT_TOKEN": "3", "PATH": "/bin"})
+        check_environment({env_name(field.name): "" for _, field in FIELDS} | {"SPECWIREX": "1"})
+
+    @pytest.mark.parametrize(
+        ("variable", "text", "problem"),
+        [
+            ("SPECWIRE_PAGE_SIZE", "big", "is not a whole number"),
+            ("SPECWIRE_PAGE_SIZE", "1.5", "is not a whole number"),
+            ("SPECWIRE_PAGE_SIZE", "", "is not a whole number"),
+            ("SPECWIRE_GRACE_S", "soon", "is not a number"),
+        ],
+    )
+    def test_a_variable_that_does_not_parse(self, variable: str, text: str, problem: str) -> None:
+        with pytest.raises(ConfigError, match=f"{variable}={text!r} {problem}"):
+            read_config(VerifyConfig, parse(VerifyConfig), {variable: text})
+
+    def test_a_bad_value_is_named_by_where_it_came_from(self) -> None:
+        with pytest.raises(ConfigError, match=r"^--page-size 0: must be at least 1$"):
+            read_config(VerifyConfig, parse(VerifyConfig, "--page-size", "0"), {})
+        with pytest.raises(
+            ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=0: must be at least 1$"
+        ):
+            read_config(VerifyConfig, parse(VerifyConfig), {"SPECWIRE_PAGE_SIZE": "0"})
+
+    @pytest.mark.parametrize(
+        ("kind", "field", "value"),
+        [
+            (VerifyConfig, "dtype", "int4"),
+            (VerifyConfig, "num_threads", -1),
+            (VerifyConfig, "num_kv_tokens", 15),
+            (VerifyConfig, "max_num_tokens", 64),
+            (VerifyConfig, "grace_s", -0.1),
+            (VerifyConfig, "grace_s", float("nan")),
+            (VerifyConfig, "grace_s", float("inf")),
+            (VerifyConfig, "max_message_bytes", 100),
+            (VerifyConfig, "log_level", "loud"),
+            (VerifyConfig, "address", "localhost"),
+            (DraftConfig, "support_mass", 0.0),
+            (DraftConfig, "support_mass", 1.5),
+            (DraftConfig, "max_support", 0),
+            (CoordinatorConfig, "num_draft_tokens", 65),
+            (CoordinatorConfig, "draft_address", "nowhere"),
+            (CoordinatorConfig, "verify_address", ""),
+            (CoordinatorConfig, "draft_timeout_ms", 0.0),
+            (CoordinatorConfig, "connect_timeout_s", float("nan")),
+            (UpConfig, "target", "/no/such/directory"),
+            (UpConfig, "draft", "/no/such/directory"),
+            (UpConfig, "dtype", "int4"),
+            (UpConfig, "draft_dtype", "int4"),
+            (UpConfig, "num_draft_tokens", -1),
+            (UpConfig, "num_threads", -1),
+            (UpConfig, "num_kv_tokens", 0),
+            (UpConfig, "start_timeout_s", 0.0),
+            (UpConfig, "grace_s", -1.0),
+            (UpConfig, "log_level", "loud"),
+            (UpConfig, "address", "7070"),
+            (ClientConfig, "server", "localhost:http"),
+            (ClientConfig, "timeout_s", 0.0),
+        ],
+    )
+    def test_values_out_of_range(self, kind: type[Any], field: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=f"^{flag_name(field)} {value}: "):
+            kind(**{field: value})
+
+
+class TestModels:
+    def test_the_embedded_draft_fits_the_embedded_target_alone(self) -> None:
+        with pytest.raises(ConfigError, match="--draft embedded: does not fit --target org/model"):
+            UpConfig(target="org/model")
+        UpConfig(target="org/model", draft="none")
+        UpConfig(target="org/model", draft="org/small")
+
+    def test_a_directory_or_a_hub_id(self, tmp_path: Path) -> None:
+        UpConfig(target=str(tmp_path), draft="gpt2")
+        (tmp_path / "file").touch()
+        for source in (str(tmp_path / "file"), str(tmp_path / "none"), "a/b/c", "~/model", ""):
+            with pytest.raises(ConfigError, match="no such model directory"):
+                UpConfig(target=source, draft="none")
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        ("address", "parts"),
+        [
+            ("127.0.0.1:0", ("127.0.0.1", 0)),
+            ("localhost:65535", ("localhost", 65535)),
+            ("[::1]:7070", ("[::1]", 7070)),
+        ],
+    )
+    def test_parts(self, address: str, parts: tuple[str, int]) -> None:
+        assert split_address("address", address) == parts
+
+    @pytest.mark.parametrize("address", ["", ":1", "host", "host:", "host:65536", "host:-1", "host:²"])
+    def test_refused(self, address: str) -> None:
+        with pytest.raises(ConfigError, match=f"^--server {address}: is not HOST:PORT$"):
+            split_address("server", address)

@@ -1,0 +1,132 @@
+"""Who may import whom, read off the syntax tree: nothing is imported to find out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SERVICES = ("coordinator", "draft_service", "verify_service")
+GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
+
+#: Behaviour and nouns: drivable by fakes, without any network.
+WITHOUT_GRPC = [
+    "coordinator/generation.py",
+    "coordinator/session.py",
+    "coordinator/text.py",
+    "draft_service/drafter.py",
+    "verify_service/verifier.py",
+    "specwire/acceptance.py",
+    "specwire/sampling.py",
+    "specwire/random.py",
+    "specwire/core.py",
+    "specwire/errors.py",
+    "specwire/config.py",
+    "specwire/flags.py",
+    "specwire/tokenizer.py",
+    "specwire/wire.py",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "specwire/engine").glob("*.py"))),
+]
+
+
+def imports(path: Path, *, lazy: bool = True) -> set[str]:
+    """Dotted names that a file imports; `from a import b` counts as both `a` and `a.b`.
+
+    Args:
+        lazy: also those inside functions.
+    """
+    tree = ast.parse(path.read_text())
+    return {name for node in nodes(tree, lazy) for name in names(node)}
+
+
+def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (inside and not lazy) or is_type_checking(child):
+            continue
+        yield child
+        yield from nodes(child, lazy)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide where a name comes from"
+        assert node.module is not None
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def packages(found: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in found}
+
+
+def sources(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "v1" not in path.parts]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_import_specwire_and_never_each_other(service: str) -> None:
+    everything: set[str] = set()
+    for path in sources(service):
+        found = packages(imports(path))
+        assert not found & (set(SERVICES) - {service}), path
+        everything |= found
+    assert "specwire" in everything
+
+
+def test_the_leaf_imports_no_service() -> None:
+    for path in sources("specwire"):
+        assert not packages(imports(path)) & set(SERVICES), path
+
+
+def test_product_code_imports_no_tests_or_benchmarks() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            assert not packages(imports(path)) & {"tests", "benchmarks", "pytest"}, path
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRPC)
+def test_behaviour_knows_no_grpc(name: str) -> None:
+    found = imports(ROOT / name)
+    assert not packages(found) & GRPC
+    assert "specwire.rpc" not in found
+    assert not [module for module in found if module.endswith("_grpc")]
+
+
+def test_no_torch_in_the_coordinator() -> None:
+    for path in sources("coordinator"):
+        found = imports(path)
+        assert not packages(found) & {"torch", "transformers"}, path
+        assert not [name for name in found if name.startswith(("specwire.engine", "specwire.sampling"))], path
+
+
+def test_no_torch_outside_the_engine_and_the_samplers() -> None:
+    heavy = {"torch", "safetensors"}
+    for path in sources("specwire"):
+        relative = path.relative_to(ROOT / "specwire")
+        if relative.parts[0] in ("engine", "embedded") or relative.name == "sampling.py":
+            continue
+        assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
+        assert "transformers" not in packages(imports(path, lazy=False)), path
+
+
+def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
+    for name in ("acceptance", "sampling", "core", "errors"):
+        found = packages(imports(ROOT / f"specwire/{name}.py"))
+        assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
+
+
+def test_the_finder_sees_what_it_should(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text("import a.b\nfrom c import d\ndef f():\n    import e\nclass G:\n    import h\n")
+    assert imports(path) == {"a.b", "c", "c.d", "e", "h"}
+    assert imports(path, lazy=False) == {"a.b", "c", "c.d", "h"}

@@ -1,0 +1,255 @@
+"""Messages and nouns: what goes out comes back, and what cannot be a noun is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specwire import errors, wire
+from specwire.core import (
+    Chunk,
+    Completion,
+    Fate,
+    FinishReason,
+    Logprobs,
+    ModelInfo,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Speculation,
+    Support,
+    Timing,
+    Token,
+    Usage,
+    Verdict,
+)
+from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
+from specwire.rpc import from_rpc_error, to_status
+from specwire.v1 import common_pb2, draft_pb2, generation_pb2
+
+EVERYTHING = SamplingParams(
+    max_tokens=17,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias={3: -1.5, 900: 100.0},
+    stop=("a", "\n\n"),
+    stop_token_ids=(4, 5),
+    ignore_eos=True,
+    seed=2**63 - 1,
+    rule=Rule.GUMBEL,
+    num_draft_tokens=0,
+    logprobs=0,
+)
+
+
+def over_the_wire(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+class TestSamplingParams:
+    def test_no_field_is_lost(self) -> None:
+        changed = {f.name for f in dataclasses.fields(SamplingParams)}
+        default = SamplingParams()
+        assert all(getattr(EVERYTHING, name) != getattr(default, name) for name in changed)
+        request = over_the_wire(wire.generate_request("x", EVERYTHING))
+        assert wire.generate_params(request) == EVERYTHING
+
+    def test_the_defaults_survive(self) -> None:
+        assert wire.generate_params(over_the_wire(wire.generate_request("x", SamplingParams()))) == (
+            SamplingParams()
+        )
+
+    def test_an_empty_message_means_the_defaults(self) -> None:
+        assert wire.generate_params(generation_pb2.GenerateRequest(text="x")) == SamplingParams()
+
+    def test_zero_is_not_unset(self) -> None:
+        params = SamplingParams(temperature=0.0, seed=0, num_draft_tokens=0, logprobs=0)
+        assert wire.generate_params(over_the_wire(wire.generate_request("x", params))) == params
+
+    def test_a_model_service_gets_the_law(self) -> None:
+        opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
+        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens"}
+        for field in dataclasses.fields(SamplingParams):
+            expected = SamplingParams() if field.name in stops else EVERYTHING
+            assert getattr(opened, field.name) == getattr(expected, field.name)
+
+    @pytest.mark.parametrize("rule", [3, -1, 2**31 - 1])
+    def test_an_unknown_rule(self, rule: int) -> None:
+        message = common_pb2.OpenSequence(sampling={"seed": 1, "rule": rule}, prompt_len=1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match=f"rule={rule}"):
+            wire.opened_params(message)
+
+
+class TestPrompts:
+    def test_forms(self) -> None:
+        params = SamplingParams()
+        assert wire.generate_request("", params).WhichOneof("prompt") == "text"
+        assert wire.generate_request(None, params, []).WhichOneof("prompt") == "token_ids"
+        assert list(wire.generate_request(None, params, (1, 2)).token_ids.ids) == [1, 2]
+        request = wire.generate_request(None, params, None, [{"role": "user", "content": "hi"}])
+        assert [(m.role, m.content) for m in request.messages.messages] == [("user", "hi")]
+
+    @pytest.mark.parametrize("forms", [(None, None, None), ("x", [1], None), (None, [1], []), ("", [], [])])
+    def test_exactly_one(self, forms: Any) -> None:
+        prompt, token_ids, messages = forms
+        with pytest.raises(InvalidRequestError, match="exactly one"):
+            wire.generate_request(prompt, SamplingParams(), token_ids, messages)
+
+    @pytest.mark.parametrize("bad", [-1, 2**31, 1.0, "3", None])
+    def test_ids(self, bad: Any) -> None:
+        with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]="):
+            wire.generate_request(None, SamplingParams(), [1, bad])
+
+    @pytest.mark.parametrize("bad", [{"role": "user"}, {"role": "user", "content": 3}, "hi", {}])
+    def test_messages(self, bad: Any) -> None:
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]="):
+            wire.generate_request(None, SamplingParams(), None, [bad])
+
+
+class TestArrays:
+    def test_ids_and_floats(self) -> None:
+        ids = np.array([0, 1, 151_935, 2**31 - 1])
+        assert wire.ids_from_bytes(wire.ids_to_bytes(ids), "x").tolist() == ids.tolist()
+        assert wire.ids_to_bytes(np.array([258])) == b"\x02\x01\x00\x00"
+        floats = np.array([0.1, 1e-30, 1.0], dtype=np.float32)
+        assert wire.floats_from_bytes(wire.floats_to_bytes(floats), "x").tobytes() == floats.tobytes()
+        assert wire.floats_to_bytes(np.array([1.0], dtype=np.float32)) == b"\x00\x00\x80\x3f"
+
+    def test_what_is_no_array(self) -> None:
+        for read in (wire.ids_from_bytes, wire.floats_from_bytes):
+            with pytest.raises(InvalidRequestError, match="probs=5 bytes: is not a whole number of 4-byte"):
+                read(b"12345", "probs")
+
+
+class TestProposals:
+    SUPPORT = Support(np.array([7, 9]), np.array([0.25, 0.75], dtype=np.float32))
+
+    def test_round_trip(self) -> None:
+        sent = Proposal(5, [7, 9], [self.SUPPORT, self.SUPPORT])
+        got = wire.proposal_from_proto(over_the_wire(wire.proposal_to_proto(sent)), 5)
+        assert (got.base_len, list(got.token_ids)) == (5, [7, 9])
+        for support in got.supports:
+            assert support.token_ids.tolist() == [7, 9]
+            assert support.probs.tobytes() == self.SUPPORT.probs.tobytes()
+
+    def test_refusals(self) -> None:
+        tree = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[-1, -1])
+        with pytest.raises(UnsupportedError, match="only chains"):
+            wire.proposal_from_proto(tree, 0)
+        support = draft_pb2.Support(token_ids=b"\0" * 8, probs=b"\0" * 4)
+        with pytest.raises(InvalidRequestError, match="one for each token id"):
+            wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1], supports=[support]), 0)
+        with pytest.raises(InvalidRequestError, match="one for each draft token"):
+            wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1, 2], supports=[support]), 0)
+
+
+def test_verdict_round_trip() -> None:
+    entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
+    sent = Verdict(9, [4, -1], [np.array([0.5], dtype=np.float32)], [0.125], [entry, entry])
+    got = wire.verdict_from_proto(over_the_wire(wire.verdict_to_proto(sent)))
+    assert (got.base_len, list(got.target_token_ids), list(got.tail_mass)) == (9, [4, -1], [0.125])
+    assert got.target_probs[0].tolist() == [0.5]
+    assert got.logprobs[1].of(8) == -1.5
+    assert got.logprobs[1].top() == [(8, -1.5)]
+
+
+def test_model_info_round_trip() -> None:
+    sent = ModelInfo(
+        name="m",
+        vocab_size=9,
+        context_len=8,
+        tokenizer_fingerprint="f",
+        dtype="float32",
+        num_parameters=7,
+        eos_token_ids=(1, 2),
+        protocol_version=3,
+        incarnation="i",
+        tokenizer_source="s",
+    )
+    assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
+
+
+@pytest.mark.parametrize("stop_reason", [None, "x", "", 0, 5])
+def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
+    tokens = tuple(
+        Token(token_id=i, text=f"t{i}", fate=fate, logprob=-0.5, top_logprobs=((1, -0.25),))
+        for i, fate in enumerate(Fate)
+    )
+    chunk = Chunk(text="t0t1t2t3", tokens=tokens, rejected=tokens[:1], first_index=6)
+    got = wire.chunk_from_proto(over_the_wire(wire.chunk_to_proto(chunk)))
+    assert got == chunk
+    sent = Completion(
+        text=chunk.text,
+        token_ids=(0, 1, 2, 3),
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=3, completion_tokens=4),
+        speculation=Speculation(
+            num_rounds=2,
+            num_draft_tokens=4,
+            num_accepted_tokens=2,
+            acceptance_histogram=(0, 2),
+            drafted_per_position=(2, 2),
+            accepted_per_position=(2, 0),
+            draft_unavailable="gone",
+        ),
+        timing=Timing(
+            total_ms=7.5,
+            time_to_first_token_ms=1.5,
+            draft_ms=2.0,
+            verify_ms=3.0,
+            queue_ms=0.5,
+            rule_ms=0.25,
+            network_ms=1.0,
+        ),
+        stop_reason=stop_reason,
+        seed=2**63 - 1,
+        model="m",
+        tokens=tokens,
+    )
+    assert wire.completion_from_proto(over_the_wire(wire.completion_to_proto(sent)), got.tokens) == sent
+
+
+class TestErrors:
+    EXAMPLES = (
+        errors.InvalidRequestError("top_p", 2.0, "must lie in (0, 1]"),
+        errors.ContextLengthError("max_tokens", 9, "over the context of 8"),
+        errors.UnsupportedError("stop", ["x"], "no tokenizer"),
+        errors.ModelLoadError("--model /x: none"),
+        errors.ConfigError("--address x: in use"),
+        errors.HandshakeError("a and b"),
+        errors.PrefixMismatchError(7, 3),
+        errors.ResourceExhaustedError("full", 20),
+        errors.ResourceExhaustedError("too large"),
+        errors.ServiceUnavailableError("gone"),
+        errors.DeadlineExceededError("late"),
+        errors.RequestCancelledError("cancelled"),
+        errors.InternalError("a defect"),
+    )
+
+    def test_every_error_is_here(self) -> None:
+        kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+        kinds = {kind for kind in kinds if issubclass(kind, SpecwireError)} - {SpecwireError}
+        assert {type(error) for error in self.EXAMPLES} == kinds
+
+    @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+    def test_the_peer_raises_the_same(self, error: SpecwireError) -> None:
+        status = to_status(error)
+
+        class Received(Exception):
+            code = staticmethod(lambda: status.code)
+            details = staticmethod(lambda: status.details)
+            trailing_metadata = staticmethod(lambda: status.trailing_metadata)
+
+        got = from_rpc_error(Received())  # type: ignore[arg-type]
+        assert type(got) is type(error)
+        assert str(got) == str(error)
+        assert got.details() == error.details()
+        assert status.code.name == error.status
