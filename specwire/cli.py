@@ -219,6 +219,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from specwire.client import Client
+    from specwire.demo import printable
 
     settings = read_config(ClientConfig, args, os.environ)
     params = _sampling_params(args)
@@ -228,7 +229,7 @@ def _generate(args: argparse.Namespace) -> int:
     ):
         for chunk in stream:
             if not args.json:
-                print(chunk.text, end="", flush=True)
+                print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
         completion = stream.completion
     if args.json:
         print(json.dumps(completion.to_dict(), ensure_ascii=False, indent=2))

@@ -17,7 +17,7 @@ EMBEDDED = "embedded"
 NO_DRAFT = "none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def _check(ok: bool, name: str, value: object, problem: str) -> None:
@@ -44,8 +44,9 @@ def check_model(name: str, source: str) -> None:
     Raises:
         ConfigError: naming the flag and the source.
     """
-    ok = source == EMBEDDED or Path(source).is_dir() or bool(_HUB_ID.fullmatch(source))
-    _check(ok and not Path(source).is_file(), name, source, "no such model directory")
+    is_path = Path(source).exists() or not _HUB_ID.fullmatch(source)
+    ok = source == EMBEDDED or (source != "" and Path(source).is_dir()) or not is_path
+    _check(ok, name, source, "no such model directory")
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:

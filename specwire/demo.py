@@ -28,6 +28,13 @@ _COLOURS = {
     Fate.BONUS: "\x1b[34m",
 }
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Text with control characters made visible: what a model writes must not steer the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def run(config: UpConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
@@ -64,7 +71,7 @@ def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -
     print(_paint("accepted", _COLOURS[Fate.ACCEPTED], colour), end=" ")
     print(_paint("rejected", _COLOURS[Fate.REJECTED], colour), end=" ")
     print(_paint("recovered or bonus", _COLOURS[Fate.BONUS], colour), end="\n\n")
-    print(_paint(prompt, _BOLD, colour), end="", flush=True)
+    print(_paint(printable(prompt), _BOLD, colour), end="", flush=True)
     with client.stream(prompt, params) as stream:
         for chunk in stream:
             _show(chunk, colour, sys.stdout)
@@ -75,7 +82,7 @@ def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -
 def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
     """The refused token stands before the one that replaced it; plain output has only the text."""
     if not colour:
-        out.write(chunk.text)
+        out.write(printable(chunk.text))
     else:
         recovered = [i for i, token in enumerate(chunk.tokens) if token.fate is Fate.RECOVERED]
         split = recovered[-1] if recovered else len(chunk.tokens)  # it may be held back until it is certain
@@ -85,7 +92,7 @@ def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
 
 
 def _painted(token: Token) -> str:
-    text = token.text
+    text = printable(token.text)
     if token.fate is Fate.REJECTED:  # a struck-out line break must not break the line
         text = text.replace("\n", "⏎")
     return _paint(text, _COLOURS[token.fate], True)
@@ -139,4 +146,4 @@ def _beside(speculative: Completion, plain: Completion, colour: bool) -> list[st
     if plain.text == speculative.text:
         return [_paint("without speculation: the same text, token for token", _DIM, colour)]
     title = "without speculation (another draw from the same distribution):"
-    return [_paint(title, _DIM, colour), plain.text]
+    return [_paint(title, _DIM, colour), printable(plain.text)]

@@ -147,6 +147,7 @@ class TestProposals:
         support = draft_pb2.Support(token_ids=b"\0" * 8, probs=b"\0" * 4)
         with pytest.raises(InvalidRequestError, match="one for each token id"):
             wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1], supports=[support]), 0)
+        support = draft_pb2.Support(token_ids=b"\0" * 4, probs=b"\0" * 4)
         with pytest.raises(InvalidRequestError, match="one for each draft token"):
             wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1, 2], supports=[support]), 0)
 
@@ -243,12 +244,12 @@ class TestErrors:
     def test_the_peer_raises_the_same(self, error: SpecwireError) -> None:
         status = to_status(error)
 
-        class Received(Exception):
+        class ReceivedError(Exception):
             code = staticmethod(lambda: status.code)
             details = staticmethod(lambda: status.details)
             trailing_metadata = staticmethod(lambda: status.trailing_metadata)
 
-        got = from_rpc_error(Received())  # type: ignore[arg-type]
+        got = from_rpc_error(ReceivedError())  # type: ignore[arg-type]
         assert type(got) is type(error)
         assert str(got) == str(error)
         assert got.details() == error.details()

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -14,8 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from specwire import embedded, tracing, wire
 from specwire.config import EMBEDDED, ModelServiceConfig
 from specwire.core import ModelInfo
+from specwire.engine import emulated
 from specwire.engine.loading import describe, load_model
-from specwire.engine.loop import Consume, Engine, Job, TokenSequence
+from specwire.engine.loop import Consume, Engine, Job, Runner, TokenSequence
 from specwire.engine.runner import ModelRunner
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.tokenizer import load as load_tokenizer
@@ -29,7 +31,7 @@ class ModelService:
     """A loaded model behind its engine."""
 
     engine: Engine
-    runner: ModelRunner
+    runner: Runner
     info: ModelInfo
     max_sequences: int
 
@@ -75,11 +77,9 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     disable_progress_bar()  # a service's standard error is a log
     source = _resolve(config.model, role)
     try:
-        model = load_model(source, dtype=config.dtype, device=config.device)
+        runner, description = _make_runner(config, source)
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
-    runner = ModelRunner(model, num_pages=config.num_pages, page_size=config.page_size)
-    description = describe(model, source)
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
     description["context_len"] = min(description["context_len"], config.num_pages * config.page_size)
     info = _model_info(config.model, source, description)
@@ -87,6 +87,15 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
         runner, consume, max_num_tokens=config.max_num_tokens, context_len=info.context_len, name=role
     )
     return ModelService(engine, runner, info, config.max_sequences)
+
+
+def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    size = {"num_pages": config.num_pages, "page_size": config.page_size}
+    if source.startswith(emulated.PREFIX):
+        pretended = emulated.EmulatedModel.parse(source)
+        return emulated.EmulatedRunner(pretended, **size), pretended.describe()
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    return ModelRunner(model, **size), describe(model, source)
 
 
 def timings(job: Job) -> common_pb2.Timings:
@@ -108,7 +117,7 @@ def _resolve(model: str, role: str) -> str:
 
 
 def _model_info(name: str, source: str, description: dict[str, object]) -> ModelInfo:
-    tokenizer = load_tokenizer(source)
+    tokenizer = None if source.startswith(emulated.PREFIX) else load_tokenizer(source)
     return ModelInfo(
         name=Path(name).name if Path(name).exists() else name,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specwire.core import SamplingParams
-from specwire.engine.kv_cache import SequenceCache
+from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.runner import Feed
 from specwire.errors import (
     ContextLengthError,
@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 class Runner(Protocol):
     """What the loop needs of a model runner."""
 
-    @property
-    def vocab_size(self) -> int: ...
+    pool: PagePool
+    vocab_size: int
+
     def new_sequence(self) -> SequenceCache: ...
     def forward(self, feeds: Sequence[Feed]) -> Tensor: ...
 

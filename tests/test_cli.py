@@ -1,0 +1,494 @@
+"""The command line, in this process wherever no process is the point."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coordinator.__main__
+import draft_service.__main__
+import verify_service.__main__
+from specwire import SamplingParams, cli, demo
+from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.flags import env_name, flag_name
+from tests import texts
+from tests.harness import LocalStack, local_stack
+from tests.pairs import save_target
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "The quick brown"
+COMMAND = [sys.executable, "-m", "specwire.cli"]
+SERVICE_MAINS = [
+    (draft_service.__main__.main, DraftConfig),
+    (verify_service.__main__.main, VerifyConfig),
+    (coordinator.__main__.main, CoordinatorConfig),
+]
+GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Signal handlers and environment as they were."""
+    for name in [name for name in os.environ if name.startswith("SPECWIRE_")]:
+        monkeypatch.delenv(name)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return texts.save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
+        yield running
+
+
+def usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def one_line_error(status: int, argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(argv) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: .+\n", err)
+    return err
+
+
+class TestHelp:
+    def test_lists_the_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        for command in ("up", "demo", "generate", "draft", "verify", "coordinator"):
+            assert re.search(rf"^    {command}\b", text, re.MULTILINE)
+        assert "examples:" in text
+
+    @pytest.mark.parametrize("command", ["up", "demo", "generate"])
+    def test_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        self.check_lines(capsys.readouterr().out)
+
+    @pytest.mark.parametrize(("main", "config"), SERVICE_MAINS)
+    def test_of_a_service_names_every_flag_and_variable(
+        self, main: Any, config: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        self.check_lines(text)
+        for field in dataclasses.fields(config):
+            assert flag_name(field.name) in text
+            assert env_name(field.name) in text
+
+    @staticmethod
+    def check_lines(text: str) -> None:
+        assert text.startswith("usage: specwire ")
+        assert not {"==SUPPRESS==", "None", "MISSING"} & set(text.split())
+        assert all(len(line) <= 100 for line in text.splitlines())
+
+    def test_services_are_reached_through_the_command(self) -> None:
+        done = subprocess.run(
+            [*COMMAND, "draft", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.startswith("usage: specwire draft ")
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        assert re.match(r"specwire \d+\.\d+", capsys.readouterr().out)
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("argv", "part"),
+        [
+            ([], "COMMAND"),
+            (["fly"], "fly"),
+            (["up", "--targets", "x"], "--targets x"),
+            (["up", "--addr", "127.0.0.1:0"], "--addr"),
+            (["up", "prompt"], "prompt"),
+            (["generate"], "prompt --token-ids"),
+            (["generate", "x", "--token-ids", "1"], "not allowed with"),
+            (["generate", "--token-ids", "1,x"], "'1,x' is not a comma-separated list"),
+            (["generate", "x", "--logit-bias", "7"], "'7' is not TOKEN_ID=BIAS"),
+            (["generate", "x", "--rule", "tree"], "'tree'"),
+            (["generate", "x", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
+        ],
+    )
+    def test_wrong_flags(self, argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert part in usage_error(argv, capsys)
+
+    @pytest.mark.parametrize(
+        ("argv", "parts"),
+        [
+            (["generate", "x", "--top-p", "2"], "top_p=2.0: must lie in (0, 1]"),
+            (["generate", "x", "--temperature", "nan"], "temperature=nan"),
+            (["generate", "x", "--server", "here"], "--server here: is not HOST:PORT"),
+            (["generate", "x", "--timeout-s", "0"], "--timeout-s 0.0: must be"),
+            (["up", "--target", "/none/such"], "--target /none/such: no such model directory"),
+            (["up", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
+            (["up", "--dtype", "int4"], "--dtype int4: is not one of auto, float32"),
+            (["demo", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
+            (["demo", "--num-draft-tokens", "65"], "--num-draft-tokens 65: must lie in [0, 64]"),
+        ],
+    )
+    def test_values_that_cannot_be(
+        self, argv: list[str], parts: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert parts in one_line_error(2, argv, capsys)
+
+    def test_a_port_in_use_is_known_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            started = time.monotonic()
+            for command in ("up", "demo"):
+                cli.main([command, "--address", address, *(["--json"] if command == "demo" else [])])
+                assert f"error: --address {address}: cannot be bound (" in capsys.readouterr().err
+            assert time.monotonic() - started < 3.0, "before any model is loaded"
+
+    @pytest.mark.parametrize("command", ["up", "demo", "generate"])
+    def test_variables(
+        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = [command, "x"] if command == "generate" else [command]
+        monkeypatch.setenv("SPECWIRE_SEVER", "127.0.0.1:1")
+        assert "SPECWIRE_SEVER='127.0.0.1:1' is not known" in one_line_error(2, argv, capsys)
+        monkeypatch.delenv("SPECWIRE_SEVER")
+        name = "SPECWIRE_TIMEOUT_S" if command == "generate" else "SPECWIRE_NUM_THREADS"
+        monkeypatch.setenv(name, "lots")
+        assert f"{name}='lots' is not a" in one_line_error(2, argv, capsys)
+
+    @pytest.mark.parametrize(("main", "config"), SERVICE_MAINS)
+    def test_variables_of_services(
+        self, main: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_GRACE", "1")
+        assert main([]) == 2
+        assert capsys.readouterr().err == "error: environment variable SPECWIRE_GRACE='1' is not known\n"
+        monkeypatch.delenv("SPECWIRE_GRACE")
+        monkeypatch.setenv("SPECWIRE_GRACE_S", "-1")
+        assert main([]) == 2
+        assert "environment variable SPECWIRE_GRACE_S=-1.0: must be" in capsys.readouterr().err
+
+    def test_every_config_field_of_up_reaches_a_service(self) -> None:
+        from specwire import supervisor
+
+        changed = UpConfig(
+            target="org/t",
+            draft="org/d",
+            dtype="float16",
+            device="cuda:0",
+            draft_dtype="bfloat16",
+            draft_device="cuda:1",
+            address="127.0.0.1:81",
+            num_draft_tokens=3,
+            num_kv_tokens=4096,
+            num_threads=2,
+            grace_s=1.5,
+            log_level="error",
+        )
+
+        class Peer:
+            address = "127.0.0.1:82"
+
+        peer: Any = Peer()
+        said = [
+            *supervisor._verify_flags(changed),
+            *supervisor._draft_flags(changed),
+            *supervisor._coordinator_flags(changed, peer, peer),
+        ]
+        for field in dataclasses.fields(UpConfig):
+            if field.name != "start_timeout_s":
+                assert str(getattr(changed, field.name)) in said, field.name
+
+
+FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
+    "max_tokens": (["12"], 12),
+    "temperature": (["0.5"], 0.5),
+    "top_k": (["9"], 9),
+    "top_p": (["0.9"], 0.9),
+    "min_p": (["0.1"], 0.1),
+    "repetition_penalty": (["1.2"], 1.2),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["0.25"], 0.25),
+    "logit_bias": (["7=-2.5"], {7: -2.5}),
+    "stop": (["a\nb"], ("a\nb",)),
+    "stop_token_ids": (["4,5"], (4, 5)),
+    "ignore_eos": ([], True),
+    "seed": (["0"], 0),
+    "rule": (["gumbel"], "gumbel"),
+    "num_draft_tokens": (["0"], 0),
+    "logprobs": (["0"], 0),
+}
+
+
+class TestSamplingFlags:
+    def test_every_parameter_is_here(self) -> None:
+        assert set(FLAG_VALUES) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+    @pytest.mark.parametrize("name", FLAG_VALUES)
+    @pytest.mark.parametrize("command", ["generate", "demo"])
+    def test_one_by_one(self, command: str, name: str) -> None:
+        texts_, value = FLAG_VALUES[name]
+        args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
+        expected = SamplingParams(**{"max_tokens": args.max_tokens} if "max_tokens" in args else {})
+        assert cli._sampling_params(args) == dataclasses.replace(expected, **{name: value})
+
+    def test_repeated_flags_add_up(self) -> None:
+        argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
+        params = cli._sampling_params(cli._parser().parse_args(argv))
+        assert params.stop == ("a", "b")
+        assert params.logit_bias == {1: 2.0, 3: 4.0}
+
+    def test_all_together_through_the_services(
+        self, stack: LocalStack, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        flags = [part for name, (texts_, _) in FLAG_VALUES.items() for part in (flag_name(name), *texts_)]
+        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *flags]) == 0
+        got = json.loads(capsys.readouterr().out)
+        params = SamplingParams(**{name: value for name, (_, value) in FLAG_VALUES.items()})
+        expected = stack.client.generate(PROMPT, params).to_dict()
+        assert {**got, "timing": 0} == {**expected, "timing": 0}
+
+
+class TestGenerate:
+    FLAGS = ("--max-tokens", "20", "--seed", "3")
+    PARAMS = SamplingParams(max_tokens=20, seed=3)
+
+    def test_prints_the_text(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["generate", PROMPT, "--server", stack.address, *self.FLAGS]) == 0
+        out, err = capsys.readouterr()
+        assert out == stack.client.generate(PROMPT, self.PARAMS).text + "\n"
+        assert err == ""
+
+    def test_the_server_comes_from_the_variable(
+        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_SERVER", stack.address)
+        assert cli.main(["generate", PROMPT, *self.FLAGS]) == 0
+        assert capsys.readouterr().out.strip() != ""
+        assert cli.main(["generate", PROMPT, *self.FLAGS, "--server", "127.0.0.1:1"]) == 1
+
+    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *self.FLAGS]) == 0
+        check_completion(json.loads(capsys.readouterr().out), num_tokens=20)
+
+    def test_token_ids(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", "--token-ids", "5,6,7", "--server", stack.address, "--json", *self.FLAGS]
+        assert cli.main(argv) == 0
+        got = json.loads(capsys.readouterr().out)
+        expected = stack.client.generate(prompt_token_ids=[5, 6, 7], params=self.PARAMS)
+        assert got["token_ids"] == list(expected.token_ids)
+        assert got["usage"]["prompt_tokens"] == 3
+
+    def test_ids_come_out_where_there_is_no_text(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with local_stack(save_target(tmp_path / "bare")) as bare:
+            argv = ["generate", "--token-ids", "5,6", "--server", bare.address, "--ignore-eos", *self.FLAGS]
+            assert cli.main(argv) == 0
+            assert len(capsys.readouterr().out.split()) == 20
+            assert "no tokenizer" in one_line_error(
+                2, ["generate", "x", "--server", bare.address, *self.FLAGS], capsys
+            )
+
+    def test_a_refusal_of_the_server(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", "--token-ids", "5,9999", "--server", stack.address]
+        assert "prompt_token_ids[1]=9999" in one_line_error(2, argv, capsys)
+
+    def test_nobody_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        started = time.monotonic()
+        error = one_line_error(1, ["generate", "x", "--server", "127.0.0.1:1"], capsys)
+        assert "nothing serves at 127.0.0.1:1" in error
+        assert time.monotonic() - started < 5.0
+
+    def test_the_deadline(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--timeout-s", "0.3", "--json"]
+        error = one_line_error(1, [*argv, "--max-tokens", "4000", "--ignore-eos"], capsys)
+        assert "DEADLINE_EXCEEDED" in error
+        stack.assert_idle_within(1.0)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+    def test_an_interrupt_cancels(self, stack: LocalStack, number: int, status: int) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
+        with subprocess.Popen(
+            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            assert stack.status("verify").num_sequences == 1
+            process.send_signal(number)
+            assert process.wait(10) == status
+            assert process.stderr.read() == b""
+        stack.assert_idle_within(1.0)
+
+    def test_a_reader_that_goes_away(self, stack: LocalStack) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
+        with subprocess.Popen(
+            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            process.stdout.close()
+            assert process.wait(20) == 141
+            assert process.stderr.read() == b""
+        stack.assert_idle_within(1.0)
+
+    def test_as_a_module(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["specwire", "generate", "x", "--top-p", "7"])
+        monkeypatch.delitem(sys.modules, "specwire.cli")
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("specwire.cli", run_name="__main__")
+        assert ended.value.code == 2
+        assert "top_p=7.0" in capsys.readouterr().err
+
+
+def check_completion(got: dict[str, Any], num_tokens: int) -> None:
+    """The documented form of a completion as JSON."""
+    assert {"text", "token_ids", "finish_reason", "stop_reason", "seed", "model"} <= got.keys()
+    assert len(got["token_ids"]) == num_tokens == got["usage"]["completion_tokens"]
+    assert got["finish_reason"] in ("stop", "length")
+    assert got["usage"].keys() == {"prompt_tokens", "completion_tokens"}
+    speculation = got["speculation"]
+    assert speculation.keys() >= {
+        "num_rounds",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+    }
+    assert speculation["num_accepted_tokens"] == sum(
+        k * n for k, n in enumerate(speculation["acceptance_histogram"])
+    )
+    assert 1 <= speculation["mean_acceptance_length"] <= 6
+    assert 0 <= speculation["draft_acceptance_rate"] <= 1
+    assert got["timing"]["total_ms"] >= got["timing"]["time_to_first_token_ms"] > 0
+
+
+class Terminal(io.StringIO):
+    """Standard output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class TestDemo:
+    """With the services of this process; `test_processes.py` runs the whole of it."""
+
+    ARGV = ("demo", PROMPT, "--max-tokens", "40", "--seed", "6", "--ignore-eos")
+
+    @pytest.fixture(autouse=True)
+    def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Ours:
+            address = stack.address
+
+            def __init__(self, config: UpConfig) -> None:
+                self.config = config
+
+            def __enter__(self) -> Ours:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        monkeypatch.setattr(demo, "Stack", Ours)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def expected(self, stack: LocalStack) -> Any:
+        return stack.client.generate(PROMPT, SamplingParams(max_tokens=40, seed=6, ignore_eos=True))
+
+    def test_plain_unless_on_a_terminal(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(list(self.ARGV)) == 0
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out
+        assert err == ""
+        done = self.expected(stack)
+        assert f"{PROMPT}{demo.printable(done.text)}\n" in out
+        spec = done.speculation
+        for line in (
+            f"tokens  40 in {spec.num_rounds} rounds",
+            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a round",
+            f"acceptance rate  {spec.draft_acceptance_rate:.2f}, by position ",
+            "seed  6",
+        ):
+            assert line in out
+        assert re.search(r"with speculation  \d+ tokens/s", out)
+        assert re.search(r"without  \d+ tokens/s", out)
+
+    def test_coloured_on_a_terminal(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert cli.main(list(self.ARGV)) == 0
+        shown = terminal.getvalue().partition(f"\x1b[1m{PROMPT}{RESET}")[2].partition("\n\n\x1b[2m")[0]
+        green, red, blue = (coloured(shown, code) for code in (GREEN, RED_STRUCK, BLUE))
+        spec = self.expected(stack).speculation
+        assert 0 < len(green) <= spec.num_accepted_tokens
+        assert 0 < len(blue) <= spec.num_rounds
+        assert 0 < len(red) <= spec.num_rounds
+        kept = re.sub(re.escape(RED_STRUCK) + r".*?" + re.escape(RESET), "", shown, flags=re.DOTALL)
+        assert re.sub(r"\x1b\[[\d;]*m", "", kept) == demo.printable(self.expected(stack).text)
+        assert "\n" not in "".join(red)
+
+    def test_no_color_is_respected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert cli.main(list(self.ARGV)) == 0
+        assert "\x1b" not in terminal.getvalue()
+
+    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([*self.ARGV, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        check_completion(got, num_tokens=40)
+        assert got["text"] == self.expected(stack).text
+        assert got["without_speculation"]["speculation"]["num_draft_tokens"] == 0
+        assert got["without_speculation"]["seed"] == got["seed"] == 6
+
+    def test_greedy_and_gumbel_say_the_same_without_speculation(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for flags in (["--temperature", "0"], ["--rule", "gumbel"]):
+            assert cli.main([*self.ARGV, *flags]) == 0
+            assert "without speculation: the same text, token for token" in capsys.readouterr().out
+
+    def test_control_characters_do_not_reach_the_terminal(self) -> None:
+        assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
+
+    def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
+        out = capsys.readouterr().out
+        assert "tokens  40 in 40 rounds" in out
+        assert "acceptance rate  0.00, by position -" in out
+
+
+def coloured(shown: str, code: str) -> list[str]:
+    return re.findall(re.escape(code) + "(.*?)" + re.escape(RESET), shown, flags=re.DOTALL)
