@@ -14,6 +14,7 @@ from specwire.errors import ConfigError
 from specwire.flags import flag_name, option, refuse_unknown_variables
 
 EMBEDDED = "embedded"
+EMULATED = "emulated:"
 NO_DRAFT = "none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -45,7 +46,12 @@ def check_model(name: str, source: str) -> None:
         ConfigError: naming the flag and the source.
     """
     is_path = Path(source).exists() or not _HUB_ID.fullmatch(source)
-    ok = source == EMBEDDED or (source != "" and Path(source).is_dir()) or not is_path
+    ok = (
+        source == EMBEDDED
+        or source.startswith(EMULATED)
+        or (source != "" and Path(source).is_dir())
+        or not is_path
+    )
     _check(ok, name, source, "no such model directory")
 
 
@@ -169,7 +175,8 @@ class UpConfig:
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
     num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
-    num_threads: int = option(0, "CPU threads for each model; 0 leaves it to torch")
+    num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")
+    draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch")
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     log_level: str = option("warning", "least severe log records shown on standard error")
@@ -187,6 +194,7 @@ class UpConfig:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_num_draft_tokens(self.num_draft_tokens)
         _check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
+        _check(self.draft_num_threads >= 0, "draft_num_threads", self.draft_num_threads, "must be at least 0")
         _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
         _check_duration("start_timeout_s", self.start_timeout_s)
         _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")

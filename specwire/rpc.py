@@ -49,6 +49,7 @@ _KEEPALIVE = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+_CONNECT_TIMEOUT_MS = 5_000
 _PERMIT_KEEPALIVE = [
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -224,6 +225,8 @@ def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Ch
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.enable_http_proxy", 0),  # our addresses are meant as they are, `http_proxy` or not
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # how long gRPC waits for a connection
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         *_KEEPALIVE,

@@ -22,7 +22,7 @@ import pytest
 import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
-from specwire import SamplingParams, cli, demo
+from specwire import SamplingParams, cli, demo, supervisor
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.flags import env_name, flag_name
 from tests import texts
@@ -196,9 +196,17 @@ class TestUsage:
         assert main([]) == 2
         assert "environment variable SPECWIRE_GRACE_S=-1.0: must be" in capsys.readouterr().err
 
-    def test_every_config_field_of_up_reaches_a_service(self) -> None:
-        from specwire import supervisor
+    def test_variables_without_a_flag_of_ups_reach_the_services(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_PAGE_SIZE", "4")
+        monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
+        inherited = supervisor._inherited()
+        assert inherited["SPECWIRE_PAGE_SIZE"] == "4"
+        assert "SPECWIRE_ADDRESS" not in inherited
+        assert inherited["PATH"] == os.environ["PATH"]
 
+    def test_every_config_field_of_up_reaches_a_service(self) -> None:
         changed = UpConfig(
             target="org/t",
             draft="org/d",

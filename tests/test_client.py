@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from specwire import (
     ServiceUnavailableError,
     SpecwireError,
     UnsupportedError,
+    rpc,
 )
 from specwire.client import Stream
 from specwire.tokenizer import Tokenizer
@@ -282,6 +284,27 @@ class TestUnreachable:
             with pytest.raises(ServiceUnavailableError, match=r"nothing serves at 127\.0\.0\.1:1"):
                 client.get_status()
         assert time.monotonic() - started < 5.0
+
+    def test_a_port_that_accepts_and_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rpc, "_CONNECT_TIMEOUT_MS", 1_000)
+        started = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            with (
+                Client(address) as client,
+                pytest.raises(ServiceUnavailableError, match=f"nothing serves at {address}"),
+            ):
+                client.generate(PROMPT)
+        assert time.monotonic() - started < 5.0
+
+    def test_a_proxy_for_the_web_is_not_for_us(
+        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("http_proxy", f"http://{UNREACHABLE}")
+        for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with Client(stack.address) as client:
+            assert client.get_status().num_running == 0
 
     @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7070", "localhost:70700", "h:x"])
     def test_an_address_that_is_none(self, address: str) -> None:

@@ -42,7 +42,7 @@ class Command:
 
     def __init__(self, *argv: str, stdout: int = subprocess.PIPE) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SPECWIRE_")}
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specwire.cli", *argv],
             cwd=ROOT,

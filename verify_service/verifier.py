@@ -75,12 +75,12 @@ def consume(jobs: Sequence[Job], logits: Tensor) -> None:
     judged = _Judged(np.zeros(len(rows), np.int64), np.zeros(len(rows)), [_NO_PROBS] * len(rows))
     _match_tokens(judged, log_probs, rows)
     _judge_supports(judged, log_probs, rows, supports)
-    finite = torch.isfinite(logits).any(dim=1).cpu().numpy() & ~torch.isnan(logits).any(dim=1).cpu().numpy()
+    finite = torch.isfinite(logits.amax(dim=1)).tolist()  # NaN and +inf reach the maximum; -inf may occur
     start = 0
     for job in verifies:
         here = slice(start, start + job.num_rows)
         logprobs = _logprobs(job, logits[here], judged, here)
-        job.result = _verdict(job, judged, here, logprobs) if finite[here].all() else _not_finite()
+        job.result = _verdict(job, judged, here, logprobs) if all(finite[here]) else _not_finite()
         start += job.num_rows
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from specwire import embedded, tracing, wire
-from specwire.config import EMBEDDED, ModelServiceConfig
+from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.loading import describe, load_model
@@ -91,11 +91,18 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
 
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     size = {"num_pages": config.num_pages, "page_size": config.page_size}
-    if source.startswith(emulated.PREFIX):
+    if source.startswith(EMULATED):
         pretended = emulated.EmulatedModel.parse(source)
         return emulated.EmulatedRunner(pretended, **size), pretended.describe()
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=_dtype(config), device=config.device)
     return ModelRunner(model, **size), describe(model, source)
+
+
+def _dtype(config: ModelServiceConfig) -> str:
+    """The embedded pair is stored in bfloat16 to be small, and computed in float32, faster on a CPU."""
+    if config.model == EMBEDDED and config.dtype == "auto" and config.device == "cpu":
+        return "float32"
+    return config.dtype
 
 
 def timings(job: Job) -> common_pb2.Timings:
@@ -117,7 +124,7 @@ def _resolve(model: str, role: str) -> str:
 
 
 def _model_info(name: str, source: str, description: dict[str, object]) -> ModelInfo:
-    tokenizer = None if source.startswith(emulated.PREFIX) else load_tokenizer(source)
+    tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     return ModelInfo(
         name=Path(name).name if Path(name).exists() else name,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",

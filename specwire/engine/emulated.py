@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specwire.config import EMULATED
 from specwire.core import IntArray
 from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.runner import Feed
 from specwire.errors import ModelLoadError
 
-PREFIX = "emulated:"
 _PROBS = np.array([0.4, 0.3, 0.2, 0.1])
 _NEVER = -1e9
 Words = npt.NDArray[np.uint64]
@@ -63,7 +63,7 @@ class EmulatedModel:
             field.name: int if isinstance(field.default, int) else float for field in fields(cls)
         }
         values: dict[str, float] = {}
-        for part in filter(None, source.removeprefix(PREFIX).split(",")):
+        for part in filter(None, source.removeprefix(EMULATED).split(",")):
             name, _, text = part.partition("=")
             try:
                 values[name] = kinds[name](text)
