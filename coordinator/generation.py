@@ -15,7 +15,8 @@ from specwire.core import Fate, Outcome, Proposal, SamplingParams, Verdict
 class Cost:
     """What one call to a model service cost.
 
-    `queue_ns` and `forward_ns` are the service's own figures; `wall_ns` is ours, network included.
+    `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
+    service's own figures; `wall_ns` is ours, network included.
     """
 
     queue_ns: int = 0
@@ -23,6 +24,7 @@ class Cost:
     wall_ns: int = 0
     request_bytes: int = 0
     response_bytes: int = 0
+    num_cached_tokens: int = 0
 
 
 class Drafter(Protocol):

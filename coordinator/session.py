@@ -67,7 +67,11 @@ class Session:
             text="".join(token.text for token in self._released),
             token_ids=tuple(token.token_id for token in self._released),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            usage=Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=len(self._released)),
+            usage=Usage(
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=len(self._released),
+                cached_tokens=self._tally.num_cached_tokens,
+            ),
             speculation=self._tally.speculation(draft_unavailable),
             timing=self._tally.timing(),
             stop_reason=self._stop_reason,
@@ -124,6 +128,7 @@ class Tally:
         self._first_token_ns = 0
         self._num_rounds = 0
         self._num_accepted = 0
+        self.num_cached_tokens = 0
         self._drafted: list[int] = []
         self._accepted: list[int] = []
         self._histogram: list[int] = []
@@ -133,6 +138,7 @@ class Tally:
         """Count one round."""
         self._first_token_ns = self._first_token_ns or time.perf_counter_ns() - self._started_ns
         self._num_rounds += 1
+        self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
         self._draft_ns += done.draft_cost.forward_ns
         self._verify_ns += done.verify_cost.forward_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,6 +92,7 @@ class SequenceStream:
             wall_ns=time.perf_counter_ns() - started_ns,
             request_bytes=request.ByteSize(),
             response_bytes=response.ByteSize(),
+            num_cached_tokens=response.num_cached_tokens,
         )
         return response, cost
 
@@ -191,7 +193,10 @@ class RemoteDrafter:
             return
         hung = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceededError)
         self.unavailable = f"no proposal within {self._timeout_s * 1e3:.0f} ms" if hung else str(error)
-        self._peer.lost(self.unavailable)
+        if hung or isinstance(error, ServiceUnavailableError | InternalError):
+            self._peer.lost(self.unavailable)
+        else:  # our own deadline, or a request it refuses: nothing that others would suffer from
+            self._retry_at_s = math.inf
 
     def close(self) -> None:
         """End the stream."""
@@ -269,4 +274,5 @@ def _attributes(proposal: Proposal, cost: Cost) -> dict[str, int]:
         tracing.NUM_DRAFT_TOKENS: len(proposal.token_ids),
         tracing.REQUEST_BYTES: cost.request_bytes,
         tracing.RESPONSE_BYTES: cost.response_bytes,
+        tracing.NUM_CACHED_TOKENS: cost.num_cached_tokens,
     }

@@ -57,6 +57,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             base_len=job.committed_len,
             incarnation=self._service.info.incarnation,
             timings=boot.timings(job),
+            num_cached_tokens=job.num_cached_tokens,
             proposals=[wire.proposal_to_proto(proposal)] if proposal else [],
         )
 

@@ -1,4 +1,4 @@
-"""The command line: `specwire up | demo | generate | draft | verify | coordinator`."""
+"""The command line: `specwire up | demo | generate | bench | draft | verify | coordinator`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from importlib import metadata
 from typing import Any
 
 from specwire import config, flags
+from specwire.bench import command as bench
 from specwire.config import ClientConfig, UpConfig
-from specwire.core import Rule, SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
-from specwire.flags import add_flags, flag_name, read_config
+from specwire.flags import add_flags, read_config
+from specwire.sampling_flags import add_sampling_flags, token_ids
+from specwire.sampling_flags import sampling_params as _sampling_params
 from specwire.supervisor import Stack
 
 _SERVICES = {"draft": "draft_service", "verify": "verify_service", "coordinator": "coordinator"}
@@ -51,6 +53,7 @@ examples:
   specwire demo                                         everything in one go, with a small built-in pair
   specwire up --target DIR --draft DIR                  serve two models on this machine
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
+  specwire bench serve --rate 4                         measure a running server under load
 
 Every flag that names a variable can be set through it; the flag wins.
 """
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_demo(commands)
     _add_generate(commands)
+    bench.add_command(commands)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
     return parser
@@ -98,7 +102,8 @@ def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, _DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    _add_sampling_flags(demo, max_tokens=192)
+    add_sampling_flags(demo, max_tokens=192)
+    _add_json(demo)
     demo.set_defaults(run=_demo)
 
 
@@ -107,8 +112,9 @@ def _add_generate(commands: Any) -> None:
     generate = _add_command(commands, "generate", about, ClientConfig)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", help="text to continue")
-    prompt.add_argument("--token-ids", type=_token_ids, metavar="1,2,3", help="the prompt as token ids")
-    _add_sampling_flags(generate)
+    prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
+    add_sampling_flags(generate)
+    _add_json(generate)
     generate.set_defaults(run=_generate)
 
 
@@ -121,64 +127,8 @@ class _DemoConfig(UpConfig):
     )
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """One flag for each of `SamplingParams`, unless the command's config has one of that name."""
-    group = parser.add_argument_group("sampling")
-    taken = {action.dest for action in parser._actions}
-    for field in dataclasses.fields(SamplingParams):
-        if field.name not in taken:
-            kwargs = _SAMPLING_FLAGS[field.name]
-            default = defaults.get(field.name, field.default)
-            if not isinstance(default, bool) and isinstance(default, int | float | str):
-                kwargs = kwargs | {"help": f"{kwargs['help']} (default {default})"}
-            group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, **kwargs)
-    parser.set_defaults(**defaults)
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the completion as JSON")
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of token ids") from None
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, value = text.partition("=")
-    try:
-        return int(token_id), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID=BIAS") from None
-
-
-_SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
-    "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to emit"},
-    "temperature": {"type": float, "metavar": "X", "help": "divides the logits; 0 is greedy"},
-    "top_k": {"type": int, "metavar": "N", "help": "keep the N likeliest tokens; 0 keeps all"},
-    "top_p": {"type": float, "metavar": "X", "help": "keep the smallest set with this mass"},
-    "min_p": {"type": float, "metavar": "X", "help": "drop tokens less likely than X times the likeliest"},
-    "repetition_penalty": {"type": float, "metavar": "X", "help": "over 1 disfavours tokens seen before"},
-    "presence_penalty": {"type": float, "metavar": "X", "help": "subtracted once from tokens in the output"},
-    "frequency_penalty": {"type": float, "metavar": "X", "help": "subtracted once per occurrence"},
-    "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X", "help": "add X to a token's logit"},
-    "stop": {"action": "append", "metavar": "TEXT", "help": "string that ends the output; may be repeated"},
-    "stop_token_ids": {"type": _token_ids, "metavar": "1,2", "help": "token ids that end the output"},
-    "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
-    "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
-    "rule": {"choices": [rule.value for rule in Rule], "help": "how draft and target are reconciled"},
-    "num_draft_tokens": {"type": int, "metavar": "N", "help": "guesses a round; 0 switches speculation off"},
-    "logprobs": {
-        "type": int,
-        "metavar": "N",
-        "help": "report log probabilities, and those of the N likeliest",
-    },
-}
-
-
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams) if f.name in args}
-    values["logit_bias"] = dict(values.get("logit_bias", ()))
-    return SamplingParams(**values)
 
 
 def _up(args: argparse.Namespace) -> int:

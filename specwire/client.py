@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -292,7 +293,8 @@ class Client:
         try:
             yield Stream(stream, self._run)
         finally:
-            if not self._loop.is_closed():  # closing has cancelled it
+            # Closing has cancelled it; and at the interpreter's end no thread is left to do so.
+            if not self._loop.is_closed() and not sys.is_finalizing():
                 self._run(context.__aexit__(None, None, None))
 
     def generate(

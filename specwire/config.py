@@ -98,6 +98,7 @@ class ModelServiceConfig(ServiceConfig):
     num_threads: int = option(0, "CPU threads for the model; 0 leaves it to torch")
     num_kv_tokens: int = option(65536, "size of the KV cache, in tokens over all sequences")
     page_size: int = option(16, "tokens in a page of the KV cache")
+    prefix_sharing: bool = option(True, "find pages of the KV cache again by their tokens")
     max_num_tokens: int = option(2048, "most tokens in one forward pass")
     max_sequences: int = option(1024, "most open streams; others are told when to come back")
 
@@ -175,6 +176,7 @@ class UpConfig:
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
     num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
+    prefix_sharing: bool = option(True, "find pages of the KV caches again by their tokens")
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")
     draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch")
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")

@@ -354,10 +354,17 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of one generation."""
+    """Token counts of one generation.
+
+    Attributes:
+        prompt_tokens: of the prompt, after encoding.
+        completion_tokens: emitted.
+        cached_tokens: found in the target's cache of known prefixes instead of being computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

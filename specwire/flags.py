@@ -27,6 +27,13 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def flag_words(name: str, value: object) -> tuple[str, ...]:
+    """The words of a command line that set a field: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
+    if isinstance(value, bool):
+        return (flag_name(name if value else f"no_{name}"),)
+    return flag_name(name), str(value)
+
+
 def env_name(name: str) -> str:
     """`num_draft_tokens` to `SPECWIRE_NUM_DRAFT_TOKENS`."""
     return ENV_PREFIX + name.upper()

@@ -23,7 +23,7 @@ from typing import Self
 
 from specwire.config import NO_DRAFT, UpConfig, split_address
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.flags import env_name, flag_name
+from specwire.flags import env_name, flag_words
 
 READY = "ready "
 _ERROR = "error: "
@@ -231,7 +231,7 @@ class Stack:
 
 
 def _flags(**values: object) -> list[str]:
-    return [text for name, value in values.items() for text in (flag_name(name), str(value))]
+    return [text for name, value in values.items() for text in flag_words(name, value)]
 
 
 def _verify_flags(config: UpConfig) -> list[str]:
@@ -269,6 +269,7 @@ def _shared(config: UpConfig) -> dict[str, object]:
     return {
         "address": "127.0.0.1:0",
         "num_kv_tokens": config.num_kv_tokens,
+        "prefix_sharing": config.prefix_sharing,
         "grace_s": config.grace_s,
         "log_level": config.log_level,
     }

@@ -11,11 +11,11 @@ One trace a generation, over all three services (spans, who makes them, and thei
     └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
       │                  specwire.num_accepted_tokens, specwire.draft.available, specwire.draft.prepared
       ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
-      │ │                specwire.request_bytes, specwire.response_bytes
+      │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ draft.queue    draft service; specwire.base_len
       │ └ draft.forward  draft service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
       ├ verify           coordinator; specwire.base_len, specwire.num_draft_tokens,
-      │ │                specwire.request_bytes, specwire.response_bytes
+      │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ verify.queue   verify service; specwire.base_len
       │ └ verify.forward verify service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
       └ accept           coordinator; specwire.rule, specwire.num_draft_tokens, specwire.num_accepted_tokens
@@ -23,6 +23,7 @@ One trace a generation, over all three services (spans, who makes them, and thei
 `gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
 are in tokens, sizes in bytes, `batch_size` in sequences. `draft.available` is false where the draft could
 not be reached, `draft.prepared` true where its proposal was there before it was asked for.
+`num_cached_tokens` are those that the service found in its cache instead of computing them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
@@ -69,6 +70,7 @@ BATCH_SIZE: Final = "specwire.batch_size"
 DRAFT_AVAILABLE: Final = "specwire.draft.available"
 DRAFT_PREPARED: Final = "specwire.draft.prepared"
 NUM_ACCEPTED_TOKENS: Final = "specwire.num_accepted_tokens"
+NUM_CACHED_TOKENS: Final = "specwire.num_cached_tokens"
 NUM_DRAFT_TOKENS: Final = "specwire.num_draft_tokens"
 NUM_ROUNDS: Final = "specwire.num_rounds"
 REQUEST_BYTES: Final = "specwire.request_bytes"

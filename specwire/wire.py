@@ -5,6 +5,7 @@ Whatever arrives is checked here, so that the rest of the code holds only valid 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -252,10 +253,15 @@ def generate_request(
 
 
 def _checked_ids(token_ids: Sequence[int]) -> list[int]:
+    checked = []
     for i, token_id in enumerate(token_ids):
-        if not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+        try:
+            checked.append(operator.index(token_id))  # numpy integers are as good as Python's
+        except TypeError:
+            raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id") from None
+        if isinstance(token_id, bool) or not 0 <= checked[-1] < 2**31:
             raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id")
-    return list(token_ids)
+    return checked
 
 
 def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message]:

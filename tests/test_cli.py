@@ -218,6 +218,8 @@ class TestUsage:
             num_draft_tokens=3,
             num_kv_tokens=4096,
             num_threads=2,
+            draft_num_threads=3,
+            prefix_sharing=False,
             grace_s=1.5,
             log_level="error",
         )
@@ -232,8 +234,10 @@ class TestUsage:
             *supervisor._coordinator_flags(changed, peer, peer),
         ]
         for field in dataclasses.fields(UpConfig):
+            value = getattr(changed, field.name)
             if field.name != "start_timeout_s":
-                assert str(getattr(changed, field.name)) in said, field.name
+                word = "--no-" + field.name.replace("_", "-") if value is False else str(value)
+                assert word in said, field.name
 
 
 FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
@@ -384,7 +388,7 @@ def check_completion(got: dict[str, Any], num_tokens: int) -> None:
     assert {"text", "token_ids", "finish_reason", "stop_reason", "seed", "model"} <= got.keys()
     assert len(got["token_ids"]) == num_tokens == got["usage"]["completion_tokens"]
     assert got["finish_reason"] in ("stop", "length")
-    assert got["usage"].keys() == {"prompt_tokens", "completion_tokens"}
+    assert got["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
     speculation = got["speculation"]
     assert speculation.keys() >= {
         "num_rounds",

@@ -338,6 +338,20 @@ class TestLife:
                 reading.result(10)
         stack.assert_idle_within(1.0)
 
+    @pytest.mark.parametrize("status", [0, 3])
+    def test_a_program_that_forgets_to_close_ends(self, stack: LocalStack, status: int) -> None:
+        code = (
+            "import sys\nfrom specwire import Client, SamplingParams\n"
+            f"client = Client('{stack.address}')\n"
+            "context = client.stream('The', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
+            f"for _ in context.__enter__(): sys.exit({status})\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+        stack.assert_idle_within(1.0)
+
     def test_no_thread_is_left(self, stack: LocalStack) -> None:
         before = threading.active_count()
         with Client(stack.address) as client:
@@ -576,3 +590,19 @@ def test_a_graceful_stop_lets_a_generation_finish(pair: tuple[Path, Path]) -> No
         done = reading.result(60)
         client.close()
     assert done.usage.completion_tokens == 400
+
+
+def test_a_stop_without_grace_is_a_typed_error(pair: tuple[Path, Path]) -> None:
+    running = threading.Event()
+
+    def read(address: str) -> None:
+        with Client(address) as client, client.stream(PROMPT, ENDLESS) as stream:
+            for _ in stream:
+                running.set()
+
+    with ThreadPoolExecutor() as pool:
+        with local_stack(*pair) as stack:
+            reading = pool.submit(read, stack.address)
+            assert running.wait(30)
+        with pytest.raises((ServiceUnavailableError, RequestCancelledError)):
+            reading.result(10)

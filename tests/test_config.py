@@ -21,7 +21,7 @@ from specwire.config import (
     split_address,
 )
 from specwire.errors import ConfigError
-from specwire.flags import add_flags, env_name, flag_name, read_config
+from specwire.flags import add_flags, env_name, flag_name, flag_words, read_config
 
 FIELDS = [(kind, field) for kind in ALL_CONFIGS for field in dataclasses.fields(kind)]
 IDS = [f"{kind.__name__}.{field.name}" for kind, field in FIELDS]
@@ -37,6 +37,8 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
     """Valid, and not the default."""
     if field.name == "support_mass":
         return 0.5
+    if isinstance(field.default, bool):
+        return not field.default
     if isinstance(field.default, int | float):
         return field.default + 1
     named = {"log_level": "error", "draft": "none", "device": "cuda:1"}
@@ -54,7 +56,7 @@ class TestSources:
         extra = {"draft": "none"} if kind is UpConfig and field.name == "target" else {}
         expected = kind(**extra | {field.name: value})
         fixed = [part for name, text in extra.items() for part in (flag_name(name), text)]
-        by_flag = read_config(kind, parse(kind, *fixed, flag_name(field.name), str(value)), {})
+        by_flag = read_config(kind, parse(kind, *fixed, *flag_words(field.name, value)), {})
         by_variable = read_config(kind, parse(kind, *fixed), {env_name(field.name): str(value)})
         assert by_flag == by_variable == expected != kind(**extra)
         assert field.metadata["doc"]

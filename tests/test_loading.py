@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from specwire.engine import attention, loading
 from specwire.engine.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
+from tests.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
 
 
 @pytest.fixture(autouse=True)

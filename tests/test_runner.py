@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import EXTRA_FAMILIES, FAMILIES, REFUSED_FAMILIES, VOCAB_SIZE, WINDOW, build
 from torch import Tensor
 
 from specwire.engine import attention
@@ -22,6 +21,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from tests.tiny_models import EXTRA_FAMILIES, FAMILIES, REFUSED_FAMILIES, VOCAB_SIZE, WINDOW, build
 
 ALL_FAMILIES = (*FAMILIES, *EXTRA_FAMILIES)
 NUM_TOKENS = 4 * WINDOW

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from otlp_receiver import OtlpHttpReceiver, OtlpReceiver, SpanRecord
 
 from specwire import tracing
 from specwire.errors import ConfigError
+from tests.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, SpanRecord
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """

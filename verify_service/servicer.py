@@ -72,6 +72,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         response.request_id = request.request_id
         response.incarnation = self._service.info.incarnation
         response.timings.CopyFrom(boot.timings(job))
+        response.num_cached_tokens = job.num_cached_tokens
         return response
 
 

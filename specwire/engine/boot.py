@@ -62,6 +62,8 @@ class ModelService:
             num_preemptions=status.num_preemptions,
             num_held_pages=pool.num_held_pages,
             num_free_pages=pool.num_free_pages,
+            num_cached_pages=pool.num_cached_pages,
+            num_hit_tokens=status.num_hit_tokens,
             page_size=pool.page_size,
         )
 
@@ -84,7 +86,12 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     description["context_len"] = min(description["context_len"], config.num_pages * config.page_size)
     info = _model_info(config.model, source, description)
     engine = Engine(
-        runner, consume, max_num_tokens=config.max_num_tokens, context_len=info.context_len, name=role
+        runner,
+        consume,
+        max_num_tokens=config.max_num_tokens,
+        context_len=info.context_len,
+        prefix_sharing=config.prefix_sharing,
+        name=role,
     )
     return ModelService(engine, runner, info, config.max_sequences)
 

@@ -11,20 +11,31 @@ reads each contiguous run as a view:
     free interval, nobody in front of it    [..........]   start at its first page
     free interval behind another sequence   A[.........]   start in its middle: A keeps room to grow
 
+A page is *held* by sequences, *free*, or *cached*: nobody holds it, but its tokens are known, so a
+sequence that begins with them can take it as it is (`remember`, `adopt`; the names are in `prefix.py`).
+Cached pages count as free for everyone. They are given up least recently used first when no other page is
+left, and out of turn where a sequence can only grow contiguously into one.
+
 Nothing here is thread-safe; one engine loop owns a pool.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specwire.core import IntArray
+from specwire.engine.prefix import ROOT, PrefixIndex, page_digest
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
+
+# A cached page is given up together with cached neighbours, on each side one for so many pages of the pool:
+# contiguous room for several sequences to grow, which single old pages would not be.
+_POOL_PAGES_PER_EVICTION = 64
 
 
 class IntegrityError(InternalError, AssertionError):
@@ -127,17 +138,23 @@ class PagePool:
         self._references = [0] * num_pages
         self._num_free = num_pages
         self._free = _FreeIntervals(num_pages)
+        self._index = PrefixIndex()
         self._tables: dict[int, SequenceCache] = {}
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self._num_free
+        """Pages that nobody holds, cached ones included."""
+        return self._num_free + self._index.num_idle
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Of the free pages, those whose content can be found again."""
+        return self._index.num_idle
 
     @property
     def num_held_pages(self) -> int:
         """Pages that at least one sequence holds; a shared page counts once."""
-        return self.num_pages - self._num_free
+        return self.num_pages - self.num_free_pages
 
     @property
     def num_sequences(self) -> int:
@@ -158,11 +175,13 @@ class PagePool:
         Raises:
             ResourceExhaustedError: fewer are free; nothing has been taken then.
         """
-        if num_pages > self._num_free:
+        if num_pages > self.num_free_pages:
             raise ResourceExhaustedError(
                 f"the KV cache is full: {num_pages} pages of {self.page_size} tokens are needed, "
-                f"{self._num_free} of {self.num_pages} are free"
+                f"{self.num_free_pages} of {self.num_pages} are free"
             )
+        if num_pages > self._num_free:
+            self._evict(num_pages)
         pages: list[int] = []
         while len(pages) < num_pages:
             interval = self._interval_for(num_pages - len(pages), after)
@@ -175,6 +194,8 @@ class PagePool:
 
     def _interval_for(self, wanted: int, after: int | None) -> range:
         """Cut up to `wanted` pages out of one free interval."""
+        if after is not None and after + 1 < self.num_pages and not self._references[after + 1]:
+            self.forget(after + 1)  # if cached: staying contiguous is worth more than a page
         if after is not None and after + 1 in self._free.ends:
             start = begin = after + 1
             end = self._free.ends[start]
@@ -186,18 +207,58 @@ class PagePool:
         self._free.take(start, begin, end)
         return range(begin, end)
 
+    def _evict(self, num_free: int) -> None:
+        """Give up cached pages, least recently used first, until so many are free or none is cached."""
+        while self._num_free < num_free and self._index.num_idle:
+            page, reach = self._index.oldest(), self.num_pages // _POOL_PAGES_PER_EVICTION
+            self.forget(page)
+            self._forget_unheld(range(page + 1, min(self.num_pages, page + reach + 1)))
+            self._forget_unheld(range(page - 1, max(-1, page - reach - 1), -1))
+
+    def _forget_unheld(self, pages: Iterable[int]) -> None:
+        """Give up cached pages, as far as nobody holds one of them."""
+        for page in itertools.takewhile(lambda page: self._references[page] == 0, pages):
+            self.forget(page)
+
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page."""
+        """Add one reference to each page; a cached one is held from now on."""
         for page in pages:
             self._references[page] += 1
+            self._index.wake(page)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Remove one reference from each page; a page without any is free at once."""
+        """Remove one reference from each page; a page without any is free at once, or cached if it is known.
+
+        The first page to be dropped is the first to be evicted: let the deepest of a chain come first.
+        """
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.give(page)
-                self._num_free += 1
+                if self._index.knows(page):
+                    self._index.rest(page)
+                else:
+                    self._give(page)
+
+    def _give(self, page: int) -> None:
+        self._free.give(page)
+        self._num_free += 1
+
+    def find(self, digest: bytes) -> int | None:
+        """The page of this name, if there is one; `share` it to keep it."""
+        return self._index.find(digest)
+
+    def remember(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Make the complete pages at the start of a sequence known; `digests` names all of them."""
+        start = len(digests)
+        while start > 0 and self._index.find(digests[start - 1]) is None:
+            start -= 1  # what comes before a known page is known, so this ends at the first that is not
+        for i in range(start, len(digests)):
+            self._index.add(digests[i - 1] if i else ROOT, digests[i], pages[i])
+
+    def forget(self, page: int) -> None:
+        """The page's content is about to change: nobody must find it, nor what follows it, any more."""
+        for idle in self._index.forget(page):
+            self._give(idle)
 
     def register(self, table: SequenceCache) -> None:
         """Count this table in `check_integrity` until `unregister`."""
@@ -208,7 +269,7 @@ class PagePool:
         self._tables.pop(id(table), None)
 
     def check_integrity(self) -> None:
-        """Check that free + held = total and that each count equals the tables holding the page.
+        """Check that free + cached + held = total and that each count equals the tables holding the page.
 
         Raises:
             IntegrityError: naming what is wrong.
@@ -228,8 +289,15 @@ class PagePool:
             raise IntegrityError(f"{self._num_free} pages counted free, {len(free)} listed")
         if clash := held.keys() & set(free):
             raise IntegrityError(f"pages {sorted(clash)[:8]} are both free and held")
-        if self._num_free + len(held) != self.num_pages:
-            raise IntegrityError(f"{self._num_free} free + {len(held)} held pages, not {self.num_pages}")
+        if findable := [page for page in free if self._index.knows(page)]:
+            raise IntegrityError(f"pages {findable[:8]} are both free and findable")
+        if problem := self._index.problem():
+            raise IntegrityError(problem)
+        cached = self._index.num_idle
+        if self._num_free + cached + len(held) != self.num_pages:
+            raise IntegrityError(
+                f"{self._num_free} free + {cached} cached + {len(held)} held pages, not {self.num_pages}"
+            )
 
 
 class SequenceCache:
@@ -238,12 +306,13 @@ class SequenceCache:
     Release it, or use it as a context manager: the pool keeps every sequence until then.
     """
 
-    __slots__ = ("_pages", "_pool", "_runs", "length", "released")
+    __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._pages: list[int] = []
         self._runs: list[list[int]] = []  # [first page, number of pages], kept up to date
+        self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
         self.length = 0
         self.released = False
         pool.register(self)
@@ -295,7 +364,13 @@ class SequenceCache:
         new_pages = self._pool.allocate(
             self.pages_needed(num_tokens), self._pages[-1] if self._pages else None
         )
-        copy = self._copy_on_write(new_pages) if num_tokens > 0 and self._must_copy() else None
+        copy = None
+        if num_tokens > 0 and self._must_copy():
+            copy = self._copy_on_write(new_pages)
+        elif num_tokens > 0 and self.length % self._pool.page_size:
+            self._pool.forget(
+                self._pages[-1]
+            )  # it may be complete: then this overwrites what was rolled back
         for page in new_pages:
             self._push(page)
         slots = self.slots(self.length, self.length + num_tokens)
@@ -353,6 +428,48 @@ class SequenceCache:
         while len(self._pages) > keep:
             self._pool.drop([self._pop()])
         self.length = length
+        del self._digests[length // self._pool.page_size :]
+
+    def remember(self, token_ids: Sequence[int]) -> None:
+        """Let others find the complete pages; their keys and values must have been computed.
+
+        Args:
+            token_ids: the tokens of this sequence, at least `length` of them.
+        """
+        num_complete = self.length // self._pool.page_size
+        if len(self._digests) < num_complete:
+            self._digests.extend(self._names(token_ids, num_complete))
+            self._pool.remember(self._digests, self._pages)
+
+    def adopt(self, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Take the known pages that `token_ids` begin with, instead of computing them; returns their tokens.
+
+        Args:
+            token_ids: what the sequence, which must be empty, is to hold.
+            max_tokens: take at most so many, in whole pages.
+
+        Raises:
+            InternalError: the sequence is not empty, or was released.
+        """
+        if self.released or self.length:
+            raise InternalError("only an empty sequence can adopt pages")
+        for digest in self._names(token_ids, max_tokens // self._pool.page_size):
+            page = self._pool.find(digest)
+            if page is None:
+                break
+            self._pool.share([page])
+            self._push(page)
+            self._digests.append(digest)
+        self.length = len(self._pages) * self._pool.page_size
+        return self.length
+
+    def _names(self, token_ids: Sequence[int], num_pages: int) -> Iterator[bytes]:
+        """Digests of the pages up to `num_pages`, after those that are named already."""
+        size, first = self._pool.page_size, len(self._digests)
+        name = self._digests[-1] if first else ROOT
+        for start in range(first * size, num_pages * size, size):
+            name = page_digest(name, token_ids[start : start + size])
+            yield name
 
     def fork(self) -> SequenceCache:
         """A second sequence with the same tokens; shares all pages, copies nothing.
@@ -366,6 +483,7 @@ class SequenceCache:
         self._pool.share(self._pages)
         twin._pages = self._pages.copy()
         twin._runs = [run.copy() for run in self._runs]
+        twin._digests = self._digests.copy()
         twin.length = self.length
         return twin
 

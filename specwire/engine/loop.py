@@ -97,6 +97,7 @@ class Job:
 
     Attributes:
         num_rows: of the tokens to run, how many of the last need logits.
+        num_cached_tokens: tokens that a cached prefix held, instead of running them.
         result: set by `consume` when it has seen enough logits.
     """
 
@@ -108,6 +109,7 @@ class Job:
     started_ns: int = 0
     finished_ns: int = 0
     forward_ns: int = 0
+    num_cached_tokens: int = 0
     result: Any = None
     future: asyncio.Future[Any] | None = None
 
@@ -150,18 +152,27 @@ class EngineStatus:
     num_steps: int
     num_tokens: int
     num_preemptions: int
+    num_hit_tokens: int
 
 
 class Engine:
     """Runs jobs of all sequences in shared forward passes, on a thread of its own."""
 
     def __init__(
-        self, runner: Runner, consume: Consume, *, max_num_tokens: int, context_len: int, name: str = "engine"
+        self,
+        runner: Runner,
+        consume: Consume,
+        *,
+        max_num_tokens: int,
+        context_len: int,
+        prefix_sharing: bool = True,
+        name: str = "engine",
     ) -> None:
         self._runner = runner
         self._consume = consume
         self._max_num_tokens = max_num_tokens
         self._context_len = context_len
+        self._prefix_sharing = prefix_sharing
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
         self._sequences: dict[int, TokenSequence] = {}
@@ -169,6 +180,7 @@ class Engine:
         self._num_preemptions = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_hit_tokens = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -215,7 +227,12 @@ class Engine:
     def status(self) -> EngineStatus:
         """Counts now."""
         return EngineStatus(
-            len(self._sequences), len(self._jobs), self._num_steps, self._num_tokens, self._num_preemptions
+            len(self._sequences),
+            len(self._jobs),
+            self._num_steps,
+            self._num_tokens,
+            self._num_preemptions,
+            self._num_hit_tokens,
         )
 
     def _check_job(self, job: Job, extra_len: int) -> None:
@@ -292,17 +309,35 @@ class Engine:
         feeds: list[Feed] = []
         budget, promised = self._max_num_tokens, 0
         for job in self._jobs:
+            cache, num_found = job.sequence.cache, self._adopt_prefix(job)
+            if num_found:  # a page that a job above was to write in place may be shared since
+                promised = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in feeds)
             feed = _next_feed(job, budget)
             if feed is None:
+                cache.truncate(cache.length - num_found)
                 break
             running = {other.sequence.order for other in jobs}
-            num_pages = job.sequence.cache.pages_needed(len(feed.token_ids))
+            num_pages = cache.pages_needed(len(feed.token_ids))
             if self._make_room(job.sequence, promised + num_pages, running):
                 jobs.append(job)
                 feeds.append(feed)
                 budget -= len(feed.token_ids)
                 promised += num_pages
+                job.num_cached_tokens += num_found
+                self._num_hit_tokens += num_found
+            else:
+                cache.truncate(cache.length - num_found)
         return jobs, feeds
+
+    def _adopt_prefix(self, job: Job) -> int:
+        """Begin an empty cache with what is known of its tokens; returns how many were found.
+
+        The rows whose logits are wanted are run in any case, and so is at least one token.
+        """
+        sequence = job.sequence
+        if not self._prefix_sharing or sequence.cache.length:
+            return 0
+        return sequence.cache.adopt(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
 
     def _make_room(self, sequence: TokenSequence, num_pages: int, running: Set[int]) -> bool:
         """Free pages by taking the cache of others, youngest first; they run their tokens again later.
@@ -328,6 +363,9 @@ class Engine:
         logits = self._runner.forward(feeds)
         self._num_steps += 1
         self._num_tokens += sum(len(feed.token_ids) for feed in feeds)
+        if self._prefix_sharing:
+            for job in jobs:
+                job.sequence.cache.remember(job.sequence.tokens)
         ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
         if ready:
             self._consume(ready, logits)

@@ -28,7 +28,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[bytes]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("request_id", "base_len", "incarnation", "timings", "target_token_ids", "target_probs", "tail_mass", "logprobs")
+    __slots__ = ("request_id", "base_len", "incarnation", "timings", "target_token_ids", "target_probs", "tail_mass", "logprobs", "num_cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class VerifyResponse(_message.Message):
     TARGET_PROBS_FIELD_NUMBER: _ClassVar[int]
     TAIL_MASS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     base_len: int
     incarnation: str
@@ -45,7 +46,8 @@ class VerifyResponse(_message.Message):
     target_probs: _containers.RepeatedScalarFieldContainer[bytes]
     tail_mass: _containers.RepeatedScalarFieldContainer[float]
     logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., target_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[_Iterable[bytes]] = ..., tail_mass: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., target_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[_Iterable[bytes]] = ..., tail_mass: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("token_ids", "values", "num_top")

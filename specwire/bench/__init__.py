@@ -1,0 +1,1 @@
+"""Measuring a running server under load: `specwire bench serve`."""

@@ -1,0 +1,309 @@
+"""From records of requests to the figures of a serving benchmark. Pure: no clock, no network, no files.
+
+Names and definitions are those of vLLM's serving benchmark (`vllm bench serve`,
+https://github.com/vllm-project/vllm/blob/main/vllm/benchmarks/serve.py), so that results can be laid side
+by side. Latencies are in milliseconds, as the client sees them; only completed requests count.
+
+    TTFT     from sending a request to its first chunk with tokens
+    E2EL     from sending a request to the end of its answer
+    TPOT     (E2EL - TTFT) / (output tokens - 1), one value a request. An output of one token has none; it is
+             left out of the mean and the percentiles, and passes any objective. What the first chunk brings
+             beyond its first token counts as decoded after it.
+    ITL      between two chunks of a request that follow each other, pooled over all requests. A chunk brings
+             the tokens of a whole round, so this is the pause that a reader sees, and not the time of one
+             token: about TPOT times the acceptance length. Zeros are not made up for the tokens of one chunk.
+    goodput  completed requests that meet every objective, per second (DistServe: Zhong et al. 2024,
+             arXiv 2401.09670)
+
+Percentiles interpolate linearly between the two nearest values. Where nothing was measured there is None,
+not a 0 that would look like a very good server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire.core import Speculation
+
+PERCENTILES = (50, 90, 99)
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token, first excluded",
+    "itl": "inter-token latency (between chunks)",
+    "e2el": "end-to-end latency",
+}
+#: Latencies that one request has one of, so that an objective can be set for it.
+OBJECTIVES = ("ttft", "tpot", "e2el")
+OK = "OK"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRecord:
+    """What the client saw of one request. Times are in seconds since the start of the measurement.
+
+    Attributes:
+        start_s: when it was first sent; waiting for another try is part of its latency.
+        end_s: when its completion or its error arrived.
+        scheduled_s: when the load called for it; None in a closed loop, where that is when it is sent.
+        chunk_times_s: [num_chunks] when each chunk that brought tokens arrived.
+        chunk_tokens: [num_chunks] how many it brought.
+        num_input_tokens, num_output_tokens: as the server counted them; 0 for a failed request.
+        status: name of the gRPC status it ended with.
+        error: message of the error, if it failed.
+        num_refusals: how often it was refused with RESOURCE_EXHAUSTED, retried or not.
+        speculation: what speculation did for it.
+        text: its output.
+    """
+
+    start_s: float
+    end_s: float
+    scheduled_s: float | None = None
+    chunk_times_s: tuple[float, ...] = ()
+    chunk_tokens: tuple[int, ...] = ()
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    status: str = OK
+    error: str = ""
+    num_refusals: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    text: str = ""
+
+    @property
+    def completed(self) -> bool:
+        """True when the whole answer arrived."""
+        return self.status == OK
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token; that of the end for an answer without any text."""
+        return ((self.chunk_times_s or (self.end_s,))[0] - self.start_s) * 1e3
+
+    @property
+    def e2el_ms(self) -> float:
+        """End-to-end latency."""
+        return (self.end_s - self.start_s) * 1e3
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first; None for fewer than two tokens."""
+        later = self.num_output_tokens - 1
+        return (self.e2el_ms - self.ttft_ms) / later if later > 0 else None
+
+    @property
+    def itls_ms(self) -> list[float]:
+        """[num_chunks - 1] times between chunks."""
+        return [(after - before) * 1e3 for before, after in pairwise(self.chunk_times_s)]
+
+    def meets(self, objectives: Mapping[str, float]) -> bool:
+        """Whether each latency named is at most its objective, in milliseconds."""
+        values = {"ttft": self.ttft_ms, "tpot": self.tpot_ms or 0.0, "e2el": self.e2el_ms}
+        return all(values[name] <= limit for name, limit in objectives.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """Figures of one latency, in milliseconds; `percentiles` maps 99 to the 99th."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: Mapping[int, float]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution | None:
+        """Of the values, or None without any."""
+        if not values:
+            return None
+        levels = np.percentile(values, PERCENTILES)
+        return cls(
+            mean=float(np.mean(values)),
+            median=float(np.median(values)),
+            std=float(np.std(values)),
+            percentiles={p: float(level) for p, level in zip(PERCENTILES, levels, strict=True)},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The figures of a measurement.
+
+    Attributes:
+        duration_s: from the first request's time to the last answer.
+        completed, failed: requests.
+        num_good: completed requests that met every objective; None without objectives.
+        total_input_tokens, total_output_tokens: of completed requests.
+        latencies: by name, as in `METRICS`.
+        speculation: sums over completed requests.
+        errors: failed requests by gRPC status.
+        num_refusals: answers RESOURCE_EXHAUSTED, those that a retry made good included.
+        max_output_tokens_per_s: most tokens that arrived within one second of the clock's grid.
+        max_concurrent_requests: most completed requests that were running together.
+        max_send_delay_ms: how late the sender was against its own schedule, at most; when this is not small
+            against the latencies, it was the sender that could not keep up. None in a closed loop.
+    """
+
+    duration_s: float
+    completed: int
+    failed: int
+    num_good: int | None
+    total_input_tokens: int
+    total_output_tokens: int
+    latencies: Mapping[str, Distribution | None]
+    speculation: Speculation
+    errors: Mapping[str, int]
+    num_refusals: int
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    max_send_delay_ms: float | None
+
+    @property
+    def request_throughput(self) -> float:
+        """Completed requests per second."""
+        return self._per_s(self.completed)
+
+    @property
+    def request_goodput(self) -> float | None:
+        """Completed requests that met every objective, per second; None without objectives."""
+        return None if self.num_good is None else self._per_s(self.num_good)
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens per second."""
+        return self._per_s(self.total_output_tokens)
+
+    @property
+    def total_token_throughput(self) -> float:
+        """Input and output tokens per second."""
+        return self._per_s(self.total_input_tokens + self.total_output_tokens)
+
+    def _per_s(self, count: int) -> float:
+        return count / self.duration_s if self.duration_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, under the names of `vllm bench serve`."""
+        return {
+            "duration": self.duration_s,
+            "completed": self.completed,
+            "failed": self.failed,
+            "total_input_tokens": self.total_input_tokens,
+            "total_output_tokens": self.total_output_tokens,
+            "request_throughput": self.request_throughput,
+            "request_goodput": self.request_goodput,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": self.total_token_throughput,
+            "max_output_tokens_per_s": self.max_output_tokens_per_s,
+            "max_concurrent_requests": self.max_concurrent_requests,
+            "max_send_delay_ms": self.max_send_delay_ms,
+            "errors_by_status": dict(self.errors),
+            "refused": self.num_refusals,
+            **_latency_fields(self.latencies),
+            **_speculation_fields(self.speculation),
+        }
+
+
+def summarize(
+    records: Sequence[RequestRecord], duration_s: float, objectives: Mapping[str, float] | None = None
+) -> Summary:
+    """The figures of a measurement.
+
+    Args:
+        records: of all requests that ended, in any order.
+        duration_s: of the measurement, in seconds.
+        objectives: `OBJECTIVES` to milliseconds, for goodput.
+    """
+    done = [record for record in records if record.completed]
+    delays_ms = [(r.start_s - r.scheduled_s) * 1e3 for r in records if r.scheduled_s is not None]
+    return Summary(
+        duration_s=duration_s,
+        completed=len(done),
+        failed=len(records) - len(done),
+        num_good=sum(record.meets(objectives) for record in done) if objectives else None,
+        total_input_tokens=sum(record.num_input_tokens for record in done),
+        total_output_tokens=sum(record.num_output_tokens for record in done),
+        latencies={name: Distribution.of(latencies_ms(done, name)) for name in METRICS},
+        speculation=total_speculation(record.speculation for record in done),
+        errors=dict(Counter(record.status for record in records if not record.completed)),
+        num_refusals=sum(record.num_refusals for record in records),
+        max_output_tokens_per_s=float(max(output_rate(done, 1.0), default=0.0)),
+        max_concurrent_requests=_max_concurrent(done),
+        max_send_delay_ms=max(delays_ms, default=None),
+    )
+
+
+def latencies_ms(done: Iterable[RequestRecord], name: str) -> list[float]:
+    """All values of one of `METRICS` in completed requests, in milliseconds."""
+    if name == "itl":
+        return [value for record in done for value in record.itls_ms]
+    values = (getattr(record, f"{name}_ms") for record in done)
+    return [value for value in values if value is not None]
+
+
+def output_rate(done: Iterable[RequestRecord], bin_s: float) -> npt.NDArray[np.float64]:
+    """Tokens per second [num_bins] that arrived within each stretch of `bin_s` seconds, from 0 on."""
+    arrivals = [pair for r in done for pair in zip(r.chunk_times_s, r.chunk_tokens, strict=True)]
+    if not arrivals:
+        return np.zeros(0)
+    times_s, tokens = np.array(arrivals).T
+    return np.bincount((times_s / bin_s).astype(np.int64), weights=tokens) / bin_s
+
+
+def running_requests(done: Iterable[RequestRecord]) -> list[tuple[float, int]]:
+    """(time in seconds, requests running from then on), in order; an end counts before a start."""
+    changes = sorted(change for r in done for change in ((r.start_s, 1), (r.end_s, -1)))
+    counts = accumulate(step for _, step in changes)
+    return [(time_s, count) for (time_s, _), count in zip(changes, counts, strict=True)]
+
+
+def _max_concurrent(done: Iterable[RequestRecord]) -> int:
+    return max((count for _, count in running_requests(done)), default=0)
+
+
+def total_speculation(parts: Iterable[Speculation]) -> Speculation:
+    """The sums of counts and histograms."""
+    all_parts = list(parts)
+    return Speculation(
+        num_rounds=sum(part.num_rounds for part in all_parts),
+        num_draft_tokens=sum(part.num_draft_tokens for part in all_parts),
+        num_accepted_tokens=sum(part.num_accepted_tokens for part in all_parts),
+        acceptance_histogram=_summed(part.acceptance_histogram for part in all_parts),
+        drafted_per_position=_summed(part.drafted_per_position for part in all_parts),
+        accepted_per_position=_summed(part.accepted_per_position for part in all_parts),
+        draft_unavailable=next((p.draft_unavailable for p in all_parts if p.draft_unavailable), ""),
+    )
+
+
+def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
+
+
+def _latency_fields(latencies: Mapping[str, Distribution | None]) -> dict[str, float | None]:
+    fields: dict[str, float | None] = {}
+    for name, of in latencies.items():
+        fields[f"mean_{name}_ms"] = of.mean if of else None
+        fields[f"median_{name}_ms"] = of.median if of else None
+        fields[f"std_{name}_ms"] = of.std if of else None
+        for p in PERCENTILES:
+            fields[f"p{p}_{name}_ms"] = of.percentiles[p] if of else None
+    return fields
+
+
+def _speculation_fields(total: Speculation) -> dict[str, Any]:
+    """As in vLLM: the rate in percent, that of a position as a fraction of all drafts, short ones too."""
+    num_drafts = sum(total.acceptance_histogram)
+    if not num_drafts:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": 100 * total.draft_acceptance_rate,
+        "spec_decode_acceptance_length": total.mean_acceptance_length,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_draft_tokens": total.num_draft_tokens,
+        "spec_decode_accepted_tokens": total.num_accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": [n / num_drafts for n in total.accepted_per_position],
+    }

@@ -1,0 +1,108 @@
+"""Which pages hold which tokens: finds a prefix that was computed before. No torch, no device.
+
+A complete page is named by a digest of its tokens and of the page before it, so one name stands for all
+tokens up to the page's end, and a known chain is found by walking it from its start:
+
+    digest(page i) = blake2b(digest(page i - 1), tokens of page i)
+
+Keys and values depend on the tokens up to theirs and on nothing else: who computed them, for whom, and
+whether the tokens were accepted later does not matter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+ROOT = b""
+"""What stands before the first page."""
+
+
+def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a page with these tokens after the page named `parent`; 16 bytes."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class _Known(NamedTuple):
+    digest: bytes
+    parent: bytes
+
+
+class PrefixIndex:
+    """The pages whose content is known, and the order in which those that nobody holds may be given up.
+
+    A known page's parent is known too: what could not be reached from its start is forgotten at once.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._known: dict[int, _Known] = {}
+        self._children: defaultdict[bytes, set[int]] = defaultdict(set)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_idle(self) -> int:
+        """Known pages that nobody holds."""
+        return len(self._idle)
+
+    def knows(self, page: int) -> bool:
+        """True while the page's content can be found."""
+        return page in self._known
+
+    def find(self, digest: bytes) -> int | None:
+        """The page of this name, None when it is not known."""
+        return self._pages.get(digest)
+
+    def add(self, parent: bytes, digest: bytes, page: int) -> None:
+        """Name a held page of known parent; of two pages with the same content the first one stays known."""
+        if digest in self._pages:
+            return
+        self._pages[digest] = page
+        self._known[page] = _Known(digest, parent)
+        self._children[parent].add(page)
+
+    def rest(self, page: int) -> None:
+        """Nobody holds this known page any more; it is the most recently used one now."""
+        self._idle[page] = None
+
+    def wake(self, page: int) -> None:
+        """Somebody holds this known page again."""
+        self._idle.pop(page, None)
+
+    def oldest(self) -> int:
+        """The least recently used page that nobody holds. Must not be called when there is none."""
+        return next(iter(self._idle))
+
+    def forget(self, page: int) -> list[int]:
+        """Forget a page, if it is known, and all that follow it; returns those that nobody holds."""
+        idle, todo = [], [page] if page in self._known else []
+        while todo:
+            page = todo.pop()
+            digest, parent = self._known.pop(page)
+            del self._pages[digest]
+            self._children[parent].discard(page)
+            if not self._children[parent]:
+                del self._children[parent]
+            todo.extend(self._children.get(digest, ()))
+            if page in self._idle:
+                del self._idle[page]
+                idle.append(page)
+        return idle
+
+    def problem(self) -> str:
+        """What is wrong with the books; empty when nothing is."""
+        if {page: known.digest for page, known in self._known.items()} != {
+            page: digest for digest, page in self._pages.items()
+        }:
+            return "pages and digests do not name each other"
+        if stray := self._idle.keys() - self._known.keys():
+            return f"pages {sorted(stray)[:8]} are cached without a name"
+        for page, (_, parent) in self._known.items():
+            if parent != ROOT and parent not in self._pages:
+                return f"page {page} cannot be reached: its parent is not known"
+            if page not in self._children[parent]:
+                return f"page {page} is not a child of its parent"
+        return ""

@@ -1,0 +1,259 @@
+"""Cached pages: found by their tokens, never both free and findable, given up in a sensible order."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from specwire.engine.kv_cache import IntegrityError, PagePool, SequenceCache
+from specwire.engine.prefix import ROOT, page_digest
+from specwire.errors import InternalError, ResourceExhaustedError
+
+SIZE = 4
+
+
+def filled(pool: PagePool, tokens: list[int]) -> SequenceCache:
+    """A sequence that adopted what is known of the tokens, computed the rest, and is known itself."""
+    sequence = pool.new_sequence()
+    sequence.adopt(tokens, len(tokens))
+    sequence.append(len(tokens) - sequence.length)
+    sequence.remember(tokens)
+    pool.check_integrity()
+    return sequence
+
+
+def found(pool: PagePool, tokens: list[int]) -> int:
+    """Tokens that would be found; leaves no trace but their age."""
+    with pool.new_sequence() as sequence:
+        return sequence.adopt(tokens, len(tokens))
+
+
+def test_a_name_stands_for_everything_before() -> None:
+    one, other = page_digest(ROOT, [1, 2]), page_digest(ROOT, [1, 3])
+    assert len(one) == 16
+    assert page_digest(one, [5, 6]) == page_digest(one, [5, 6]) != page_digest(other, [5, 6])
+
+
+def test_complete_pages_are_found_again_and_shared() -> None:
+    pool = PagePool(8, SIZE)
+    first = filled(pool, list(range(10)))
+    second = pool.new_sequence()
+    assert second.adopt(list(range(12)), 12) == 8, "the third page is not complete"
+    assert second.pages == first.pages[:2]
+    assert second.runs() == [(0, 8)]
+    assert (pool.num_held_pages, pool.num_cached_pages) == (3, 0)
+    first.release()
+    assert (pool.num_held_pages, pool.num_cached_pages) == (2, 0)
+    second.release()
+    assert (pool.num_held_pages, pool.num_cached_pages, pool.num_free_pages) == (0, 2, 8)
+    assert found(pool, [0, 1, 2, 3, 9, 9, 9, 9]) == 4
+    assert found(pool, [9, 1, 2, 3]) == 0
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(-1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
+def test_no_more_is_adopted_than_wanted(max_tokens: int, expected: int) -> None:
+    pool = PagePool(8, SIZE)
+    tokens = list(range(9))
+    filled(pool, tokens)
+    assert pool.new_sequence().adopt(tokens, max_tokens) == expected
+
+
+def test_only_an_empty_sequence_adopts() -> None:
+    pool = PagePool(8, SIZE)
+    sequence = filled(pool, [1])
+    with pytest.raises(InternalError, match="empty"):
+        sequence.adopt([1, 2, 3, 4], 4)
+
+
+def test_nothing_is_known_that_was_not_remembered() -> None:
+    pool = PagePool(8, SIZE)
+    with pool.new_sequence() as sequence:
+        sequence.append(8)
+    assert (pool.num_cached_pages, found(pool, list(range(8)))) == (0, 0)
+
+
+def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written() -> None:
+    pool = PagePool(8, SIZE)
+    tokens = list(range(12))
+    sequence = filled(pool, tokens)
+    sequence.truncate(6)
+    assert pool.num_cached_pages == 1
+    assert found(pool, tokens) == 12, "nothing was overwritten yet"
+    assert sequence.append(1).copy is None
+    pool.check_integrity()
+    assert (found(pool, tokens), pool.num_cached_pages) == (4, 0)
+    sequence.append(1)
+    sequence.remember([*tokens[:6], 50, 51])
+    assert found(pool, [*tokens[:6], 50, 51]) == 8
+
+
+def test_a_rollback_into_a_page_that_others_read_copies_it() -> None:
+    pool = PagePool(8, SIZE)
+    tokens = list(range(8))
+    first, second = filled(pool, tokens), filled(pool, tokens)
+    second.truncate(6)
+    copy = second.append(1).copy
+    assert copy is not None
+    assert (copy.src_page, copy.num_tokens) == (first.pages[1], 2)
+    pool.check_integrity()
+    assert found(pool, tokens) == 8
+
+
+def test_the_same_content_twice_is_known_once() -> None:
+    pool = PagePool(8, SIZE)
+    tokens = list(range(8))
+    first, second = pool.new_sequence(), pool.new_sequence()
+    for sequence in (first, second):
+        sequence.append(8)
+        sequence.remember(tokens)
+    pool.check_integrity()
+    second.release()
+    assert (pool.num_cached_pages, pool.num_held_pages) == (0, 2)
+    first.release()
+    assert (pool.num_cached_pages, pool.num_held_pages) == (2, 0)
+
+
+def test_the_least_recently_used_goes_first_and_of_a_chain_the_deepest_page() -> None:
+    pool = PagePool(6, SIZE)
+    old, young = list(range(8)), list(range(100, 108))
+    filled(pool, old).release()
+    filled(pool, young).release()
+    assert (pool.num_cached_pages, pool.num_free_pages) == (4, 6)
+    assert found(pool, old) == 8  # used again: now `young` is the older one
+    for _ in range(2):
+        pool.new_sequence().append(SIZE)
+    assert (pool.num_cached_pages, pool.num_free_pages) == (4, 4), "free pages are taken first"
+    for expected in ((8, 4), (8, 0), (4, 0), (0, 0)):
+        pool.new_sequence().append(SIZE)
+        pool.check_integrity()
+        assert (found(pool, young), found(pool, old))[::-1] == expected
+    with pytest.raises(ResourceExhaustedError, match="0 of 6 are free"):
+        pool.new_sequence().append(1)
+
+
+def test_no_orphan_stays_when_a_page_in_front_goes() -> None:
+    """Two pages have the same tokens; the one that is known goes, and what followed it under the other stays
+    in use, unknown until its holder names the whole chain again."""
+    pool = PagePool(6, SIZE)
+    tokens = list(range(12))
+    known, twin = pool.new_sequence(), pool.new_sequence()
+    known.append(4)
+    twin.append(4)
+    known.remember(tokens)
+    twin.remember(tokens)  # the page itself is known already, under the other sequence
+    twin.append(4)
+    twin.remember(tokens)
+    assert found(pool, tokens) == 8
+    known.release()
+    hungry = pool.new_sequence()
+    hungry.append(4 * SIZE)
+    pool.check_integrity()
+    assert found(pool, tokens) == 0
+    hungry.release()
+    twin.append(4)
+    twin.remember(tokens)
+    pool.check_integrity()
+    assert found(pool, tokens) == 12
+
+
+def test_growth_stays_contiguous_when_all_memory_is_cached() -> None:
+    rng, pool, live, runs = random.Random(0), PagePool(1024, 16), [], []
+    for step in range(600):
+        tokens = [step * 1000 + i for i in range(rng.randint(16, 400))]
+        live.append((pool.new_sequence(), tokens))
+        live[-1][0].append(len(tokens))
+        for sequence, own in live:
+            own.extend(range(8))
+            sequence.append(8)
+            sequence.remember(own)
+        while pool.num_held_pages > 0.2 * pool.num_pages:
+            sequence, _ = live.pop(rng.randrange(len(live)))
+            runs.append(len(sequence.runs()))
+            sequence.release()
+    pool.check_integrity()
+    assert pool.num_cached_pages > 100
+    assert np.mean(runs) < 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_holds_the_right_tokens(seed: int) -> None:
+    """Random histories over few token ids, against a plain model of the memory."""
+    rng, pool = random.Random(seed), PagePool(24, SIZE)
+    memory: dict[int, tuple[int, ...]] = {}  # slot → the tokens up to its own
+    live: list[tuple[SequenceCache, list[int]]] = []
+    num_found = 0
+    for _ in range(1000):
+        num_found += _random_operation(rng, pool, live, memory)
+        pool.check_integrity()
+        for sequence, tokens in live:
+            slots = sequence.slots(0, sequence.length).tolist()
+            assert [memory[slot] for slot in slots] == [tuple(tokens[: i + 1]) for i in range(len(tokens))]
+    assert num_found > 50
+    for sequence, _ in live:
+        sequence.release()
+    pool.check_integrity()
+    assert (pool.num_held_pages, pool.num_free_pages) == (0, 24)
+
+
+def _random_operation(
+    rng: random.Random,
+    pool: PagePool,
+    live: list[tuple[SequenceCache, list[int]]],
+    memory: dict[int, tuple[int, ...]],
+) -> int:
+    action = rng.choice(["new", "append", "append", "append", "truncate", "fork", "release"])
+    if action == "new" or not live:
+        tokens = [rng.randint(0, 1) for _ in range(12)]
+        sequence = pool.new_sequence()
+        length = sequence.adopt(tokens, 12)
+        live.append((sequence, tokens[:length]))
+        return length
+    sequence, tokens = live[index := rng.randrange(len(live))]
+    if action == "append":
+        _append(sequence, tokens, [rng.randint(0, 1) for _ in range(rng.randint(0, 6))], memory)
+    elif action == "truncate":
+        sequence.truncate(length := rng.randint(0, sequence.length))
+        del tokens[length:]
+    elif action == "fork":
+        live.append((sequence.fork(), tokens.copy()))
+    else:
+        sequence.release()
+        live.pop(index)
+    return 0
+
+
+def _append(
+    sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
+) -> None:
+    try:
+        slots, copy = sequence.append(len(new))
+    except ResourceExhaustedError:
+        return
+    if copy is not None:
+        for i in range(copy.num_tokens):
+            memory[copy.dst_page * SIZE + i] = memory[copy.src_page * SIZE + i]
+    for slot, token in zip(slots.tolist(), new, strict=True):
+        tokens.append(token)
+        memory[slot] = tuple(tokens)
+    sequence.remember(tokens)
+
+
+def test_integrity_names_a_page_both_free_and_findable() -> None:
+    pool = PagePool(4, SIZE)
+    sequence = filled(pool, list(range(8)))
+    pool._index.add(ROOT, b"elsewhere", 3)
+    with pytest.raises(IntegrityError, match=r"\[3\] are both free and findable"):
+        pool.check_integrity()
+    sequence.release()
+
+
+def test_integrity_names_an_orphan() -> None:
+    pool = PagePool(4, SIZE)
+    sequence = filled(pool, list(range(8)))
+    sequence.append(4)
+    pool._index.add(b"nobody", b"orphan", sequence.pages[2])
+    with pytest.raises(IntegrityError, match="its parent is not known"):
+        pool.check_integrity()
