@@ -146,7 +146,7 @@ class CoordinatorConfig(ServiceConfig):
 
     draft_address: str = option("", "HOST:PORT of the draft service; empty decodes plainly")
     verify_address: str = option("127.0.0.1:7072", "HOST:PORT of the verify service")
-    num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
+    num_draft_tokens: int = option(4, "draft tokens a round when a request does not say")
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
@@ -174,7 +174,7 @@ class UpConfig:
     draft_dtype: str = option("auto", "number format of the draft's weights")
     draft_device: str = option("cpu", "device of the draft")
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
-    num_draft_tokens: int = option(5, "draft tokens a round when a request does not say")
+    num_draft_tokens: int = option(4, "draft tokens a round when a request does not say")
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
     prefix_sharing: bool = option(True, "find pages of the KV caches again by their tokens")
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")

@@ -14,6 +14,7 @@ import torch
 from specwire import Rule, SamplingParams
 from specwire.engine.loop import Engine, Job, TokenSequence
 from specwire.engine.runner import ModelRunner
+from specwire.engine.thread import ComputeThread
 from tests import tiny_models
 from tests.harness import LoopThread, local_stack
 from tests.pairs import save_good_draft, save_target
@@ -36,6 +37,7 @@ class LogitsEngine:
             self.consume,
             max_num_tokens=max_num_tokens,
             context_len=num_pages * PAGE_SIZE,
+            thread=ComputeThread("test"),
             prefix_sharing=prefix_sharing,
         )
         self.thread = LoopThread()

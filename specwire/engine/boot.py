@@ -19,6 +19,7 @@ from specwire.engine import emulated
 from specwire.engine.loading import describe, load_model
 from specwire.engine.loop import Consume, Engine, Job, Runner, TokenSequence
 from specwire.engine.runner import ModelRunner
+from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
@@ -74,12 +75,11 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     Raises:
         ModelLoadError: naming the flag, the model and the reason.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     disable_progress_bar()  # a service's standard error is a log
     source = _resolve(config.model, role)
+    thread = ComputeThread(role)
     try:
-        runner, description = _make_runner(config, source)
+        runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
@@ -90,13 +90,15 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
         consume,
         max_num_tokens=config.max_num_tokens,
         context_len=info.context_len,
+        thread=thread,
         prefix_sharing=config.prefix_sharing,
-        name=role,
     )
     return ModelService(engine, runner, info, config.max_sequences)
 
 
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
     size = {"num_pages": config.num_pages, "page_size": config.page_size}
     if source.startswith(EMULATED):
         pretended = emulated.EmulatedModel.parse(source)

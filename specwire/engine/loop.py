@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from torch import Tensor
 from specwire.core import SamplingParams
 from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.runner import Feed
+from specwire.engine.thread import ComputeThread
 from specwire.errors import (
     ContextLengthError,
     InternalError,
@@ -165,8 +165,8 @@ class Engine:
         *,
         max_num_tokens: int,
         context_len: int,
+        thread: ComputeThread,
         prefix_sharing: bool = True,
-        name: str = "engine",
     ) -> None:
         self._runner = runner
         self._consume = consume
@@ -182,8 +182,8 @@ class Engine:
         self._num_tokens = 0
         self._num_hit_tokens = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = thread
+        self._thread.start(self._run)
 
     # --- called from the event loop ---
 

@@ -1,0 +1,105 @@
+"""The floor under a round: bare grpc.aio stream round trips between two processes, no work in them.
+
+A specwire round makes two such exchanges, one with the draft service and one with the verify service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+MESSAGE_BYTES = 1024
+_METHOD = "/benchmarks.Echo/Echo"
+_WARM_UP = 100
+
+
+class EchoPair:
+    """A server and a client process; a context manager that ends both.
+
+    The client is a process of its own too: grpc.aio shares one poller among the event loops of a
+    process, and the benchmark's own process has one already.
+    """
+
+    def __init__(self) -> None:
+        self._server = _start("serve")
+        self._client = _start("ask", _line(self._server))
+
+    def round_trips_s(self, count: int) -> list[float]:
+        """Seconds of each of `count` round trips, one after another on one stream."""
+        assert self._client.stdin is not None
+        print(count, file=self._client.stdin, flush=True)
+        times_s: list[float] = json.loads(_line(self._client))
+        return times_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in (self._client, self._server):
+            process.terminate()
+            process.wait()
+
+
+def _start(*args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.echo", *args]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# --- in the processes -----------------------------------------------------------------------------
+
+
+async def _ask(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        for line in sys.stdin:
+            print(json.dumps(await _round_trips_s(channel, int(line))), flush=True)
+
+
+async def _round_trips_s(channel: Any, count: int) -> list[float]:
+    message, times_s = bytes(MESSAGE_BYTES), []
+    call = channel.stream_stream(_METHOD)()
+    for _ in range(_WARM_UP + count):
+        started_s = time.perf_counter()
+        await call.write(message)
+        await call.read()
+        times_s.append(time.perf_counter() - started_s)
+    call.cancel()
+    return times_s[_WARM_UP:]
+
+
+class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def service(self, handler_call_details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(_echo)
+
+
+async def _echo(requests: AsyncIterator[bytes], context: Any) -> None:
+    async for request in requests:
+        await context.write(request)
+
+
+async def _serve() -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((_Handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve() if sys.argv[1] == "serve" else _ask(sys.argv[2]))

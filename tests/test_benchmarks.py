@@ -1,0 +1,228 @@
+"""The benchmarks' own foundations: a widened model is the same function, and ratios are what they claim."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import measure, report, stats, systems, volume, widen
+from benchmarks.__main__ import Target, compare
+from benchmarks.echo import EchoPair
+from benchmarks.measure import Comparison, Plan, Series
+from benchmarks.peers import Generator, Order
+from benchmarks.systems import Sample, Work
+from specwire import embedded
+from specwire.core import Timing
+from tests import tiny_models
+
+SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
+
+
+def _greedy(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
+    return model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0].tolist()
+
+
+# --- widening -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.inference_mode()
+def test_a_widened_model_is_the_same_function(tied: bool) -> None:
+    small = tiny_models.build("llama", tie_word_embeddings=tied)
+    large = widen.widen(small, SHAPE, torch.float32)
+    prompt = torch.randint(0, tiny_models.VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
+    wanted, got = (model(prompt).logits.softmax(-1) for model in (small, large))
+    assert (wanted - got).abs().max() < 1e-5
+    assert wanted.max() > 10 / tiny_models.VOCAB_SIZE  # a flat law would agree with anything
+    assert _greedy(large, prompt) == _greedy(small, prompt)
+    assert widen.small_shape(large.config) == SHAPE
+    assert large.config.head_dim == small.config.head_dim
+
+
+@torch.inference_mode()
+def test_epsilon_is_scaled_with_the_mean_square() -> None:
+    small = tiny_models.build("llama", rms_norm_eps=0.1)
+    large = widen.widen(small, SHAPE, torch.float32)
+    prompt = torch.arange(1, 30)[None]
+    torch.testing.assert_close(large(prompt).logits, small(prompt).logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_padding_is_costed_but_never_seen() -> None:
+    """Weights that do not matter are random, so that no kernel can profit from zeros; others are zero."""
+    small = tiny_models.build("llama")
+    one, other = (widen.widen(small, SHAPE, torch.float32, seed=seed) for seed in (0, 1))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    prompt = torch.arange(20)[None]
+    torch.testing.assert_close(one(prompt).logits, other(prompt).logits)
+    assert one.model.layers[-1].mlp.up_proj.weight.ne(0).all()
+    assert one.model.layers[-1].mlp.down_proj.weight.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 16}, {"num_layers": 1}, {"num_kv_heads": 12}, {"num_heads": 10}]
+)
+def test_a_shape_that_does_not_fit_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        widen.widen(tiny_models.build("llama"), dataclasses.replace(SHAPE, **change), torch.float32)
+
+
+def test_only_plain_llamas_are_widened() -> None:
+    for model in (tiny_models.build("qwen2"), tiny_models.build("llama", attention_bias=True)):
+        with pytest.raises(ValueError, match="only a Llama"):
+            widen.widen(model, SHAPE, torch.float32)
+
+
+def test_the_widened_model_is_made_once(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build("llama"), tmp_path / "small")
+    first = widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache")
+    written_ns = (first / "model.safetensors").stat().st_mtime_ns
+    assert widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache") == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written_ns
+    other = dataclasses.replace(SHAPE, num_layers=4)
+    assert widen.cached(source, other, torch.bfloat16, tmp_path / "cache") != first
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    """The machine halves its speed in the second repetition: the ratio does not notice."""
+    assert stats.ratios([30.0, 15.0, 33.0], [20.0, 10.0, 20.0]) == [1.5, 1.5, 1.65]
+    summary = stats.summarise([1.65, 1.5, 1.5])
+    assert (summary.median, summary.low, summary.high) == (1.5, 1.5, 1.65)
+    assert summary.text(2) == "1.50 (1.50 to 1.65)"
+
+
+def test_ratios_need_as_many_of_both() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        stats.ratios([1.0, 2.0], [1.0])
+
+
+def test_own_time_is_what_no_service_and_no_network_explains() -> None:
+    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, queue_ms=5, network_ms=15, rule_ms=4)
+    assert systems.own_ms(timing) == 10
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+class _Scripted:
+    """A system that takes a set time and notes the work it gets."""
+
+    def __init__(self, name: str, log: list[tuple[str, int, int]], elapsed_s: float) -> None:
+        self.name, self._log, self._elapsed_s = name, log, elapsed_s
+
+    def generate(self, work: Work) -> Sample:
+        self._log.append((self.name, work.seed, work.prompt_token_ids[0]))
+        token_ids = [0] * work.num_tokens
+        return Sample(elapsed_s=self._elapsed_s, token_ids=token_ids, num_passes=4, own_ms=2.0)
+
+
+class _NoEcho:
+    def round_trips_s(self, count: int) -> list[float]:
+        return [0.001] * count
+
+
+def test_repetitions_are_interleaved() -> None:
+    log: list[tuple[str, int, int]] = []
+    plan = Plan(num_repetitions=2, num_tokens=8, prompts=[[10], [20]])
+    both = [_Scripted("a", log, 0.5), _Scripted("b", log, 0.25)]
+    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+    assert log == [(name, seed, prompt) for seed, prompt, name in itertools.product((0, 1), (10, 20), "ab")]
+    assert done.series["a"].tokens_per_s == [16, 16]
+    assert done.series["b"].tokens_per_s == [32, 32]
+    assert done.series["b"].tokens_per_pass == [2, 2]
+    assert done.series["b"].own_ms_per_round == [0.5, 0.5]
+    assert done.two_echoes_ms == [2.0, 2.0]
+
+
+def test_a_system_that_stops_early_is_not_counted_as_fast() -> None:
+    class Short(_Scripted):
+        def generate(self, work: Work) -> Sample:
+            return dataclasses.replace(super().generate(work), token_ids=[1])
+
+    plan = Plan(num_repetitions=1, num_tokens=8, prompts=[[10]])
+    with pytest.raises(RuntimeError, match="made 1 tokens, not 8"):
+        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+
+
+def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
+    generator = Generator(str(target), str(draft), "float32", "float32")
+    texts = []
+    for assisted, constant in ((False, None), (True, None), (True, 3)):
+        order = Order(
+            prompt_token_ids=[5, 6, 7],
+            max_new_tokens=12,
+            temperature=0.0,
+            seed=0,
+            assisted=assisted,
+            num_assistant_tokens=constant,
+        )
+        answer = generator.run(order)
+        assert len(answer.token_ids) == 12
+        assert answer.elapsed_s > 0
+        assert answer.num_passes <= 12
+        texts.append(answer.token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_bare_round_trips() -> None:
+    with EchoPair() as echo:
+        times_s = echo.round_trips_s(20)
+    assert len(times_s) == 20
+    assert all(0 < time_s < 1 for time_s in times_s)
+
+
+def test_all_systems_run_side_by_side() -> None:
+    """Real processes, the embedded pair, next to nothing to do."""
+    plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
+    target = Target(name="embedded", source=embedded.TARGET_DIR, dtype="float32", plan=plan)
+    with EchoPair() as echo:
+        comparisons = compare(target, echo)
+    for comparison in comparisons:
+        assert len(comparison.series) == 5
+        assert all(series.tokens_per_s[0] > 0 for series in comparison.series.values())
+        assert 0 < comparison.series[systems.SPECWIRE].own_ms_per_round[0] < 100
+    greedy = [series.token_ids for series in comparisons[0].series.values()]
+    assert greedy.count(greedy[0]) == 5
+
+
+# --- bytes and report -----------------------------------------------------------------------------
+
+
+def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
+    sizes = volume.synthetic()
+    assert sizes["Gumbel or greedy"] < 1024
+    assert sizes["rejection"] < 64 * 1024 < sizes["rejection, all supports at their limit"]
+
+
+def test_the_report_compares_with_the_better_assisted_setting(tmp_path: Path) -> None:
+    rates = {
+        systems.PLAIN: 10.0,
+        systems.ASSISTED: 12.0,
+        systems.ASSISTED_CONSTANT: 20.0,
+        systems.SPECWIRE: 30.0,
+    }
+    series = {
+        name: Series([rate] * 3, [2.0] * 3, [0.5] * 3, [[1, 2], [3, 4]]) for name, rate in rates.items()
+    }
+    comparison = Comparison("x target", 0.0, 2, series, [0.25] * 3)
+    results = report.Results(
+        machine={"CPU": "2 cores"},
+        assisted_tokens=5,
+        comparisons=[comparison],
+        volumes={"greedy": volume.Volume(model_bytes=200, client_bytes=30, num_draft_tokens=5)},
+        synthetic_bytes={"rejection": 34_000},
+    )
+    assert report.best_assisted(comparison) == systems.ASSISTED_CONSTANT
+    text = report.write(results, tmp_path)
+    assert "| specwire | 30.0 (30.0 to 30.0) | 3.00 (3.00 to 3.00) | 1.50 (1.50 to 1.50) | 2.00 |" in text
+    assert "2.00 (2.00 to 2.00) |" in text  # own time against two echoes
+    assert {path.name for path in tmp_path.iterdir()} == {"cpu.md", "cpu.json", "cpu.png"}
