@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -281,7 +282,16 @@ class Client:
             self._run(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._cancel_late_calls()
             self._loop.close()
+
+    def _cancel_late_calls(self) -> None:
+        """End what other threads asked for while the loop was ending: they would wait for ever."""
+        self._loop.run_until_complete(asyncio.sleep(0))  # their calls become tasks
+        late = asyncio.all_tasks(self._loop)
+        for task in late:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.wait_for(_all_ended(late), timeout=1.0))
 
     @contextlib.contextmanager
     def stream(
@@ -322,12 +332,23 @@ class Client:
         if self._loop.is_closed():
             work.close()
             raise SpecwireError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # closed in this moment
+            work.close()
+            raise SpecwireError("the client is closed") from None
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise RequestCancelledError("the client was closed") from None
         except BaseException:
             future.cancel()
             raise
+
+
+async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

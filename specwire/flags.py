@@ -1,6 +1,6 @@
 """Command line flags and `SPECWIRE_*` variables, both read off frozen config dataclasses.
 
-A field `num_draft_tokens: int = option(5, "...")` becomes `--num-draft-tokens N` and
+A field `num_draft_tokens: int = option(4, "...")` becomes `--num-draft-tokens N` and
 `SPECWIRE_NUM_DRAFT_TOKENS`. A flag beats its variable, and the variable beats the default.
 """
 

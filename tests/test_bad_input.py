@@ -55,7 +55,9 @@ from tests.harness import LocalStack, LoopThread, local_stack
 from tests.pairs import save_target
 
 PROMPT = "The quick brown"
-LONG = SamplingParams(max_tokens=1200, ignore_eos=True, seed=11)
+# Gumbel: its text is fixed by the seed alone. Under rejection sampling the company in a batch may change the
+# last bits of a probability, and with them the order of equally likely tokens.
+LONG = SamplingParams(max_tokens=1200, ignore_eos=True, seed=11, rule="gumbel")
 OUTSIDE = texts.VOCAB_SIZE
 MAX_MESSAGE_BYTES = 200_000
 

@@ -183,7 +183,7 @@ def test_bare_round_trips() -> None:
 def test_all_systems_run_side_by_side() -> None:
     """Real processes, the embedded pair, next to nothing to do."""
     plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
-    target = Target(name="embedded", source=embedded.TARGET_DIR, dtype="float32", plan=plan)
+    target = Target(name="embedded", source=embedded.TARGET_DIR, dtype="float32", num_threads=1, plan=plan)
     with EchoPair() as echo:
         comparisons = compare(target, echo)
     for comparison in comparisons:
