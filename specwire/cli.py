@@ -133,7 +133,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _up(args: argparse.Namespace) -> int:
     settings = read_config(UpConfig, args, os.environ)
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_on_signals()
     try:
         with Stack(settings) as stack:
             print(f"ready {stack.address}", flush=True)
@@ -153,6 +153,12 @@ def _supervise(stack: Stack) -> int:
     return 1
 
 
+def _end_on_signals() -> None:
+    """SIGINT too: a shell that starts a command in the background has it ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -160,7 +166,7 @@ def _interrupt(*_: object) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from specwire import demo
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_on_signals()
     settings = read_config(_DemoConfig, args, os.environ)
     params = _sampling_params(args)
     as_json: bool = args.json
