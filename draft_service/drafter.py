@@ -11,7 +11,7 @@ from torch import Tensor
 from specwire import sampling
 from specwire.config import DraftConfig
 from specwire.core import Proposal, Support
-from specwire.engine.loop import Job
+from specwire.engine.jobs import Job
 from specwire.engine.rows import choose_matched, take_rows, uniforms_for
 from specwire.random import Stream
 from specwire.sampling import Row

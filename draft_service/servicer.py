@@ -11,7 +11,7 @@ from specwire import rpc, tracing, wire
 from specwire.core import Proposal
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
-from specwire.engine.loop import TokenSequence
+from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 

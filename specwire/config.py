@@ -100,6 +100,7 @@ class ModelServiceConfig(ServiceConfig):
     page_size: int = option(16, "tokens in a page of the KV cache")
     prefix_sharing: bool = option(True, "find pages of the KV cache again by their tokens")
     max_num_tokens: int = option(2048, "most tokens in one forward pass")
+    max_prefill_tokens: int = option(256, "most tokens of prompts in a pass that running streams wait for")
     max_sequences: int = option(1024, "most open streams; others are told when to come back")
 
     def __post_init__(self) -> None:
@@ -115,6 +116,8 @@ class ModelServiceConfig(ServiceConfig):
         _check(
             self.max_num_tokens >= least, "max_num_tokens", self.max_num_tokens, f"must be at least {least}"
         )
+        at_least_one = "must be at least 1"
+        _check(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, at_least_one)
 
     @property
     def num_pages(self) -> int:

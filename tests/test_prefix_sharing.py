@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specwire import Rule, SamplingParams
-from specwire.engine.loop import Engine, Job, TokenSequence
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
 from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from tests import tiny_models
@@ -36,6 +37,7 @@ class LogitsEngine:
             self.runner,
             self.consume,
             max_num_tokens=max_num_tokens,
+            max_prefill_tokens=max_num_tokens,
             context_len=num_pages * PAGE_SIZE,
             thread=ComputeThread("test"),
             prefix_sharing=prefix_sharing,

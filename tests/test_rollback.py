@@ -12,7 +12,8 @@ from specwire import Rule, SamplingParams, wire
 from specwire.config import DraftConfig, VerifyConfig
 from specwire.core import Proposal
 from specwire.engine import boot
-from specwire.engine.loop import Engine, Job, TokenSequence
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
 from specwire.random import Stream, uniforms
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 from tests import tiny_models

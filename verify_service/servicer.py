@@ -12,7 +12,7 @@ from specwire import rpc, tracing, wire
 from specwire.core import IntArray, SamplingParams, Verdict
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
-from specwire.engine.loop import TokenSequence
+from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.verifier import VerifyJob

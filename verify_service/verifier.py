@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specwire import sampling
 from specwire.core import FloatArray, IntArray, Logprobs, Verdict
-from specwire.engine.loop import Job
+from specwire.engine.jobs import Job
 from specwire.engine.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
 from specwire.errors import InternalError
 from specwire.random import Stream

@@ -16,8 +16,9 @@ from specwire import embedded, tracing, wire
 from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
+from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loading import describe, load_model
-from specwire.engine.loop import Consume, Engine, Job, Runner, TokenSequence
+from specwire.engine.loop import Consume, Engine, Runner
 from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
@@ -89,6 +90,7 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
         runner,
         consume,
         max_num_tokens=config.max_num_tokens,
+        max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.context_len,
         thread=thread,
         prefix_sharing=config.prefix_sharing,

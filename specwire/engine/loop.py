@@ -1,10 +1,10 @@
 """The batching loop: one thread that owns the model, its cache and every sequence.
 
-    submit(job) ─▶ inbox ─▶ ready jobs ─▶ one packed forward ─▶ consume(jobs, logits) ─▶ futures
-                                 ▲                                        │
-                                 └──────── jobs that want more ◀──────────┘
+    run(job) ─▶ inbox ─▶ ready jobs ─▶ one packed forward ─▶ consume(jobs, logits) ─▶ futures
+                             ▲                                        │
+                             └──────── jobs that want more ◀──────────┘
 
-Every step takes what is ready from all sequences, prefill and verify alike, up to a token budget.
+Every step takes what is ready from all sequences, prefill and verify alike (`schedule.py` says what).
 What to do with the logits is the service's business: it hands in `consume`. No locks: callers talk to
 the thread through one queue, and only the thread touches sequences.
 """
@@ -15,28 +15,32 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specwire.core import SamplingParams
+from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.runner import Feed
+from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
 from specwire.errors import (
     ContextLengthError,
     InternalError,
     InvalidRequestError,
-    PrefixMismatchError,
     RequestCancelledError,
     ServiceUnavailableError,
     SpecwireError,
 )
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 0.25
+"""Longest wait for streams that are about to be back, as a part of the step that answered them."""
 
 
 class Runner(Protocol):
@@ -47,95 +51,6 @@ class Runner(Protocol):
 
     def new_sequence(self) -> SequenceCache: ...
     def forward(self, feeds: Sequence[Feed]) -> Tensor: ...
-
-
-@dataclass(eq=False)
-class TokenSequence:
-    """One open sequence: the tokens known so far and the cache that covers a prefix of them.
-
-    `order` counts sequences as they are opened: the higher, the younger.
-
-    tokens  ├── committed ──────────────┤├─ draft ─┤
-    cache   ├── computed ──────────┤                     cache.length <= len(tokens)
-    """
-
-    params: SamplingParams
-    prompt_len: int
-    cache: SequenceCache
-    order: int
-    tokens: list[int] = field(default_factory=list)
-    closed: bool = False
-
-    @property
-    def seed(self) -> int:
-        """The stream's seed; streams without one are refused when they open."""
-        assert self.params.seed is not None
-        return self.params.seed
-
-    def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
-        """Roll back to `base_len` tokens, then commit `token_ids` after them.
-
-        The cache keeps at most all but the last committed token, since that one's logits are what the
-        next draft position needs.
-
-        Raises:
-            PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
-        """
-        if base_len > len(self.tokens):
-            raise PrefixMismatchError(base_len, len(self.tokens))
-        del self.tokens[base_len:]
-        self.tokens.extend(token_ids)
-        self.cache.truncate(min(self.cache.length, base_len, len(self.tokens) - 1))
-
-
-@dataclass(eq=False)
-class Job:
-    """A few forward passes on one sequence, then a result. Subclasses say which.
-
-    What is to be run next follows from the sequence: its tokens that the cache lacks. So a sequence
-    that lost its cache to another one just runs them again.
-
-    Attributes:
-        num_rows: of the tokens to run, how many of the last need logits.
-        num_cached_tokens: tokens that a cached prefix held, instead of running them.
-        result: set by `consume` when it has seen enough logits.
-    """
-
-    sequence: TokenSequence
-    base_len: int
-    token_ids: Sequence[int]
-    num_rows: int = 0
-    arrived_ns: int = field(default_factory=time.time_ns)
-    started_ns: int = 0
-    finished_ns: int = 0
-    forward_ns: int = 0
-    num_cached_tokens: int = 0
-    result: Any = None
-    future: asyncio.Future[Any] | None = None
-
-    def start(self) -> None:
-        """Called once on the engine thread: roll the sequence back and commit."""
-        self.sequence.rebase(self.base_len, self.token_ids)
-
-    @property
-    def committed_len(self) -> int:
-        """Length of the sequence when the job's tokens are committed, drafts not counted."""
-        return self.base_len + len(self.token_ids)
-
-    @property
-    def pending(self) -> list[int]:
-        """Tokens to run next, in order."""
-        return self.sequence.tokens[self.sequence.cache.length :]
-
-    @property
-    def done(self) -> bool:
-        """True when there is a result, or when no logits are wanted and the cache is filled."""
-        return self.result is not None or (self.num_rows == 0 and not self.pending)
-
-    @property
-    def queue_ns(self) -> int:
-        """From arrival to the start of the first forward pass."""
-        return self.started_ns - self.arrived_ns
 
 
 Consume = Callable[[list[Job], Tensor], None]
@@ -164,23 +79,29 @@ class Engine:
         consume: Consume,
         *,
         max_num_tokens: int,
+        max_prefill_tokens: int,
         context_len: int,
         thread: ComputeThread,
         prefix_sharing: bool = True,
     ) -> None:
         self._runner = runner
         self._consume = consume
-        self._max_num_tokens = max_num_tokens
         self._context_len = context_len
         self._prefix_sharing = prefix_sharing
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
         self._sequences: dict[int, TokenSequence] = {}
+        self._scheduler = Scheduler(
+            self._sequences,
+            max_num_tokens=max_num_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+            prefix_sharing=prefix_sharing,
+        )
+        self._expected: set[TokenSequence] = set()
+        self._wait_until_ns = 0
         self._num_opened = 0
-        self._num_preemptions = 0
         self._num_steps = 0
         self._num_tokens = 0
-        self._num_hit_tokens = 0
         self._closing = False
         self._thread = thread
         self._thread.start(self._run)
@@ -209,9 +130,9 @@ class Engine:
         self._check_job(job, extra_len)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
-        job.future = asyncio.get_running_loop().create_future()
+        future = job.future = asyncio.get_running_loop().create_future()
         self._inbox.put(lambda: self._start(job))
-        return await job.future
+        return await future  # the thread may have taken it off the job by now
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Drop the sequence's jobs and free its memory, before the next step."""
@@ -231,8 +152,8 @@ class Engine:
             len(self._jobs),
             self._num_steps,
             self._num_tokens,
-            self._num_preemptions,
-            self._num_hit_tokens,
+            self._scheduler.num_preemptions,
+            self._scheduler.num_hit_tokens,
         )
 
     def _check_job(self, job: Job, extra_len: int) -> None:
@@ -259,25 +180,51 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
-            self._take_orders(block=not self._jobs)
+            self._take_orders(timeout_s=0 if self._jobs else None)
+            self._gather()
             if self._jobs:
                 self._step()
-        self._take_orders(block=False)
+        self._take_orders(timeout_s=0)
         for job in self._jobs:
             self._fail(job, ServiceUnavailableError("the service is shutting down"))
 
-    def _take_orders(self, block: bool) -> None:
-        """Everything in the inbox; may wait for the first order."""
+    def _take_orders(self, timeout_s: float | None) -> None:
+        """Everything in the inbox; waits for the first order, for ever when `timeout_s` is None."""
         try:
-            self._inbox.get(block=block)()
+            self._inbox.get(timeout_s != 0, timeout_s)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
 
+    def _gather(self) -> None:
+        """Wait a moment for streams that are about to be back, rather than leave them a whole step behind.
+
+        Without it streams fall into groups that take turns, and each waits for the steps of all groups.
+        """
+        while self._jobs and self._expected and not self._closing:
+            left_ns = self._wait_until_ns - time.time_ns()
+            if left_ns <= 0:
+                self._expected.clear()
+            else:
+                self._take_orders(timeout_s=left_ns / 1e9)
+
+    def _expect(self, answered: list[TokenSequence], step_ns: int, now_ns: int) -> None:
+        """Note who was answered, and how long it is worth waiting for them."""
+        patience_ns = int(_PATIENCE * step_ns)
+        for sequence in answered:
+            sequence.answered_ns = now_ns
+        self._expected = {sequence for sequence in answered if 0 < sequence.away_ns <= patience_ns}
+        longest_ns = max((sequence.away_ns for sequence in self._expected), default=0)
+        self._wait_until_ns = now_ns + min(patience_ns, 2 * longest_ns)
+
     def _start(self, job: Job) -> None:
-        if job.sequence.closed:
+        sequence = job.sequence
+        if sequence.closed:
             return
+        if sequence.answered_ns:
+            sequence.away_ns = job.arrived_ns - sequence.answered_ns
+        self._expected.discard(sequence)
         try:
             job.start()
         except SpecwireError as error:
@@ -287,77 +234,22 @@ class Engine:
 
     def _drop(self, sequence: TokenSequence) -> None:
         sequence.closed = True
+        self._expected.discard(sequence)
         for job in [job for job in self._jobs if job.sequence is sequence]:
             self._fail(job, RequestCancelledError("the stream was closed"))
             self._jobs.remove(job)
         sequence.cache.release()
 
     def _step(self) -> None:
-        jobs, feeds = self._schedule()
+        step = self._scheduler.plan(self._jobs)
         started_ns = time.time_ns()
-        for job in jobs:
+        for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
         try:
-            self._forward(jobs, feeds)
+            self._forward(step.jobs, step.feeds)
         except Exception as error:
-            self._isolate(jobs, feeds, error)
-        self._finish(jobs, started_ns, time.time_ns())
-
-    def _schedule(self) -> tuple[list[Job], list[Feed]]:
-        """First come, first served, up to the token budget and as far as memory goes."""
-        jobs: list[Job] = []
-        feeds: list[Feed] = []
-        budget, promised = self._max_num_tokens, 0
-        for job in self._jobs:
-            cache, num_found = job.sequence.cache, self._adopt_prefix(job)
-            if num_found:  # a page that a job above was to write in place may be shared since
-                promised = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in feeds)
-            feed = _next_feed(job, budget)
-            if feed is None:
-                cache.truncate(cache.length - num_found)
-                break
-            running = {other.sequence.order for other in jobs}
-            num_pages = cache.pages_needed(len(feed.token_ids))
-            if self._make_room(job.sequence, promised + num_pages, running):
-                jobs.append(job)
-                feeds.append(feed)
-                budget -= len(feed.token_ids)
-                promised += num_pages
-                job.num_cached_tokens += num_found
-                self._num_hit_tokens += num_found
-            else:
-                cache.truncate(cache.length - num_found)
-        return jobs, feeds
-
-    def _adopt_prefix(self, job: Job) -> int:
-        """Begin an empty cache with what is known of its tokens; returns how many were found.
-
-        The rows whose logits are wanted are run in any case, and so is at least one token.
-        """
-        sequence = job.sequence
-        if not self._prefix_sharing or sequence.cache.length:
-            return 0
-        return sequence.cache.adopt(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
-
-    def _make_room(self, sequence: TokenSequence, num_pages: int, running: Set[int]) -> bool:
-        """Free pages by taking the cache of others, youngest first; they run their tokens again later.
-
-        A sequence gives way to older ones only, unless it idles between rounds. So the oldest one that
-        has work always gets on, and nobody waits for a stream that does nothing.
-        """
-        pool = sequence.cache.pool
-        if pool.num_free_pages >= num_pages:
-            return True
-        waiting = {job.sequence.order for job in self._jobs}
-        for victim in sorted(self._sequences.values(), key=lambda other: -other.order):
-            gives_way = victim.order > sequence.order or victim.order not in waiting
-            if victim is sequence or victim.order in running or not gives_way or not victim.cache.length:
-                continue
-            victim.cache.truncate(0)
-            self._num_preemptions += 1
-            if pool.num_free_pages >= num_pages:
-                return True
-        return False
+            self._isolate(step, error)
+        self._finish(step.jobs, started_ns, time.time_ns())
 
     def _forward(self, jobs: list[Job], feeds: list[Feed]) -> None:
         logits = self._runner.forward(feeds)
@@ -370,8 +262,9 @@ class Engine:
         if ready:
             self._consume(ready, logits)
 
-    def _isolate(self, jobs: list[Job], feeds: list[Feed], error: Exception) -> None:
+    def _isolate(self, step: Step, error: Exception) -> None:
         """A step failed: run its jobs one by one, so that only those at fault do."""
+        jobs, feeds = step.jobs, step.feeds
         untouched = all(
             job.result is None and len(job.pending) >= len(feed.token_ids)
             for job, feed in zip(jobs, feeds, strict=True)
@@ -387,11 +280,13 @@ class Engine:
                 self._fail(job, own_error)
 
     def _finish(self, jobs: list[Job], started_ns: int, finished_ns: int) -> None:
+        answered = [job for job in jobs if job.done]
         for job in jobs:
             job.forward_ns += finished_ns - started_ns
             job.finished_ns = finished_ns
-            if job.done:
-                self._resolve(job, job.result)
+        for job in answered:
+            self._resolve(job, job.result)
+        self._expect([job.sequence for job in answered], finished_ns - started_ns, finished_ns)
         self._jobs = [job for job in self._jobs if not job.done]
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -407,15 +302,6 @@ class Engine:
             return
         job.future = None
         future.get_loop().call_soon_threadsafe(_settle, future, result)
-
-
-def _next_feed(job: Job, budget: int) -> Feed | None:
-    """The job's next piece within the budget: all of it, or a chunk that leaves the wanted rows whole."""
-    pending = job.pending
-    if len(pending) <= budget:
-        return Feed(job.sequence.cache, pending, job.num_rows)
-    size = min(budget, len(pending) - job.num_rows)
-    return Feed(job.sequence.cache, pending[:size], 0) if size > 0 else None
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

@@ -1,0 +1,117 @@
+"""What the batching loop works on: sequences, and jobs on them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specwire.core import SamplingParams
+from specwire.engine.kv_cache import SequenceCache
+from specwire.errors import PrefixMismatchError
+
+_MAX_CATCH_UP_TOKENS = 8
+"""A round leaves one or two tokens that the cache lacks; a draft that was passed over, a few more."""
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """One open sequence: the tokens known so far and the cache that covers a prefix of them.
+
+    `order` counts sequences as they are opened: the higher, the younger.
+
+    tokens  ├── committed ──────────────┤├─ draft ─┤
+    cache   ├── computed ──────────┤                     cache.length <= len(tokens)
+
+    Attributes:
+        answered_ns: when its last job ended; 0 before the first one.
+        away_ns: how long it then took until the next job arrived, the last time.
+    """
+
+    params: SamplingParams
+    prompt_len: int
+    cache: SequenceCache
+    order: int
+    tokens: list[int] = field(default_factory=list)
+    closed: bool = False
+    answered_ns: int = 0
+    away_ns: int = 0
+
+    @property
+    def seed(self) -> int:
+        """The stream's seed; streams without one are refused when they open."""
+        assert self.params.seed is not None
+        return self.params.seed
+
+    def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """Roll back to `base_len` tokens, then commit `token_ids` after them.
+
+        The cache keeps at most all but the last committed token, since that one's logits are what the
+        next draft position needs.
+
+        Raises:
+            PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
+        """
+        if base_len > len(self.tokens):
+            raise PrefixMismatchError(base_len, len(self.tokens))
+        del self.tokens[base_len:]
+        self.tokens.extend(token_ids)
+        self.cache.truncate(min(self.cache.length, base_len, len(self.tokens) - 1))
+
+
+@dataclass(eq=False)
+class Job:
+    """A few forward passes on one sequence, then a result. Subclasses say which.
+
+    What is to be run next follows from the sequence: its tokens that the cache lacks. So a sequence
+    that lost its cache to another one just runs them again.
+
+    Attributes:
+        num_rows: of the tokens to run, how many of the last need logits.
+        num_cached_tokens: tokens that a cached prefix held, instead of running them.
+        result: set by `consume` when it has seen enough logits.
+    """
+
+    sequence: TokenSequence
+    base_len: int
+    token_ids: Sequence[int]
+    num_rows: int = 0
+    arrived_ns: int = field(default_factory=time.time_ns)
+    started_ns: int = 0
+    finished_ns: int = 0
+    forward_ns: int = 0
+    num_cached_tokens: int = 0
+    result: Any = None
+    future: asyncio.Future[Any] | None = None
+
+    def start(self) -> None:
+        """Called once on the engine thread: roll the sequence back and commit."""
+        self.sequence.rebase(self.base_len, self.token_ids)
+
+    @property
+    def committed_len(self) -> int:
+        """Length of the sequence when the job's tokens are committed, drafts not counted."""
+        return self.base_len + len(self.token_ids)
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens to run next, in order."""
+        return self.sequence.tokens[self.sequence.cache.length :]
+
+    @property
+    def is_prefill(self) -> bool:
+        """True while much text is to be run whose logits nobody wants: a prompt, or a cache that was lost."""
+        num_pending = len(self.sequence.tokens) - self.sequence.cache.length
+        return num_pending - self.num_rows > _MAX_CATCH_UP_TOKENS
+
+    @property
+    def done(self) -> bool:
+        """True when there is a result, or when no logits are wanted and the cache is filled."""
+        return self.result is not None or (self.num_rows == 0 and not self.pending)
+
+    @property
+    def queue_ns(self) -> int:
+        """From arrival to the start of the first forward pass."""
+        return self.started_ns - self.arrived_ns
