@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from specwire.engine import attention, loading
+from specwire.engine import attention, loading, views
+from specwire.engine.layer_cache import Scoring
 from specwire.engine.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
 from tests.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
@@ -137,12 +138,12 @@ def test_self_check_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> 
     """A negative control: attention that ignores the scale is caught."""
     model = build("llama")
     self_check(model)
-    original = attention.view_attention
+    original = views.view_attention
 
-    def wrong(packed: Any, layer: Any, query: torch.Tensor, scoring: attention.Scoring) -> torch.Tensor:
-        return original(packed, layer, query, scoring._replace(scale=1.0))
+    def wrong(plan: Any, layer: Any, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        return original(plan, layer, query, scoring._replace(scale=1.0))
 
-    monkeypatch.setattr(attention, "view_attention", wrong)
+    monkeypatch.setattr(views, "view_attention", wrong)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(model)
 
@@ -163,12 +164,12 @@ def test_self_check_notices_state_that_crosses_sequences(monkeypatch: pytest.Mon
 
 def test_self_check_notices_a_lost_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: forgetting the sliding window is caught, since the check exceeds it."""
-    original = attention.view_attention
+    original = views.plan_reads
 
-    def wrong(packed: Any, layer: Any, query: torch.Tensor, scoring: attention.Scoring) -> torch.Tensor:
-        return original(packed, layer, query, scoring._replace(sliding_window=None))
+    def wrong(segments: Any, window: int | None, *others: Any) -> views.ReadPlan:
+        return original(segments, None, *others)
 
-    monkeypatch.setattr(attention, "view_attention", wrong)
+    monkeypatch.setattr(views, "plan_reads", wrong)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(build("mistral"))
 

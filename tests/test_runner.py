@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specwire.engine import attention
+from specwire.engine import attention, views
 from specwire.engine.kv_cache import SequenceCache
 from specwire.engine.runner import Feed, ModelRunner, context_length
 from specwire.errors import (
@@ -238,10 +238,30 @@ def test_scattered_pages(family: str) -> None:
     _assert_close(torch.cat(rows), _reference(family, tokens)[24:])
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_sequences_that_share_pages_beside_others(family: str) -> None:
+    """Forks of a sequence that went on apart, at different lengths, and a stranger, in one row."""
+    runner, shared, spare = _runner(family, num_pages=64), _tokens(24), iter(_tokens(200)[24:])
+    first = runner.new_sequence()
+    runner.forward([Feed(first, shared, 0)])
+    caches = [first, *(first.fork() for _ in range(3)), runner.new_sequence()]
+    texts = [list(shared), list(shared), list(shared), list(shared), []]
+    for sizes in ([3, 1, 5, 9, 12], [1, 1, 1, 1, 1], [6, 2, 1, 7, 3]):
+        feeds = []
+        for cache, text, size in zip(caches, texts, sizes, strict=True):
+            new = [next(spare) for _ in range(size)]
+            text.extend(new)
+            feeds.append(Feed(cache, new, size))
+        rows = runner.forward(feeds).split(sizes)
+        for text, size, logits in zip(texts, sizes, rows, strict=True):
+            _assert_close(logits, _reference(family, text)[-size:])
+    assert any(len(cache.runs()) > 1 for cache in caches)
+
+
 def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries beyond a block and beyond the mask templates take the other branches."""
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", 7)
-    monkeypatch.setattr(attention, "_MAX_STACKED_QUERIES", 3)
+    monkeypatch.setattr(views, "_QUERY_BLOCK", 7)
+    monkeypatch.setattr(views, "_MAX_STACKED_QUERIES", 3)
     for family in ("llama", "mistral"):
         runner, tokens = _runner(family, num_pages=32), _tokens(42)
         cache = _scattered(runner, tokens[:12])

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from specwire.core import IntArray
 from specwire.engine import attention
-from specwire.engine.attention import LayerCache, PackedBatch, Scoring, Segment
+from specwire.engine.attention import PackedBatch
 from specwire.engine.kv_cache import PageCopy, PagePool, SequenceCache
+from specwire.engine.layer_cache import LayerCache, Scoring, Segment
 from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError, UnsupportedError
 
 

@@ -1,0 +1,72 @@
+"""What attention reads: where each sequence's keys and values lie, and how they are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specwire.engine.kv_cache import Run
+
+
+class Scoring(NamedTuple):
+    """How a layer turns queries and keys into weights, on top of plain causal attention.
+
+    Attributes:
+        scale: multiplies the scores.
+        sliding_window: keys a query may see, itself included; None for all.
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        sinks: [num_query_heads] extra logits that take part in the softmax and carry no value.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Segment(NamedTuple):
+    """One sequence's share of a packed row.
+
+    Attributes:
+        query_offset: its first token's index in the row.
+        num_query: its tokens in the row, at least 1.
+        cache_len: tokens in its cache, those of the row included.
+        runs: where its cache lies, in token order.
+        pages: its page table.
+    """
+
+    query_offset: int
+    num_query: int
+    cache_len: int
+    runs: Sequence[Run]
+    pages: Sequence[int]
+
+
+class LayerCache:
+    """Keys and values of one layer for all sequences.
+
+    Attributes:
+        keys: [num_slots, num_kv_heads, head_dim]; slots are page-major, so this is also the memory of
+            [num_pages, page_size, num_kv_heads, head_dim].
+        values: [num_slots, num_kv_heads, value_dim].
+        keys_by_head, values_by_head: views of these as [1, num_kv_heads, num_slots, dim].
+    """
+
+    __slots__ = ("keys", "keys_by_head", "values", "values_by_head")
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.keys_by_head = keys.transpose(0, 1)[None]
+        self.values_by_head = values.transpose(0, 1)[None]
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new tokens: slots int64 [n], key and value [1, num_kv_heads, n, dim]."""
+        self.keys.index_copy_(0, slots, key[0].transpose(0, 1))
+        self.values.index_copy_(0, slots, value[0].transpose(0, 1))
+
+    def copy(self, src_slot: int, dst_slot: int, num_tokens: int) -> None:
+        """Copy consecutive tokens to other slots that do not overlap them."""
+        for pages in (self.keys, self.values):
+            pages[dst_slot : dst_slot + num_tokens] = pages[src_slot : src_slot + num_tokens]
