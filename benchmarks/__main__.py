@@ -22,6 +22,7 @@ from benchmarks.prompts import PROMPTS
 from benchmarks.systems import (
     ASSISTED,
     ASSISTED_CONSTANT,
+    CONSTANT_TOKENS,
     NO_SPECULATION,
     PLAIN,
     SPECWIRE,
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     _say("bytes a round")
     results = report.Results(
         machine=facts,
-        assisted_tokens=UpConfig().num_draft_tokens,
+        assisted_tokens=CONSTANT_TOKENS,
         comparisons=comparisons,
         volumes=volume.measure(_config(targets[0]), targets[0].plan),
         synthetic_bytes=volume.synthetic(),
@@ -91,11 +92,10 @@ def compare(target: Target, echo: EchoPair) -> list[Comparison]:
 
 
 def _systems(peer: Peer, client: Client) -> list[System]:
-    constant = UpConfig().num_draft_tokens
     return [
         TransformersSystem(PLAIN, peer, assisted=False),
         TransformersSystem(ASSISTED, peer, assisted=True),
-        TransformersSystem(ASSISTED_CONSTANT, peer, assisted=True, num_assistant_tokens=constant),
+        TransformersSystem(ASSISTED_CONSTANT, peer, assisted=True, num_assistant_tokens=CONSTANT_TOKENS),
         SpecwireSystem(NO_SPECULATION, client, 0),
         SpecwireSystem(SPECWIRE, client, None),
     ]

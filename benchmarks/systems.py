@@ -16,6 +16,8 @@ ASSISTED = "transformers assisted"
 ASSISTED_CONSTANT = "transformers assisted, constant"
 NO_SPECULATION = "specwire without speculation"
 SPECWIRE = "specwire"
+CONSTANT_TOKENS = 4
+"""Guesses a round of the assisted generation with a constant number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specwire import acceptance, tracing
-from specwire.core import Fate, Outcome, Proposal, SamplingParams, Verdict
+from specwire.core import Fate, Load, Outcome, Proposal, SamplingParams, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Cost:
     """What one call to a model service cost.
 
     `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
-    service's own figures; `wall_ns` is ours, network included.
+    service's own figures, and `load` is what it says of itself. `num_told_tokens` are committed tokens that
+    it had to be told; `wall_ns` is ours, network included.
     """
 
     queue_ns: int = 0
@@ -25,6 +26,20 @@ class Cost:
     request_bytes: int = 0
     response_bytes: int = 0
     num_cached_tokens: int = 0
+    num_told_tokens: int = 0
+    load: Load | None = None
+
+
+class DraftLength(Protocol):
+    """How many tokens to draft."""
+
+    def choose(self) -> int:
+        """For the round about to begin; from the past alone, never from the tokens it would leave out."""
+        ...
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """Learn from a round; `elapsed_ns` is from its beginning to when the next one could begin."""
+        ...
 
 
 class Drafter(Protocol):
@@ -85,7 +100,7 @@ class Generation:
         drafter: Drafter,
         verifier: Verifier,
         *,
-        num_draft_tokens: int,
+        length: DraftLength,
         tracer: tracing.Tracing,
         parent: str = "",
     ) -> None:
@@ -96,22 +111,24 @@ class Generation:
         self._params = params
         self._drafter = drafter
         self._verifier = verifier
-        self._num_draft_tokens = num_draft_tokens
+        self._length = length
         self._tracer = tracer
         self._parent = parent
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Rounds until `max_tokens` are emitted; whoever sees a stop condition just stops asking."""
         while len(self.committed) < self._end_len:
+            started_ns = time.perf_counter_ns()
             with self._tracer.span("round", parent=self._parent) as span:
                 done = await self._round(span.traceparent)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
                 span.set(_round_attributes(done))
             yield done
+            self._length.observe(done, time.perf_counter_ns() - started_ns)
 
     async def _round(self, parent: str) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.
-        num_draft_tokens = min(self._num_draft_tokens, self._end_len - len(self.committed) - 1)
+        num_draft_tokens = min(self._length.choose(), self._end_len - len(self.committed) - 1)
         proposal, draft_cost = await self._drafter.propose(self.committed, num_draft_tokens, parent)
         verdict, verify_cost = await self._verifier.verify(self.committed, proposal, parent)
         started_ns = time.perf_counter_ns()

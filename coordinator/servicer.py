@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.admission import Admission
-from coordinator.generation import Generation
+from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
+from coordinator.generation import DraftLength, Generation
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.session import Session
 from coordinator.streams import RemoteDrafter, RemoteVerifier
@@ -39,6 +40,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
+        self._measured = SharedMeasurements(lambda: self._admission.num_running)
         self._num_finished = 0
 
     @rpc.translate_errors
@@ -54,9 +56,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _generate(self, prompt: list[int], params: SamplingParams, context: Any) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
-        num_draft_tokens = params.num_draft_tokens
-        if num_draft_tokens is None:
-            num_draft_tokens = self._config.num_draft_tokens
         drafter = RemoteDrafter(
             self._draft,
             params,
@@ -77,7 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     params,
                     drafter,
                     verifier,
-                    num_draft_tokens=num_draft_tokens,
+                    length=self._length(params),
                     tracer=self._tracer,
                     parent=span.traceparent,
                 )
@@ -100,6 +99,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             drafter.close()
             verifier.close()
 
+    def _length(self, params: SamplingParams) -> DraftLength:
+        fixed = params.num_draft_tokens
+        if fixed is None:
+            fixed = self._config.fixed_draft_tokens
+        return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed)
+
     @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
@@ -108,7 +113,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._verify.info),
             draft=wire.model_info_to_proto(draft) if draft else None,
-            num_draft_tokens=self._config.num_draft_tokens,
+            num_draft_tokens=self._config.fixed_draft_tokens,
         )
 
     @rpc.translate_errors

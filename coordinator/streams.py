@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -93,6 +94,7 @@ class SequenceStream:
             request_bytes=request.ByteSize(),
             response_bytes=response.ByteSize(),
             num_cached_tokens=response.num_cached_tokens,
+            num_told_tokens=len(request.token_ids),
         )
         return response, cost
 
@@ -259,7 +261,7 @@ class RemoteVerifier:
         response, cost = await self._stream.exchange(request)
         if response.base_len != len(committed):
             raise InternalError(f"verify answered for base_len={response.base_len}, not {len(committed)}")
-        return wire.verdict_from_proto(response), cost
+        return wire.verdict_from_proto(response), replace(cost, load=wire.load_from_proto(response.load))
 
     def close(self) -> None:
         """End the stream."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from specwire import config, flags
 from specwire.bench import command as bench
-from specwire.config import ClientConfig, UpConfig
+from specwire.config import NUM_DRAFT_TOKENS_HELP, ClientConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, read_config
 from specwire.sampling_flags import add_sampling_flags, token_ids
@@ -120,11 +120,12 @@ def _add_generate(commands: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DemoConfig(UpConfig):
-    """`specwire up` on a free port."""
+    """`specwire up` on a free port, and too short for trying out which length pays."""
 
     address: str = flags.option(
         "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one"
     )
+    num_draft_tokens: str = flags.option("4", NUM_DRAFT_TOKENS_HELP)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

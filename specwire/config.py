@@ -16,8 +16,10 @@ from specwire.flags import flag_name, option, refuse_unknown_variables
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
 NO_DRAFT = "none"
+AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -30,9 +32,19 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     _check(value in choices, name, value, f"is not one of {', '.join(choices)}")
 
 
-def _check_num_draft_tokens(value: int) -> None:
+def parse_num_draft_tokens(value: str) -> int | None:
+    """A number of draft tokens; None for `auto`.
+
+    Raises:
+        ConfigError: naming the flag and the value.
+    """
+    if value == AUTO:
+        return None
+    is_number = re.fullmatch(r"-?[0-9]+", value) is not None
+    _check(is_number, "num_draft_tokens", value, f"is neither a number nor {AUTO}")
     limit = MAX_NUM_DRAFT_TOKENS
-    _check(0 <= value <= limit, "num_draft_tokens", value, f"must lie in [0, {limit}]")
+    _check(0 <= int(value) <= limit, "num_draft_tokens", value, f"must lie in [0, {limit}]")
+    return int(value)
 
 
 def _check_duration(name: str, value: float) -> None:
@@ -149,7 +161,7 @@ class CoordinatorConfig(ServiceConfig):
 
     draft_address: str = option("", "HOST:PORT of the draft service; empty decodes plainly")
     verify_address: str = option("127.0.0.1:7072", "HOST:PORT of the verify service")
-    num_draft_tokens: int = option(4, "draft tokens a round when a request does not say")
+    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP)
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
@@ -161,9 +173,14 @@ class CoordinatorConfig(ServiceConfig):
         split_address("verify_address", self.verify_address)
         if self.draft_address:
             split_address("draft_address", self.draft_address)
-        _check_num_draft_tokens(self.num_draft_tokens)
+        parse_num_draft_tokens(self.num_draft_tokens)
         _check_duration("draft_timeout_ms", self.draft_timeout_ms)
         _check_duration("connect_timeout_s", self.connect_timeout_s)
+
+    @property
+    def fixed_draft_tokens(self) -> int | None:
+        """Draft tokens a round when a request does not say; None chooses them in each round."""
+        return parse_num_draft_tokens(self.num_draft_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +194,7 @@ class UpConfig:
     draft_dtype: str = option("auto", "number format of the draft's weights")
     draft_device: str = option("cpu", "device of the draft")
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
-    num_draft_tokens: int = option(4, "draft tokens a round when a request does not say")
+    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP)
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
     prefix_sharing: bool = option(True, "find pages of the KV caches again by their tokens")
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")
@@ -197,7 +214,7 @@ class UpConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("draft_dtype", self.draft_dtype, DTYPES)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        _check_num_draft_tokens(self.num_draft_tokens)
+        parse_num_draft_tokens(self.num_draft_tokens)
         _check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
         _check(self.draft_num_threads >= 0, "draft_num_threads", self.draft_num_threads, "must be at least 0")
         _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")

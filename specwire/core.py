@@ -103,11 +103,14 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
     seed: int | None = None
-    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion names."""
+    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion names.
+
+    With `Rule.GUMBEL` it fixes the text; with `Rule.REJECTION` only together with `num_draft_tokens`.
+    """
     rule: Rule = Rule.REJECTION
     """The rule that reconciles draft and target."""
     num_draft_tokens: int | None = None
-    """Guesses a round; None leaves it to the server, 0 switches speculation off."""
+    """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
 
@@ -272,6 +275,24 @@ class Verdict:
     target_probs: Sequence[FloatArray] = ()
     tail_mass: Sequence[float] = ()
     logprobs: Sequence[Logprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the verify service is, and what its forward passes cost.
+
+    Attributes:
+        num_waiting: requests that waited when it answered.
+        num_sequences: sequences in the pass that answered.
+        base_ns, sequence_ns, token_ns: a pass costs base + a rate for each sequence and each token; all 0
+            before anything was measured.
+    """
+
+    num_waiting: int = 0
+    num_sequences: int = 1
+    base_ns: int = 0
+    sequence_ns: int = 0
+    token_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

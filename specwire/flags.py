@@ -60,7 +60,13 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     """What stands for the value in the help: by the type, or by what the name ends in."""
     if not isinstance(field.default, str):
         return {int: "N", float: "X"}[type(field.default)]
-    endings = {"address": "HOST:PORT", "server": "HOST:PORT", "dtype": "DTYPE", "device": "DEVICE"}
+    endings = {
+        "address": "HOST:PORT",
+        "server": "HOST:PORT",
+        "dtype": "DTYPE",
+        "device": "DEVICE",
+        "tokens": "N|auto",
+    }
     endings |= dict.fromkeys(("model", "target", "draft", "tokenizer"), "DIR_OR_ID")
     return endings.get(field.name.rpartition("_")[2], "NAME")
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from specwire.config import parse_num_draft_tokens
 from specwire.core import Rule, SamplingParams
 from specwire.flags import flag_name
 
@@ -32,10 +33,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the flags say.
 
     Raises:
-        InvalidRequestError: naming the parameter and its value.
+        InvalidRequestError, ConfigError: naming the parameter and its value.
     """
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams) if f.name in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
+    if "num_draft_tokens" in values:
+        values["num_draft_tokens"] = parse_num_draft_tokens(values["num_draft_tokens"])
     return SamplingParams(**values)
 
 
@@ -70,7 +73,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": [rule.value for rule in Rule], "help": "how draft and target are reconciled"},
-    "num_draft_tokens": {"type": int, "metavar": "N", "help": "guesses a round; 0 switches speculation off"},
+    "num_draft_tokens": {"metavar": "N|auto", "help": "guesses a round; 0 switches speculation off"},
     "logprobs": {
         "type": int,
         "metavar": "N",

@@ -18,6 +18,7 @@ from specwire.core import (
     FinishReason,
     FloatArray,
     IntArray,
+    Load,
     Logprobs,
     ModelInfo,
     Proposal,
@@ -188,6 +189,28 @@ def verdict_from_proto(message: verify_pb2.VerifyResponse) -> Verdict:
         [floats_from_bytes(probs, "target_probs") for probs in message.target_probs],
         list(message.tail_mass),
         [_logprobs_from_proto(entry) for entry in message.logprobs],
+    )
+
+
+def load_to_proto(load: Load) -> common_pb2.Load:
+    """What a response says of its service."""
+    return common_pb2.Load(
+        num_waiting=load.num_waiting,
+        num_sequences=load.num_sequences,
+        base_ns=load.base_ns,
+        sequence_ns=load.sequence_ns,
+        token_ns=load.token_ns,
+    )
+
+
+def load_from_proto(message: common_pb2.Load) -> Load:
+    """The load that a response reports."""
+    return Load(
+        message.num_waiting,
+        max(1, message.num_sequences),
+        message.base_ns,
+        message.sequence_ns,
+        message.token_ns,
     )
 
 

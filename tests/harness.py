@@ -95,7 +95,10 @@ def local_stack(
     verify_options: dict[str, Any] | None = None,
     draft_options: dict[str, Any] | None = None,
 ) -> Iterator[LocalStack]:
-    """Verify, draft (unless None) and coordinator for saved models, in float32."""
+    """Verify, draft (unless None) and coordinator for saved models, in float32.
+
+    Rounds have 4 draft tokens unless a request or an option says otherwise: seeded text can be compared.
+    """
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
         stack.callback(thread.close)
@@ -116,7 +119,7 @@ def local_stack(
         config = CoordinatorConfig(
             verify_address=verify,
             draft_address=draft_address,
-            **{"grace_s": 0.0} | (coordinator_options or {}),
+            **{"grace_s": 0.0, "num_draft_tokens": "4"} | (coordinator_options or {}),
         )
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))

@@ -215,7 +215,7 @@ class TestUsage:
             draft_dtype="bfloat16",
             draft_device="cuda:1",
             address="127.0.0.1:81",
-            num_draft_tokens=3,
+            num_draft_tokens="3",
             num_kv_tokens=4096,
             num_threads=2,
             draft_num_threads=3,

@@ -41,7 +41,7 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
         return not field.default
     if isinstance(field.default, int | float):
         return field.default + 1
-    named = {"log_level": "error", "draft": "none", "device": "cuda:1"}
+    named = {"log_level": "error", "draft": "none", "device": "cuda:1", "num_draft_tokens": "5"}
     if field.name.endswith("dtype"):
         return "bfloat16"
     if field.name.endswith(("address", "server")):
@@ -141,7 +141,7 @@ class TestRefusals:
             (DraftConfig, "support_mass", 0.0),
             (DraftConfig, "support_mass", 1.5),
             (DraftConfig, "max_support", 0),
-            (CoordinatorConfig, "num_draft_tokens", 65),
+            (CoordinatorConfig, "num_draft_tokens", "65"),
             (CoordinatorConfig, "draft_address", "nowhere"),
             (CoordinatorConfig, "verify_address", ""),
             (CoordinatorConfig, "draft_timeout_ms", 0.0),
@@ -150,7 +150,7 @@ class TestRefusals:
             (UpConfig, "draft", "/no/such/directory"),
             (UpConfig, "dtype", "int4"),
             (UpConfig, "draft_dtype", "int4"),
-            (UpConfig, "num_draft_tokens", -1),
+            (UpConfig, "num_draft_tokens", "-1"),
             (UpConfig, "num_threads", -1),
             (UpConfig, "num_kv_tokens", 0),
             (UpConfig, "start_timeout_s", 0.0),

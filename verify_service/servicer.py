@@ -73,6 +73,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         response.incarnation = self._service.info.incarnation
         response.timings.CopyFrom(boot.timings(job))
         response.num_cached_tokens = job.num_cached_tokens
+        response.load.CopyFrom(wire.load_to_proto(self._service.engine.load(job)))
         return response
 
 

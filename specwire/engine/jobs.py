@@ -71,6 +71,7 @@ class Job:
     Attributes:
         num_rows: of the tokens to run, how many of the last need logits.
         num_cached_tokens: tokens that a cached prefix held, instead of running them.
+        num_companions: sequences in its last forward pass, its own included.
         result: set by `consume` when it has seen enough logits.
     """
 
@@ -83,6 +84,7 @@ class Job:
     finished_ns: int = 0
     forward_ns: int = 0
     num_cached_tokens: int = 0
+    num_companions: int = 0
     result: Any = None
     future: asyncio.Future[Any] | None = None
 

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specwire.core import SamplingParams
+from specwire.core import Load, SamplingParams
+from specwire.costs import CostModel
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.runner import Feed
@@ -38,9 +39,6 @@ from specwire.errors import (
 )
 
 log = logging.getLogger(__name__)
-
-_PATIENCE = 0.25
-"""Longest wait for streams that are about to be back, as a part of the step that answered them."""
 
 
 class Runner(Protocol):
@@ -97,9 +95,11 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             prefix_sharing=prefix_sharing,
         )
+        self._costs = CostModel(2)  # of a step: its sequences, its tokens
         self._expected: set[TokenSequence] = set()
         self._wait_until_ns = 0
         self._num_opened = 0
+        self._num_waiting = 0
         self._num_steps = 0
         self._num_tokens = 0
         self._closing = False
@@ -156,6 +156,13 @@ class Engine:
             self._scheduler.num_hit_tokens,
         )
 
+    def load(self, job: Job) -> Load:
+        """As seen by a job that has just ended."""
+        sequence_ns, token_ns = self._costs.rates
+        return Load(
+            self._num_waiting, job.num_companions, int(self._costs.base), int(sequence_ns), int(token_ns)
+        )
+
     def _check_job(self, job: Job, extra_len: int) -> None:
         length = job.base_len + len(job.token_ids)
         if job.base_len < 0:
@@ -200,7 +207,8 @@ class Engine:
     def _gather(self) -> None:
         """Wait a moment for streams that are about to be back, rather than leave them a whole step behind.
 
-        Without it streams fall into groups that take turns, and each waits for the steps of all groups.
+        Without it streams fall into groups that take turns, and each waits for the steps of all groups. One
+        group instead of two saves what a step costs beside its tokens; so long is it worth waiting.
         """
         while self._jobs and self._expected and not self._closing:
             left_ns = self._wait_until_ns - time.time_ns()
@@ -211,7 +219,7 @@ class Engine:
 
     def _expect(self, answered: list[TokenSequence], step_ns: int, now_ns: int) -> None:
         """Note who was answered, and how long it is worth waiting for them."""
-        patience_ns = int(_PATIENCE * step_ns)
+        patience_ns = min(step_ns, int(self._costs.base))
         for sequence in answered:
             sequence.answered_ns = now_ns
         self._expected = {sequence for sequence in answered if 0 < sequence.away_ns <= patience_ns}
@@ -249,7 +257,9 @@ class Engine:
             self._forward(step.jobs, step.feeds)
         except Exception as error:
             self._isolate(step, error)
-        self._finish(step.jobs, started_ns, time.time_ns())
+        finished_ns = time.time_ns()
+        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
+        self._finish(step.jobs, started_ns, finished_ns)
 
     def _forward(self, jobs: list[Job], feeds: list[Feed]) -> None:
         logits = self._runner.forward(feeds)
@@ -281,9 +291,11 @@ class Engine:
 
     def _finish(self, jobs: list[Job], started_ns: int, finished_ns: int) -> None:
         answered = [job for job in jobs if job.done]
+        self._num_waiting = len(self._jobs) - len(answered)
         for job in jobs:
             job.forward_ns += finished_ns - started_ns
             job.finished_ns = finished_ns
+            job.num_companions = len(jobs)
         for job in answered:
             self._resolve(job, job.result)
         self._expect([job.sequence for job in answered], finished_ns - started_ns, finished_ns)

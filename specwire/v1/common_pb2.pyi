@@ -76,6 +76,20 @@ class Timings(_message.Message):
     forward_ns: int
     def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ...) -> None: ...
 
+class Load(_message.Message):
+    __slots__ = ("num_waiting", "num_sequences", "base_ns", "sequence_ns", "token_ns")
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BASE_NS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
+    num_waiting: int
+    num_sequences: int
+    base_ns: int
+    sequence_ns: int
+    token_ns: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ...) -> None: ...
+
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -28,7 +28,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[bytes]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("request_id", "base_len", "incarnation", "timings", "target_token_ids", "target_probs", "tail_mass", "logprobs", "num_cached_tokens")
+    __slots__ = ("request_id", "base_len", "incarnation", "timings", "target_token_ids", "target_probs", "tail_mass", "logprobs", "num_cached_tokens", "load")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class VerifyResponse(_message.Message):
     TAIL_MASS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     base_len: int
     incarnation: str
@@ -47,7 +48,8 @@ class VerifyResponse(_message.Message):
     tail_mass: _containers.RepeatedScalarFieldContainer[float]
     logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., target_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[_Iterable[bytes]] = ..., tail_mass: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    load: _common_pb2.Load
+    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., target_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[_Iterable[bytes]] = ..., tail_mass: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("token_ids", "values", "num_top")

@@ -1,0 +1,96 @@
+"""Costs learnt while they are paid: time as a linear function of what was done. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_RATE = 0.2
+_MAX_JUMP = 4.0
+_OLD = 0.99
+_MIN_WEIGHT = 0.02
+_REFIT_EVERY = 8
+_WORTH_A_TERM = 1e-4
+
+Vector = npt.NDArray[np.float64]
+
+
+class _Sample:
+    """Similar observations, averaged: the last ones count most."""
+
+    __slots__ = ("cost", "features", "last")
+
+    def __init__(self, features: Vector, cost: float, number: int) -> None:
+        self.features, self.cost, self.last = features, cost, number
+
+    def add(self, features: Vector, cost: float, number: int) -> None:
+        cost = min(cost, _MAX_JUMP * self.cost)  # one pause of the machine is no trend
+        self.features += _RATE * (features - self.features)
+        self.cost += _RATE * (cost - self.cost)
+        self.last = number
+
+
+class CostModel:
+    """cost = base + sum of (rate_i * feature_i), with nothing negative, fitted to relative errors.
+
+    Observations of about the same size (to a power of two) are one sample, so that what is done all the time
+    does not drown what was seen once, such as a long prompt; older samples count less. As long as all samples
+    are alike nothing tells a rate from the base: then everything is base, the optimistic view, and whoever
+    acts on it will see.
+
+    Attributes:
+        base, rates: in the unit of the costs; 0 before the first observation.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        self._samples: dict[tuple[int, ...], _Sample] = {}
+        self._num_added = 0
+        self.base = 0.0
+        self.rates = (0.0,) * num_features
+
+    def add(self, features: Sequence[float], cost: float) -> None:
+        """Learn what one thing cost; features must not be negative, a cost must be over 0."""
+        key = tuple(round(math.log2(1 + feature)) for feature in features)
+        values = np.array([1.0, *features])
+        self._num_added += 1
+        sample = self._samples.get(key)
+        if sample is None:
+            self._samples[key] = _Sample(values, cost, self._num_added)
+        else:
+            sample.add(values, cost, self._num_added)
+        if sample is None or self._num_added % _REFIT_EVERY == 0:
+            self._fit()
+
+    def predict(self, features: Sequence[float]) -> float:
+        """What this would cost; 0 before the first observation."""
+        return self.base + sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))
+
+    def _fit(self) -> None:
+        """Non-negative least squares: of all sets of terms, the best whose coefficients are all positive."""
+        samples = self._samples.values()
+        weights = np.array([max(_MIN_WEIGHT, _OLD ** (self._num_added - s.last)) for s in samples])
+        costs = np.array([s.cost for s in samples])
+        scale = np.sqrt(weights) / costs
+        rows = np.stack([s.features for s in samples]) * scale[:, None]
+        wanted = costs * scale
+        best, coefficients = math.inf, np.zeros(rows.shape[1])
+        for terms in _term_sets(rows.shape[1]):
+            found, *_ = np.linalg.lstsq(rows[:, terms], wanted, rcond=None)
+            if (found < 0).any():
+                continue
+            error = float(np.square(rows[:, terms] @ found - wanted).sum() / weights.sum())
+            if error < best - _WORTH_A_TERM:
+                best, coefficients = error, np.zeros(rows.shape[1])
+                coefficients[list(terms)] = found
+        self.base, *rates = coefficients.tolist()
+        self.rates = tuple(rates)
+
+
+def _term_sets(num_terms: int) -> list[list[int]]:
+    """All sets of terms, small ones first, and of those the ones with the base first."""
+    every = range(num_terms)
+    return [list(terms) for size in range(1, num_terms + 1) for terms in itertools.combinations(every, size)]

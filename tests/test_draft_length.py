@@ -1,0 +1,229 @@
+"""The number of draft tokens: the closed form, what is learnt from rounds, and trials of both modes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from coordinator.draft_length import (
+    MAX_CHOSEN,
+    Acceptance,
+    AdaptiveLength,
+    FixedLength,
+    SharedMeasurements,
+    best_length,
+)
+from coordinator.generation import Cost, Round
+from coordinator.trials import Mode, Trials
+from specwire import Rule, SamplingParams
+from specwire.core import Load, Outcome, Proposal, Verdict
+from specwire.costs import CostModel
+from tests.harness import local_stack
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("draft_cost", [0.01, 0.1, 0.5])
+def test_the_best_length_is_that_of_the_closed_form(alpha: float, draft_cost: float) -> None:
+    """Leviathan et al. 2023, theorem 3.8: (1 - α^(γ+1)) / ((1 - α)(γc + 1)) at its largest."""
+    lengths = np.arange(MAX_CHOSEN + 1)
+    speedup = (1 - alpha ** (lengths + 1)) / ((1 - alpha) * (lengths * draft_cost + 1))
+    times = [1 + draft_cost * n for n in lengths]
+    assert best_length([alpha] * MAX_CHOSEN, times) == int(speedup.argmax())
+
+
+class Machine:
+    """A made-up system in which many streams decode in turn; times in nanoseconds.
+
+    Draft steps and passes cost what they say; `sharing` is how much slower passes get as soon as anybody
+    drafts, as where both share a processor.
+    """
+
+    def __init__(self, num_streams: int, *, base: float, sequence: float, token: float, step: float) -> None:
+        self.rng = np.random.default_rng(num_streams)
+        self.shared = SharedMeasurements(lambda: num_streams)
+        self.streams = [AdaptiveLength(self.shared) for _ in range(num_streams)]
+        self.base, self.sequence, self.token, self.step = base, sequence, token, step
+        self.sharing = 1.0
+        self.tokens, self.time = 0, 0.0
+        self.chosen: Counter[int] = Counter()
+
+    def run(self, num_rounds: int, alpha: float) -> float:
+        """Tokens a nanosecond and stream over these rounds."""
+        self.tokens, self.time, self.chosen = 0, 0.0, Counter()
+        for _ in range(num_rounds):
+            self._round(alpha)
+        return self.tokens / self.time / len(self.streams)
+
+    def ideal(self, alpha: float) -> float:
+        """The most that a fixed number could bring."""
+        return max(self._rate(n, alpha) for n in range(MAX_CHOSEN + 1))
+
+    def plain(self) -> float:
+        return self._rate(0, 0.0)
+
+    def _rate(self, n: int, alpha: float) -> float:
+        expected = sum(alpha**i for i in range(n + 1))
+        time = self.pass_time(len(self.streams), len(self.streams) * (n + 1))
+        return expected / (n * self.step + time * (self.sharing if n else 1))
+
+    def pass_time(self, num_sequences: int, num_tokens: int) -> float:
+        return self.base + self.sequence * num_sequences + self.token * num_tokens
+
+    def _round(self, alpha: float) -> None:
+        num = len(self.streams)
+        lengths = [stream.choose() for stream in self.streams]
+        self.chosen.update(lengths)
+        draft = self.step * max(lengths)
+        verify = self.pass_time(num, sum(lengths) + num) * (self.sharing if any(lengths) else 1)
+        noise = self.rng.lognormal(0, 0.05)
+        load = Load(0, num, int(self.base), int(self.sequence), int(self.token))
+        for stream, length in zip(self.streams, lengths, strict=True):
+            accepted = int(np.argmin([*(self.rng.random(length) < alpha), False]))
+            draft_cost = Cost(wall_ns=int(self.step * length * noise), num_told_tokens=1)
+            verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
+            done = Round(
+                Proposal(0, [0] * length), Verdict(0, []), Outcome(accepted, 0), draft_cost, verify_cost, 0
+            )
+            stream.observe(done, int((draft + verify) * noise))
+            self.tokens += accepted + 1
+        self.time += (draft + verify) * noise
+
+
+CHEAP = {"base": 30e6, "sequence": 0.1e6, "token": 0.05e6, "step": 2e6}
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("num_streams", [1, 8])
+def test_it_comes_near_the_best_fixed_number(alpha: float, num_streams: int) -> None:
+    machine = Machine(num_streams, **CHEAP)
+    machine.run(400, alpha)
+    assert machine.run(1500, alpha) > 0.87 * machine.ideal(alpha)
+
+
+def test_it_falls_as_the_batch_fills_and_ends_at_zero() -> None:
+    """Tokens that cost what a plain one costs bring nothing any more."""
+    chosen = []
+    for num_streams in (1, 16, 256):
+        machine = Machine(num_streams, base=30e6, sequence=0, token=0.3e6, step=1e6)
+        machine.run(150, 0.7)
+        rate = machine.run(300, 0.7)
+        assert rate > 0.97 * machine.plain()
+        chosen.append(machine.chosen.most_common(1)[0][0])
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] >= 4
+    assert chosen[-1] <= 1
+
+
+def test_a_machine_that_cannot_do_both_at_once_decodes_plainly() -> None:
+    """No cost model sees it coming: the pass is slow because somebody drafts."""
+    machine = Machine(4, **CHEAP)
+    machine.sharing = 4.0
+    machine.run(300, 0.6)
+    assert machine.run(4000, 0.6) > 0.98 * machine.plain()
+    assert machine.chosen[0] > 0.95 * machine.chosen.total()
+
+
+def test_it_speculates_again_when_that_pays_again() -> None:
+    machine = Machine(4, **CHEAP)
+    machine.sharing = 4.0
+    machine.run(500, 0.6)
+    machine.sharing = 1.0
+    machine.run(10_000, 0.6)
+    assert machine.run(1000, 0.6) > 0.9 * machine.ideal(0.6)
+
+
+def test_hard_text_is_noticed_within_a_few_rounds_and_forgotten_again() -> None:
+    machine = Machine(1, base=30e6, sequence=0, token=0.5e6, step=6e6)
+    machine.run(1000, 0.85)
+    easy = machine.chosen.most_common(1)[0][0]
+    machine.run(8, 0.0)
+    machine.run(4, 0.0)
+    assert max(machine.chosen) <= easy - 2
+    machine.run(40, 0.85)
+    machine.run(60, 0.85)
+    assert machine.chosen.most_common(1)[0][0] >= easy - 1
+
+
+def test_acceptance_counts_judged_tokens_only() -> None:
+    acceptance = Acceptance(memory=1.0, prior_weight=4.0)
+    for _ in range(1000):
+        acceptance.add(4, 1)  # the first accepted, the second refused, two never judged
+    by_position = acceptance.by_position()
+    assert by_position[0] > 0.99
+    assert by_position[1] < 0.01
+    assert by_position[2] == pytest.approx(acceptance.overall(0.75))
+    assert acceptance.overall(0.75) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_fixed_length_is_fixed() -> None:
+    assert FixedLength(5).choose() == 5
+
+
+def test_trials_cost_little() -> None:
+    """The worse mode gets about one per cent of the time's worth, plus the first trials."""
+    trials, rng, spent = Trials(), np.random.default_rng(0), Counter()
+    for _ in range(20_000):
+        mode = trials.mode(4)
+        spent[mode] += 1
+        trials.add(mode, 4, 1, int((2.0 if mode is Mode.SPECULATIVE else 1.0) * 1e6 * rng.lognormal(0, 0.1)))
+    assert spent[Mode.SPECULATIVE] < 0.03 * spent[Mode.PLAIN]
+    assert spent[Mode.SPECULATIVE] > 24
+
+
+def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:
+    trials = Trials()
+    for _ in range(2000):
+        mode = trials.mode(4)
+        trials.add(mode, 4, 1, 100 if mode is Mode.PLAIN else 200)
+    assert trials.mode(4) is Mode.PLAIN
+    assert trials.mode(9) is Mode.PLAIN
+
+
+def test_costs_are_learnt_and_old_ones_kept() -> None:
+    model, rng = CostModel(2), np.random.default_rng(1)
+
+    def cost(sequences: float, tokens: float) -> float:
+        return (30 + 0.6 * sequences + 0.4 * tokens) * rng.lognormal(0, 0.1)
+
+    model.add((1, 90), cost(1, 90))
+    for _ in range(300):
+        model.add((1, 1), cost(1, 1))
+    assert model.predict((1, 5)) == pytest.approx(32.6, rel=0.1)
+    for _ in range(400):
+        sequences = int(rng.integers(1, 20))
+        tokens = sequences * int(rng.integers(1, 6))
+        model.add((sequences, tokens), cost(sequences, tokens))
+    assert model.predict((16, 80)) == pytest.approx(71.6, rel=0.1)
+    assert model.base == pytest.approx(30, rel=0.15)
+
+
+def test_alike_observations_are_all_base() -> None:
+    model = CostModel(2)
+    for _ in range(50):
+        model.add((16, 16), 40.0)
+    assert (model.base, model.rates) == (pytest.approx(40.0), (0.0, 0.0))
+    model.add((16, 16), 4e6)
+    assert model.base < 100, "one pause of the machine is no trend"
+
+
+def test_the_running_system_finds_a_good_number() -> None:
+    """Emulated devices, over real gRPC: near the best fixed number, and far above plain decoding."""
+    with local_stack("emulated:step_ms=30", "emulated:step_ms=2,alpha=0.8") as stack:
+
+        def tokens_per_s(num_draft_tokens: int | None, seed: int) -> float:
+            params = SamplingParams(
+                max_tokens=90, seed=seed, rule=Rule.GUMBEL, num_draft_tokens=num_draft_tokens
+            )
+            done = stack.client.generate(params=params, prompt_token_ids=[1])
+            return 90e3 / done.timing.total_ms
+
+        for seed in range(3):
+            tokens_per_s(None, seed)  # with the first trials
+        seeds = (10, 11, 12)
+        best = float(np.median([tokens_per_s(6, seed) for seed in seeds]))
+        chosen = float(np.median([tokens_per_s(None, seed) for seed in seeds]))
+        plain = tokens_per_s(0, 9)
+    assert chosen > 0.8 * best
+    assert chosen > 1.5 * plain
