@@ -109,6 +109,9 @@ class ModelServiceConfig(ServiceConfig):
     device: str = option("cpu", "device the model runs on, as torch names it")
     num_threads: int = option(0, "CPU threads for the model; 0 leaves it to torch")
     num_kv_tokens: int = option(65536, "size of the KV cache, in tokens over all sequences")
+    kv_cache_memory: float = option(
+        0.0, "fraction of the device's free memory for the KV cache, instead of --num-kv-tokens; 0 for none"
+    )
     page_size: int = option(16, "tokens in a page of the KV cache")
     prefix_sharing: bool = option(True, "find pages of the KV cache again by their tokens")
     max_num_tokens: int = option(2048, "most tokens in one forward pass")
@@ -123,6 +126,8 @@ class ModelServiceConfig(ServiceConfig):
         _check(
             self.num_kv_tokens >= self.page_size, "num_kv_tokens", self.num_kv_tokens, "is less than a page"
         )
+        fraction = self.kv_cache_memory
+        _check(0 <= fraction < 1, "kv_cache_memory", fraction, "must lie in [0, 1)")
         _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "must be at least 1")
         least = MAX_NUM_DRAFT_TOKENS + 1
         _check(
@@ -133,7 +138,7 @@ class ModelServiceConfig(ServiceConfig):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV cache."""
+        """Pages that `num_kv_tokens` stands for."""
         return self.num_kv_tokens // self.page_size
 
 

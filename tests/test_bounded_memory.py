@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
-from specwire import AsyncClient, ContextLengthError, Rule, SamplingParams
+from specwire import AsyncClient, ContextLengthError, ModelLoadError, Rule, SamplingParams
+from specwire.config import VerifyConfig
+from specwire.engine import boot
+from specwire.engine.memory import _cgroup_bytes, free_bytes
 from tests.harness import local_stack
 from tests.pairs import save_good_draft, save_target
+from verify_service import verifier
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_TOKENS = 75
@@ -54,6 +59,34 @@ def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
         roles = ("verify", "draft") if short == "both" else (short,)
         assert all(stack.status(role).num_preemptions > 0 for role in roles)
         stack.assert_idle_within(1.0)
+
+
+def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
+    """Of the memory that is free with the model loaded, and no page more."""
+    free = free_bytes(torch.device("cpu"))
+    config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
+    service = boot.start(config, "verify", verifier.consume)
+    try:
+        pool, per_token = service.runner.pool, service.runner.kv_bytes_per_token
+        assert pool.num_pages * PAGE_SIZE * per_token == pytest.approx(0.01 * free, rel=0.2)
+        assert service.info.context_len <= pool.num_pages * PAGE_SIZE
+    finally:
+        service.engine.close()
+
+
+def test_a_fraction_too_small_for_a_page_is_refused(pair):
+    config = VerifyConfig(model=str(pair[0]), kv_cache_memory=1e-12)
+    with pytest.raises(ModelLoadError, match=r"--kv-cache-memory 1e-12 is 0 bytes on cpu, less than a page"):
+        boot.start(config, "verify", verifier.consume)
+
+
+def test_a_container_s_limit_counts(tmp_path):
+    assert _cgroup_bytes(tmp_path) > 1 << 60
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_bytes(tmp_path) > 1 << 60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _cgroup_bytes(tmp_path) == 700
 
 
 def test_what_can_never_fit_is_refused_at_once(pair):

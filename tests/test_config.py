@@ -35,7 +35,7 @@ def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
 
 def another_value(field: dataclasses.Field[Any]) -> Any:
     """Valid, and not the default."""
-    if field.name == "support_mass":
+    if field.name in ("support_mass", "kv_cache_memory"):
         return 0.5
     if isinstance(field.default, bool):
         return not field.default
@@ -131,6 +131,8 @@ class TestRefusals:
             (VerifyConfig, "dtype", "int4"),
             (VerifyConfig, "num_threads", -1),
             (VerifyConfig, "num_kv_tokens", 15),
+            (VerifyConfig, "kv_cache_memory", 1.0),
+            (VerifyConfig, "max_prefill_tokens", 0),
             (VerifyConfig, "max_num_tokens", 64),
             (VerifyConfig, "grace_s", -0.1),
             (VerifyConfig, "grace_s", float("nan")),

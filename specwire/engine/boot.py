@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specwire.engine import emulated
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loading import describe, load_model
 from specwire.engine.loop import Consume, Engine, Runner
+from specwire.engine.memory import free_bytes
 from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
@@ -84,7 +86,7 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
-    description["context_len"] = min(description["context_len"], config.num_pages * config.page_size)
+    description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_size)
     info = _model_info(config.model, source, description)
     engine = Engine(
         runner,
@@ -101,12 +103,28 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    size = {"num_pages": config.num_pages, "page_size": config.page_size}
     if source.startswith(EMULATED):
         pretended = emulated.EmulatedModel.parse(source)
-        return emulated.EmulatedRunner(pretended, **size), pretended.describe()
+        if config.kv_cache_memory:
+            raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
+        runner = emulated.EmulatedRunner(pretended, num_pages=config.num_pages, page_size=config.page_size)
+        return runner, pretended.describe()
     model = load_model(source, dtype=_dtype(config), device=config.device)
-    return ModelRunner(model, **size), describe(model, source)
+    num_pages: int | Callable[[int], int] = config.num_pages
+    if config.kv_cache_memory:
+        num_pages = functools.partial(_pages_in_memory, config, model.device)
+    return ModelRunner(model, num_pages=num_pages, page_size=config.page_size), describe(model, source)
+
+
+def _pages_in_memory(config: ModelServiceConfig, device: torch.device, page_bytes: int) -> int:
+    """Pages in the fraction of the memory that is free now, with the model loaded."""
+    num_bytes = int(free_bytes(device) * config.kv_cache_memory)
+    if num_bytes < page_bytes:
+        raise ModelLoadError(
+            f"{config.model}: --kv-cache-memory {config.kv_cache_memory} is {num_bytes} bytes on {device}, "
+            f"less than a page of {page_bytes}"
+        )
+    return num_bytes // page_bytes
 
 
 def _dtype(config: ModelServiceConfig) -> str:

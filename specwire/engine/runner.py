@@ -8,7 +8,7 @@ one token shows which layers attend, and with what shapes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class ModelRunner:
 
     Args:
         model: a transformers causal language model; it is switched to the engine's attention.
-        num_pages: pages of the KV cache, allocated here.
+        num_pages: pages of the KV cache, allocated here; or what says it, given the bytes of a page.
         page_size: tokens a page.
 
     Raises:
@@ -58,9 +58,8 @@ class ModelRunner:
         kv_bytes_per_token: memory a cached token takes in all layers.
     """
 
-    def __init__(self, model: Any, *, num_pages: int, page_size: int = 16) -> None:
+    def __init__(self, model: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16) -> None:
         self.model = model.eval()
-        self.pool = PagePool(num_pages, page_size)
         self.device: torch.device = model.device
         self.context_len = context_length(model.config)
         self._num_embeddings: int = model.get_input_embeddings().weight.shape[0]
@@ -69,9 +68,12 @@ class ModelRunner:
         if model.config._attn_implementation != attention.ATTENTION_NAME:
             model.set_attn_implementation(attention.ATTENTION_NAME)
         probe = self._probe()
+        self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
+        if callable(num_pages):
+            num_pages = num_pages(self.kv_bytes_per_token * page_size)
+        self.pool = PagePool(num_pages, page_size)
         num_slots = num_pages * page_size
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
-        self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
 
     @torch.inference_mode()
     def _probe(self) -> _Probe:

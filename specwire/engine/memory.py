@@ -1,0 +1,32 @@
+"""How much memory a device has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could still be taken: of a CUDA device's memory, or of the host's within its cgroup."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_available_bytes(), _cgroup_bytes(_CGROUP))
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo does not say what memory is available")
+
+
+def _cgroup_bytes(directory: Path) -> int:
+    """What a container's limit leaves (cgroup v2); without a limit, more than any machine has."""
+    try:
+        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))
