@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: one stream of specwire against transformers, one machine, one run.
+"""`python -m benchmarks`: specwire against transformers, one stream and many, one machine, one run.
 
 Two targets, both with the embedded draft: the embedded target in float32, and the same function widened
 to about 250 million parameters in bfloat16, whose passes cost what a real model's do.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks import measure, report, volume, widen
+from benchmarks import curve, curve_report, curve_systems, measure, report, volume, widen, windows
+from benchmarks.curve import Curve
+from benchmarks.curve_systems import AssistedOneByOne, ContinuousBatching, SpecwireStreams
 from benchmarks.echo import EchoPair
 from benchmarks.measure import Comparison, Plan
 from benchmarks.peers import Peer
@@ -32,6 +35,7 @@ from benchmarks.systems import (
 )
 from specwire import Client, embedded, tokenizer
 from specwire.config import UpConfig
+from specwire.core import ModelInfo
 from specwire.supervisor import Stack
 
 CACHE = Path("build/benchmarks")
@@ -42,23 +46,33 @@ DRAFT_DTYPE = "float32"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model to measure on, and how much."""
+    """A model to measure on, and how much: with one stream, and with many."""
 
     name: str
     source: Path
     dtype: str
     num_threads: int
     plan: Plan
+    streams_plan: curve.Plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, write the files."""
+    """Measure, print the tables, write the files."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two prompts, two repetitions, few tokens")
+    parser.add_argument("--quick", action="store_true", help="few prompts, repetitions, tokens and streams")
+    parser.add_argument("--only", choices=("single", "curve"), help="one stream, or many, instead of both")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args(argv)
     facts = report.machine()
     targets = _targets(args.quick)
+    if args.only != "curve":
+        print(_single(facts, targets, args.out))
+    if args.only != "single":
+        print(curve_report.write(facts, [measure_curve(target) for target in targets], args.out))
+    return 0
+
+
+def _single(facts: dict[str, str], targets: Sequence[Target], out: Path) -> str:
     with EchoPair() as echo:
         comparisons = [comparison for target in targets for comparison in compare(target, echo)]
     _say("bytes a round")
@@ -69,22 +83,20 @@ def main(argv: list[str] | None = None) -> int:
         volumes=volume.measure(_config(targets[0]), targets[0].plan),
         synthetic_bytes=volume.synthetic(),
     )
-    print(report.write(results, args.out))
-    return 0
+    return report.write(results, out)
 
 
 def compare(target: Target, echo: EchoPair) -> list[Comparison]:
     """All systems on one target; their processes live only as long."""
     _say(f"{target.name}: starting")
     with (
-        Peer(target.source, embedded.DRAFT_DIR, target.dtype, DRAFT_DTYPE, target.num_threads) as peer,
+        _peer(target) as peer,
         Stack(_config(target)) as stack,
         Client(stack.address) as client,
     ):
         systems = _systems(peer, client)
         measure.warm_up(systems, target.plan, TEMPERATURES)
-        size = client.get_model_info()[0].num_parameters / 1e6
-        name = f"{target.name} target ({size:.0f} M, {target.dtype})"
+        name = _title(target, client.get_model_info()[0])
         return [
             measure.compare(name, temperature, systems, target.plan, echo, _say)
             for temperature in TEMPERATURES
@@ -101,6 +113,54 @@ def _systems(peer: Peer, client: Client) -> list[System]:
     ]
 
 
+def measure_curve(target: Target) -> Curve:
+    """All systems on one target, with every number of streams; their processes live only as long."""
+    _say(f"{target.name}, many streams: starting")
+    plan = target.streams_plan
+    prompts = windows.cut(_tokenizer(), plan.num_windows)
+    with (
+        _peer(target) as peer,
+        Stack(_config(target)) as stack,
+        curve_systems.connect(stack.address) as connection,
+    ):
+        ours = [
+            SpecwireStreams(SPECWIRE, connection, None, own_prompts=False),
+            SpecwireStreams(NO_SPECULATION, connection, 0, own_prompts=True),
+        ]
+        batching = ContinuousBatching(peer)
+        exact = target.dtype == "float32"
+        identical = curve.compare_texts([*ours, batching], plan, prompts, exact=exact)
+        assisted = _assisted(peer, plan, prompts)
+        info, _ = connection.runner.run(connection.client.get_model_info())
+        return Curve(
+            target=target.name,
+            title=_title(target, info),
+            num_tokens=plan.num_tokens,
+            assisted_setting=assisted.setting,
+            num_compared=max(plan.num_streams),
+            identical=identical,
+            series=curve.measure([*ours, assisted, batching], plan, prompts, _say),
+        )
+
+
+def _assisted(peer: Peer, plan: curve.Plan, prompts: Sequence[Sequence[int]]) -> AssistedOneByOne:
+    """transformers' better setting for this target."""
+    constant, most = UpConfig().num_draft_tokens, plan.least_requests
+    candidates = [
+        AssistedOneByOne("its defaults (20 guesses, cut at a confidence of 0.4)", peer, most),
+        AssistedOneByOne(f"a constant {constant} guesses", peer, most, num_assistant_tokens=constant),
+    ]
+    return curve_systems.faster(candidates, prompts, plan.num_tokens)
+
+
+def _peer(target: Target) -> Peer:
+    return Peer(target.source, embedded.DRAFT_DIR, target.dtype, DRAFT_DTYPE, target.num_threads)
+
+
+def _title(target: Target, info: ModelInfo) -> str:
+    return f"{target.name} target ({info.num_parameters / 1e6:.0f} M, {target.dtype})"
+
+
 def _config(target: Target) -> UpConfig:
     return UpConfig(
         target=str(target.source),
@@ -113,20 +173,43 @@ def _config(target: Target) -> UpConfig:
 
 
 def _targets(quick: bool) -> list[Target]:
-    loaded = tokenizer.load(embedded.TARGET_DIR)
-    assert loaded is not None
-    prompts = [loaded.encode(prompt) for prompt in PROMPTS]
+    prompts = [_tokenizer().encode(prompt) for prompt in PROMPTS]
     if quick:
         small = wide = Plan(num_repetitions=2, num_tokens=24, prompts=prompts[:2], num_echoes=100)
+        small_streams = wide_streams = curve.Plan(
+            num_streams=(1, 4), num_repetitions=2, num_tokens=16, least_requests=2
+        )
     else:
         small = Plan(num_repetitions=5, num_tokens=128, prompts=prompts)
         wide = Plan(num_repetitions=5, num_tokens=48, prompts=prompts)
+        small_streams = curve.Plan(num_repetitions=5, num_tokens=64, least_requests=8)
+        wide_streams = curve.Plan(num_repetitions=3, num_tokens=48, least_requests=4)
     _say("widening the target (once)")
     widened = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
     return [
-        Target(name="embedded", source=embedded.TARGET_DIR, dtype="float32", num_threads=1, plan=small),
-        Target(name="widened", source=widened, dtype="bfloat16", num_threads=os.cpu_count() or 1, plan=wide),
+        Target(
+            name="embedded",
+            source=embedded.TARGET_DIR,
+            dtype="float32",
+            num_threads=1,
+            plan=small,
+            streams_plan=small_streams,
+        ),
+        Target(
+            name="widened",
+            source=widened,
+            dtype="bfloat16",
+            num_threads=os.cpu_count() or 1,
+            plan=wide,
+            streams_plan=wide_streams,
+        ),
     ]
+
+
+def _tokenizer() -> tokenizer.Tokenizer:
+    loaded = tokenizer.load(embedded.TARGET_DIR)
+    assert loaded is not None
+    return loaded
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""transformers' own decoding in a process of its own: plain `generate` and assisted generation.
+"""transformers' own decoding in a process of its own: plain, assisted, and many requests at once.
 
 The parent writes one JSON order a line and reads one JSON answer a line. The clock runs inside the peer,
 around `generate` alone, so that the pipe costs it nothing.
@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from benchmarks.batching import BatchAnswer, BatchGenerator, BatchOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,12 @@ class Answer:
     """What came of an order.
 
     Attributes:
+        first_s: until the first tokens were there.
         elapsed_s: prefill and decoding.
         num_passes: forward passes of the target.
     """
 
+    first_s: float
     elapsed_s: float
     token_ids: list[int]
     num_passes: int
@@ -65,14 +69,22 @@ class Peer:
 
     def run(self, order: Order) -> Answer:
         """Have it generate; raises RuntimeError when the process has ended."""
+        return Answer(**self._ask("one", order))
+
+    def run_batch(self, order: BatchOrder) -> BatchAnswer:
+        """Have it generate for many prompts at once; errors as for `run`."""
+        return BatchAnswer(**self._ask("batch", order))
+
+    def _ask(self, kind: str, order: Order | BatchOrder) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(order)) + "\n")
+        self._process.stdin.write(json.dumps({"kind": kind, "order": asdict(order)}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the peer process ended with status {self._process.wait()}")
-        return Answer(**json.loads(line))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +107,11 @@ class Generator:
     def __init__(self, target: str, draft: str, dtype: str, draft_dtype: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
         self._draft: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=draft_dtype).eval()
         self._defaults = {name: getattr(self._draft.generation_config, name) for name in _ASSISTANT_SETTINGS}
         self._num_passes = 0
-        self._target.register_forward_pre_hook(self._count)
+        self.target.register_forward_pre_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self._num_passes += 1
@@ -112,12 +124,20 @@ class Generator:
         prompt = torch.tensor([list(order.prompt_token_ids)])
         options = self._options(order)
         self._num_passes = 0
+        watch = _FirstTokens()
         started_s = time.perf_counter()
         with torch.inference_mode():
-            out = self._target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            out = self.target.generate(
+                prompt, attention_mask=torch.ones_like(prompt), streamer=watch, **options
+            )
         elapsed_s = time.perf_counter() - started_s
         token_ids = out[0, prompt.shape[1] :].tolist()
-        return Answer(elapsed_s=elapsed_s, token_ids=token_ids, num_passes=self._num_passes)
+        return Answer(
+            first_s=watch.at_s - started_s,
+            elapsed_s=elapsed_s,
+            token_ids=token_ids,
+            num_passes=self._num_passes,
+        )
 
     def _options(self, order: Order) -> dict[str, Any]:
         options: dict[str, Any] = {"max_new_tokens": order.max_new_tokens, "eos_token_id": None}
@@ -148,6 +168,23 @@ _ASSISTANT_SETTINGS = (
 )
 
 
+class _FirstTokens:
+    """A streamer of transformers that notes when the first tokens came."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self._num_calls = 0
+
+    def put(self, _: Any) -> None:
+        """The prompt comes first, then what each pass brings."""
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self.at_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve orders until standard input ends."""
     parser = argparse.ArgumentParser(prog="benchmarks.peers")
@@ -166,8 +203,14 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     torch.set_num_threads(args.num_threads)
     generator = Generator(args.target, args.draft, args.dtype, args.draft_dtype)
+    batches = BatchGenerator(generator.target)
     for line in sys.stdin:
-        answer = generator.run(Order(**json.loads(line)))
+        order = json.loads(line)
+        answer = (
+            generator.run(Order(**order["order"]))
+            if order["kind"] == "one"
+            else batches.run(BatchOrder(**order["order"]))
+        )
         print(json.dumps(asdict(answer)), file=answers, flush=True)
     return 0
 

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import measure, report, stats, systems, volume, widen
-from benchmarks.__main__ import Target, compare
+from benchmarks import curve, curve_report, measure, report, stats, systems, volume, widen, windows
+from benchmarks.__main__ import Target, compare, measure_curve
+from benchmarks.batching import BatchOrder
+from benchmarks.curve import Burst, Curve
+from benchmarks.curve_systems import CONTINUOUS
 from benchmarks.echo import EchoPair
 from benchmarks.measure import Comparison, Plan, Series
-from benchmarks.peers import Generator, Order
+from benchmarks.peers import Generator, Order, Peer
 from benchmarks.systems import Sample, Work
-from specwire import embedded
+from specwire import embedded, tokenizer
 from specwire.core import Timing
 from tests import tiny_models
 
@@ -167,7 +170,7 @@ def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
         )
         answer = generator.run(order)
         assert len(answer.token_ids) == 12
-        assert answer.elapsed_s > 0
+        assert 0 < answer.first_s < answer.elapsed_s
         assert answer.num_passes <= 12
         texts.append(answer.token_ids)
     assert texts[0] == texts[1] == texts[2]
@@ -180,18 +183,165 @@ def test_bare_round_trips() -> None:
     assert all(0 < time_s < 1 for time_s in times_s)
 
 
+def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) -> Target:
+    return Target(
+        name="embedded",
+        source=embedded.TARGET_DIR,
+        dtype="float32",
+        num_threads=1,
+        plan=plan or Plan(num_repetitions=1, num_tokens=1, prompts=[]),
+        streams_plan=streams_plan or curve.Plan(),
+    )
+
+
 def test_all_systems_run_side_by_side() -> None:
     """Real processes, the embedded pair, next to nothing to do."""
     plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
-    target = Target(name="embedded", source=embedded.TARGET_DIR, dtype="float32", num_threads=1, plan=plan)
     with EchoPair() as echo:
-        comparisons = compare(target, echo)
+        comparisons = compare(_target(plan=plan), echo)
     for comparison in comparisons:
         assert len(comparison.series) == 5
         assert all(series.tokens_per_s[0] > 0 for series in comparison.series.values())
         assert 0 < comparison.series[systems.SPECWIRE].own_ms_per_round[0] < 100
     greedy = [series.token_ids for series in comparisons[0].series.values()]
     assert greedy.count(greedy[0]) == 5
+
+
+# --- many streams ---------------------------------------------------------------------------------
+
+
+class _ScriptedStreams:
+    """Answers a burst at once and notes its prompts."""
+
+    def __init__(self, name: str, log: list[tuple[str, list[list[int]]]], own_prompts: bool = False) -> None:
+        self.name, self.own_prompts, self._log = name, own_prompts, log
+
+    def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        self._log.append((self.name, [list(prompt) for prompt in prompts]))
+        n = len(prompts)
+        return Burst(elapsed_s=0.5, token_ids=[[7] * num_tokens] * n, tpots_ms=list(range(1, n + 1)))
+
+
+def _streams_plan(**changes: int) -> curve.Plan:
+    return dataclasses.replace(
+        curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
+    )
+
+
+def test_few_streams_run_in_several_bursts() -> None:
+    plan = curve.Plan(num_streams=(1, 2, 4, 8), least_requests=4)
+    assert [plan.num_bursts(n) for n in plan.num_streams] == [4, 2, 1, 1]
+    assert plan.num_windows == 8
+    assert curve.Plan(num_streams=(1, 3), least_requests=4).num_windows == 6
+
+
+def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
+    log: list[tuple[str, list[list[int]]]] = []
+    both = [_ScriptedStreams("a", log), _ScriptedStreams("b", log, own_prompts=True)]
+    prompts = [[i] for i in range(4)]
+    series = curve.measure(both, _streams_plan(), prompts, lambda text: None)
+    assert [(name, len(burst)) for name, burst in log] == [
+        ("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 4), ("b", 4)
+    ] * 2  # fmt: skip
+    sent = [tuple(prompt) for _, burst in log for prompt in burst]
+    assert len(set(sent)) == len(sent)
+    assert {prompt[1:] for prompt in sent} == {(0,), (1,), (2,), (3,)}
+    assert series[1]["a"].tokens_per_s == [16.0, 16.0]  # two bursts of one request
+    assert series[4]["b"].tokens_per_s == [64.0, 64.0]
+    assert series[4]["b"].p99_tpot_ms == pytest.approx([3.97, 3.97])
+
+
+def test_time_per_output_token_leaves_out_the_first() -> None:
+    assert curve.tpot_ms(first_s=0.1, end_s=0.5, num_tokens=5) == pytest.approx(100)
+
+
+def test_speculation_must_not_change_a_text_in_float32() -> None:
+    class Other(_ScriptedStreams):
+        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+            burst = super().run(prompts, num_tokens)
+            return dataclasses.replace(burst, token_ids=[[8] * num_tokens, *burst.token_ids[1:]])
+
+    prompts = [[i] for i in range(4)]
+    all_three = [_ScriptedStreams("a", []), Other("b", [], own_prompts=True), _ScriptedStreams("c", [])]
+    identical = curve.compare_texts(all_three, _streams_plan(), prompts, exact=False)
+    assert identical == {"b": 3, "c": 4}
+    with pytest.raises(RuntimeError, match="1 of 4 texts change with speculation"):
+        curve.compare_texts(all_three, _streams_plan(), prompts, exact=True)
+
+
+def test_a_short_stream_is_not_counted_as_fast() -> None:
+    class Short(_ScriptedStreams):
+        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+            return super().run(prompts, num_tokens - 1)
+
+    with pytest.raises(RuntimeError, match="a made 7 tokens, not 8"):
+        curve.exactly(Short("a", []), [[1]], 8)
+
+
+def test_windows_are_distinct() -> None:
+    loaded = tokenizer.load(embedded.TARGET_DIR)
+    assert loaded is not None
+    cut = windows.cut(loaded, 64)
+    assert len({tuple(window[:16]) for window in cut}) == 64  # distinct from the first page on
+    assert {len(window) for window in cut} <= set(range(64, 101))
+    assert windows.cut(loaded, 64) == cut
+    assert all(0 < prompt[0] < loaded.vocab_size for prompt in windows.fresh(cut, 100))
+
+
+def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
+    """A real process; everything at once gives what one prompt at a time does."""
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    settings = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
+    with Peer(target, draft, "float32", "float32", 1) as peer:
+        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]  # type: ignore[arg-type]
+        for _ in range(2):  # the second time with the manager of the first
+            batch = peer.run_batch(BatchOrder(prompts=prompts, max_new_tokens=6))
+            assert batch.token_ids == alone
+            assert all(0 < first < last for first, last in zip(batch.first_s, batch.last_s, strict=True))
+
+
+def test_the_curve_runs_side_by_side() -> None:
+    plan = _streams_plan(num_repetitions=1, num_tokens=6)
+    done = measure_curve(_target(streams_plan=plan))
+    assert done.identical == {systems.NO_SPECULATION: 4, CONTINUOUS: 4}
+    assert list(done.series) == [1, 4]
+    for of_all in done.series.values():
+        assert list(of_all) == [systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS]
+        assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
+
+
+def _curve(target: str, rates: dict[int, tuple[float, float, float, float]]) -> Curve:
+    names = (systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS)
+    series = {
+        n: {
+            name: curve.Series([rate, 2 * rate, rate], [4.0, 6.0, 5.0])
+            for name, rate in zip(names, of_all, strict=True)
+        }
+        for n, of_all in rates.items()
+    }
+    return Curve(target, f"{target} target", 8, "its defaults", 16, {CONTINUOUS: 15}, series)
+
+
+def test_the_report_of_the_curve(tmp_path: Path) -> None:
+    curves = [
+        _curve("embedded", {1: (950, 1000, 900, 800)}),
+        _curve("widened", {1: (60, 20, 50, 20), 16: (300, 200, 50, 310)}),
+    ]
+    text = curve_report.write({"CPU": "2 cores"}, curves, tmp_path)
+    assert "| 1 | 950; 5.0 | 1,000; 5.0 | 900; 5.0 | 800; 5.0 | 0.95 (0.95 to 0.95) |" in text
+    assert "| 1 | 60.0; 5.0 | 20.0; 5.0 | 50.0; 5.0 | 20.0; 5.0 | 3.00 (3.00 to 3.00) |" in text
+    assert [(bar.least, bar.verdict) for bar in curve_report.bars(curves)] == [
+        (5.0, "pass"), (1.0, "miss"), (0.98, "miss"), (0.98, "pass")
+    ]  # fmt: skip
+    assert "| widened, 16 streams: × assisted | ≥ 5 | 6.00 | pass |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"curve.md", "curve.json", "curve.png"}
+
+
+def test_what_was_not_measured_is_neither_passed_nor_missed() -> None:
+    bars = curve_report.bars([_curve("widened", {1: (60, 20, 50, 20)})])
+    assert [bar.verdict for bar in bars] == ["not measured", "not measured", "pass"]
 
 
 # --- bytes and report -----------------------------------------------------------------------------
