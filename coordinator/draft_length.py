@@ -14,6 +14,7 @@ Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from coordinator.generation import Cost, Round
 from coordinator.trials import Mode, Settling, Trials
@@ -25,8 +26,9 @@ MAX_CHOSEN = 16
 
 _PRIOR_ACCEPTANCE = 0.75
 _SHARED_MEMORY, _SHARED_PRIOR_WEIGHT = 0.999, 4.0
-_OWN_MEMORY, _OWN_PRIOR_WEIGHT = 0.9, 6.0
+_OWN_MEMORY, _OWN_PRIOR_WEIGHT = 0.9, 10.0
 _RATE = 0.2
+_RENEW_EVERY = 8
 _OUTLIER = 4
 
 
@@ -88,6 +90,20 @@ class Acceptance:
         return (accepted + self._prior_weight * prior) / (judged + self._prior_weight)
 
 
+class Prospects(NamedTuple):
+    """What a number of draft tokens promises to a stream like any other.
+
+    Attributes:
+        overall: acceptance at any position.
+        acceptance: [MAX_CHOSEN] at each position, given that those before were accepted.
+        round_times: [MAX_CHOSEN + 1] nanoseconds of a round with 0, 1, ... draft tokens.
+    """
+
+    overall: float
+    acceptance: list[float]
+    round_times: list[float]
+
+
 class SharedMeasurements:
     """What all streams of a coordinator learn together. Times in nanoseconds.
 
@@ -105,6 +121,17 @@ class SharedMeasurements:
         self._network_ns = 0.0
         self._queue_ns = 0.0
         self._num_drafted = 0.0
+        self._num_added = self._renew_at = 0
+        self._prospects: Prospects
+
+    def prospects(self) -> Prospects:
+        """What to choose by; made anew after a few rounds, since all streams ask in every round."""
+        if self._num_added >= self._renew_at:
+            self._renew_at = self._num_added + _RENEW_EVERY
+            self._prospects = Prospects(
+                self.acceptance.overall(_PRIOR_ACCEPTANCE), self.acceptance.by_position(), self._round_times()
+            )
+        return self._prospects
 
     @property
     def mode(self) -> Mode:
@@ -118,6 +145,7 @@ class SharedMeasurements:
 
     def add(self, done: Round) -> None:
         """Learn from a round of any stream."""
+        self._num_added += 1
         num_drafted, draft_cost = len(done.proposal.token_ids), done.draft_cost
         self.acceptance.add(num_drafted, done.outcome.num_accepted)
         if num_drafted:
@@ -139,13 +167,13 @@ class SharedMeasurements:
         self._queue_ns += _RATE * (cost.queue_ns - self._queue_ns)
         self._network_ns += _RATE * (cost.wall_ns - cost.queue_ns - cost.forward_ns - self._network_ns)
 
-    def round_times(self, limit: int) -> list[float]:
-        """[limit + 1] of a round with 0, 1, ... draft tokens: modelled, and scaled to what was measured."""
-        times = [self._round_ns(n) for n in range(limit + 1)]
+    def _round_times(self) -> list[float]:
+        """[MAX_CHOSEN + 1]: modelled, and scaled to what was measured."""
+        times = [self._round_ns(n) for n in range(MAX_CHOSEN + 1)]
         num_streams = self._num_streams()
         speculative = self._trials.rate(Mode.SPECULATIVE, num_streams).round_ns
         usual = round(self._num_drafted)
-        if speculative and 0 < usual <= limit:
+        if speculative and usual:
             scale = speculative / times[usual]
             times[1:] = [scale * time for time in times[1:]]
         times[0] = self._trials.rate(Mode.PLAIN, num_streams).round_ns or times[0]
@@ -180,7 +208,11 @@ class AdaptiveLength:
         self._settling.enter(mode)
         if mode is Mode.PLAIN or not self._limit:
             return 0
-        best = best_length(self._acceptance(), self._shared.round_times(self._limit))
+        prospects = self._shared.prospects()
+        # By position as all streams have it, scaled to how easy this one is.
+        ease = self._own.overall(prospects.overall) / prospects.overall
+        acceptance = [min(1.0, ease * rate) for rate in prospects.acceptance[: self._limit]]
+        best = best_length(acceptance, prospects.round_times)
         return max(1, best) if self._shared.on_trial else best
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
@@ -193,13 +225,6 @@ class AdaptiveLength:
         self._shared.add(done)
         if mode := self._settling.settled:
             self._shared.add_settled(mode, done.outcome.num_accepted + 1, elapsed_ns)
-
-    def _acceptance(self) -> list[float]:
-        """By position as all streams have it, scaled to how easy this one is."""
-        shared = self._shared.acceptance
-        overall = shared.overall(_PRIOR_ACCEPTANCE)
-        ease = self._own.overall(overall) / overall
-        return [min(1.0, ease * rate) for rate in shared.by_position()[: self._limit]]
 
 
 def best_length(acceptance: Sequence[float], round_times: Sequence[float]) -> int:

@@ -7,16 +7,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 _RATE = 0.2
 _MAX_JUMP = 4.0
 _OLD = 0.99
 _MIN_WEIGHT = 0.02
-_REFIT_EVERY = 8
+_REFIT_EVERY = 32
 _WORTH_A_TERM = 1e-4
-
-Vector = npt.NDArray[np.float64]
 
 
 class _Sample:
@@ -24,12 +21,12 @@ class _Sample:
 
     __slots__ = ("cost", "features", "last")
 
-    def __init__(self, features: Vector, cost: float, number: int) -> None:
-        self.features, self.cost, self.last = features, cost, number
+    def __init__(self, features: Sequence[float], cost: float, number: int) -> None:
+        self.features, self.cost, self.last = list(features), cost, number
 
-    def add(self, features: Vector, cost: float, number: int) -> None:
+    def add(self, features: Sequence[float], cost: float, number: int) -> None:
         cost = min(cost, _MAX_JUMP * self.cost)  # one pause of the machine is no trend
-        self.features += _RATE * (features - self.features)
+        self.features = [old + _RATE * (new - old) for old, new in zip(self.features, features, strict=True)]
         self.cost += _RATE * (cost - self.cost)
         self.last = number
 
@@ -54,15 +51,14 @@ class CostModel:
 
     def add(self, features: Sequence[float], cost: float) -> None:
         """Learn what one thing cost; features must not be negative, a cost must be over 0."""
-        key = tuple(round(math.log2(1 + feature)) for feature in features)
-        values = np.array([1.0, *features])
+        key = tuple(int(1 + feature).bit_length() for feature in features)
         self._num_added += 1
         sample = self._samples.get(key)
         if sample is None:
-            self._samples[key] = _Sample(values, cost, self._num_added)
+            self._samples[key] = _Sample(features, cost, self._num_added)
         else:
-            sample.add(values, cost, self._num_added)
-        if sample is None or self._num_added % _REFIT_EVERY == 0:
+            sample.add(features, cost, self._num_added)
+        if sample is None or self._num_added % min(_REFIT_EVERY, 1 + self._num_added // 4) == 0:
             self._fit()
 
     def predict(self, features: Sequence[float]) -> float:
@@ -75,7 +71,7 @@ class CostModel:
         weights = np.array([max(_MIN_WEIGHT, _OLD ** (self._num_added - s.last)) for s in samples])
         costs = np.array([s.cost for s in samples])
         scale = np.sqrt(weights) / costs
-        rows = np.stack([s.features for s in samples]) * scale[:, None]
+        rows = np.array([[1.0, *s.features] for s in samples]) * scale[:, None]
         wanted = costs * scale
         best, coefficients = math.inf, np.zeros(rows.shape[1])
         for terms in _term_sets(rows.shape[1]):

@@ -99,7 +99,7 @@ CHEAP = {"base": 30e6, "sequence": 0.1e6, "token": 0.05e6, "step": 2e6}
 def test_it_comes_near_the_best_fixed_number(alpha: float, num_streams: int) -> None:
     machine = Machine(num_streams, **CHEAP)
     machine.run(400, alpha)
-    assert machine.run(1500, alpha) > 0.87 * machine.ideal(alpha)
+    assert machine.run(1500, alpha) > 0.86 * machine.ideal(alpha)
 
 
 def test_it_falls_as_the_batch_fills_and_ends_at_zero() -> None:
