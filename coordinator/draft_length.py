@@ -36,11 +36,11 @@ class FixedLength:
     """Always the same."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
+        self.limit = num_draft_tokens
 
     def choose(self) -> int:
         """See `generation.DraftLength`."""
-        return self._num_draft_tokens
+        return self.limit
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.DraftLength`."""
@@ -154,7 +154,7 @@ class SharedMeasurements:
         self._add_verify(done.verify_cost, num_drafted)
 
     def add_settled(self, mode: Mode, num_tokens: int, elapsed_ns: int) -> None:
-        """A round of a stream that has settled in this mode, from its beginning to that of the next one."""
+        """A round of a stream that has settled in this mode, from its beginning to its end."""
         self._trials.add(mode, self._num_streams(), num_tokens, elapsed_ns)
 
     def _add_verify(self, cost: Cost, num_drafted: int) -> None:
@@ -198,7 +198,7 @@ class AdaptiveLength:
 
     def __init__(self, shared: SharedMeasurements, limit: int = MAX_CHOSEN) -> None:
         self._shared = shared
-        self._limit = min(limit, MAX_CHOSEN)
+        self.limit = min(limit, MAX_CHOSEN)
         self._own = Acceptance(_OWN_MEMORY, _OWN_PRIOR_WEIGHT)
         self._settling = Settling()
 
@@ -206,12 +206,12 @@ class AdaptiveLength:
         """See `generation.DraftLength`."""
         mode = self._shared.mode
         self._settling.enter(mode)
-        if mode is Mode.PLAIN or not self._limit:
+        if mode is Mode.PLAIN or not self.limit:
             return 0
         prospects = self._shared.prospects()
         # By position as all streams have it, scaled to how easy this one is.
         ease = self._own.overall(prospects.overall) / prospects.overall
-        acceptance = [min(1.0, ease * rate) for rate in prospects.acceptance[: self._limit]]
+        acceptance = [min(1.0, ease * rate) for rate in prospects.acceptance[: self.limit]]
         best = best_length(acceptance, prospects.round_times)
         return max(1, best) if self._shared.on_trial else best
 

@@ -31,14 +31,19 @@ class Cost:
 
 
 class DraftLength(Protocol):
-    """How many tokens to draft."""
+    """How many tokens to draft; never more than `limit`."""
+
+    @property
+    def limit(self) -> int:
+        """Most that it ever chooses."""
+        ...
 
     def choose(self) -> int:
         """For the round about to begin; from the past alone, never from the tokens it would leave out."""
         ...
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
-        """Learn from a round; `elapsed_ns` is from its beginning to when the next one could begin."""
+        """Learn from a round and how long it took."""
         ...
 
 
@@ -123,8 +128,8 @@ class Generation:
                 done = await self._round(span.traceparent)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
                 span.set(_round_attributes(done))
-            yield done
             self._length.observe(done, time.perf_counter_ns() - started_ns)
+            yield done
 
     async def _round(self, parent: str) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.

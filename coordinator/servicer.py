@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from coordinator.admission import Admission
+from coordinator.credit import Credit
 from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
 from coordinator.generation import DraftLength, Generation
 from coordinator.peers import DraftPeer, VerifyPeer
@@ -44,17 +47,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._num_finished = 0
 
     @rpc.translate_errors
-    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
+    async def Generate(  # noqa: N802
+        self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
+    ) -> None:
+        # A stream without a request is one without a prompt.
+        request = await anext(aiter(requests), generation_pb2.GenerateRequest())
         params = _with_seed(wire.generate_params(request))
+        window = wire.opening_credit(request)
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
+        length = self._length(params)
         async with self._admission.place(context.peer()):
             try:
-                await self._generate(prompt, params, context)
+                async with acknowledged(requests, Credit(window, length.limit + 1)) as credit:
+                    await self._generate(prompt, params, length, credit, context)
             finally:
                 self._num_finished += 1
 
-    async def _generate(self, prompt: list[int], params: SamplingParams, context: Any) -> None:
+    async def _generate(
+        self, prompt: list[int], params: SamplingParams, length: DraftLength, credit: Credit, context: Any
+    ) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
         drafter = RemoteDrafter(
             self._draft,
@@ -76,7 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     params,
                     drafter,
                     verifier,
-                    length=self._length(params),
+                    length=length,
                     tracer=self._tracer,
                     parent=span.traceparent,
                 )
@@ -87,6 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     tokenizer=self._tokenizer,
                     eos_token_ids=self._verify.info.eos_token_ids,
                     model=self._verify.info.name,
+                    credit=credit,
                 )
                 async for chunk in session.chunks():
                     await context.write(generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk)))
@@ -127,6 +140,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             draft_unavailable=self._draft.unavailable,
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
         )
+
+
+@contextlib.asynccontextmanager
+async def acknowledged(
+    requests: AsyncIterator[generation_pb2.GenerateRequest], credit: Credit
+) -> AsyncIterator[Credit]:
+    """Take in acknowledgements while the body generates; one that cannot be used ends the generation."""
+
+    async def take_in() -> None:
+        try:
+            async for request in requests:
+                credit.acknowledge(wire.acknowledged_tokens(request))
+        except Exception as error:
+            credit.fail(error)
+
+    taking_in = asyncio.create_task(take_in())
+    try:
+        yield credit
+    finally:
+        taking_in.cancel()
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
 from coordinator.text import TextAssembler
 from specwire.core import (
@@ -23,7 +24,10 @@ from specwire.tokenizer import Tokenizer
 
 
 class Session:
-    """Turns the rounds of a generation into chunks, and ends it at the first stop condition."""
+    """Turns the rounds of a generation into chunks, and ends it at the first stop condition.
+
+    Between rounds it waits for the client's credit, so a round is whole, and as long, whoever reads it.
+    """
 
     def __init__(
         self,
@@ -34,12 +38,14 @@ class Session:
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
         model: str,
+        credit: Credit,
     ) -> None:
         self._generation = generation
         self._num_prompt_tokens = len(prompt_token_ids)
         self._params = params
         self._tokenizer = tokenizer
         self._model = model
+        self._credit = credit
         self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self._text = TextAssembler(tokenizer, prompt_token_ids, params.stop)
         self._released: list[Token] = []
@@ -48,17 +54,23 @@ class Session:
         self._tally = Tally()
 
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """One chunk a round at the most; every emitted token exactly once, in order."""
+        """One chunk a round at the most; every emitted token exactly once, in order.
+
+        Raises:
+            SpecwireError: what ended the generation, an unusable acknowledgement included.
+        """
         async for done in self._generation.rounds():
             self._tally.add(done)
             tokens = self._emit(done)
             ended = self._stop_reason is not None or self._num_emitted == self._params.max_tokens
             if ended:
                 tokens += self._text.finish()
+            self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))
             if tokens or done.rejected:
                 yield self._chunk(tokens, done.rejected)
             if ended:
                 return
+            await self._credit.room()
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The end of the stream; the stop reason is known by now."""

@@ -105,7 +105,7 @@ class Trials:
         return self._level(num_streams).rates[mode]
 
     def add(self, mode: Mode, num_streams: int, num_tokens: int, time_ns: int) -> None:
-        """A round of a stream that has settled in `mode`; time from its beginning to that of the next."""
+        """A round of a stream that has settled in `mode`; and how long it took."""
         level = self._level(num_streams)
         if mode is not level.mode:
             return  # begun before the switch

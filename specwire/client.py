@@ -17,7 +17,15 @@ import grpc.aio
 
 from specwire import rpc, wire
 from specwire.config import split_address
-from specwire.core import Chunk, Completion, ModelInfo, SamplingParams, Token
+from specwire.core import (
+    MAX_KEPT_BACK_TOKENS,
+    MIN_CREDIT_TOKENS,
+    Chunk,
+    Completion,
+    ModelInfo,
+    SamplingParams,
+    Token,
+)
 from specwire.errors import (
     ConfigError,
     InvalidRequestError,
@@ -34,11 +42,17 @@ Result = TypeVar("Result")
 
 
 class AsyncStream:
-    """A running generation: iterate over its chunks; leaving its `async with` cancels what is left."""
+    """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
+
+    Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
+    48); asking for the next chunk resumes it, and says that the one before is consumed.
+    """
 
     def __init__(self, call: Any, explain: Callable[[grpc.RpcError], SpecwireError]) -> None:
         self._call = call
         self._explain = explain
+        self._num_in_hand = 0
+        self._num_kept_back = 0
         self._tokens: list[Token] = []
         self._completion: Completion | None = None
 
@@ -69,16 +83,20 @@ class AsyncStream:
         """
         if self._completion is not None:
             raise StopAsyncIteration
+        self._num_kept_back += self._num_in_hand
+        self._num_in_hand = 0
         response = await self._read()
         if response.WhichOneof("event") == "completion":
             self._completion = wire.completion_from_proto(response.completion, self._tokens)
             raise StopAsyncIteration
         chunk = wire.chunk_from_proto(response.chunk)
         self._tokens += chunk.tokens
+        self._num_in_hand = len(chunk.tokens)
         return chunk
 
     async def _read(self) -> Any:
         try:
+            await self._acknowledge()
             response = await self._call.read()
         except grpc.RpcError as error:
             raise self._explain(error) from None
@@ -91,6 +109,12 @@ class AsyncStream:
             num_tokens = len(self._tokens)
             raise ServiceUnavailableError(f"the stream ended after {num_tokens} tokens without a completion")
         return response
+
+    async def _acknowledge(self) -> None:
+        """Say what was consumed since the last time; not every chunk is worth a message."""
+        if self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+            num_tokens, self._num_kept_back = self._num_kept_back, 0
+            await rpc.send(self._call, wire.acknowledgement(num_tokens))
 
     def cancel(self) -> None:
         """End the generation on all services; harmless when it is complete."""
@@ -155,10 +179,13 @@ class AsyncClient:
             params or SamplingParams(),
             prompt_token_ids,
             [dict(m) for m in messages] if messages is not None else None,
+            credit_tokens=MIN_CREDIT_TOKENS,
         )
         metadata = [("traceparent", traceparent)] if traceparent else None
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        call = self._stub.Generate(request, timeout=deadline_s, metadata=metadata)
+        call = self._stub.Generate(timeout=deadline_s, metadata=metadata)
+        sending = asyncio.create_task(rpc.send(call, request))  # now, whenever the first chunk is asked for
+        call.add_done_callback(lambda _: sending.cancel())
         stream = AsyncStream(call, self._explain)
         try:
             yield stream

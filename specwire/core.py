@@ -24,6 +24,11 @@ PROTOCOL_VERSION = 1
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+# Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
+# tokens a client may keep back without acknowledging them (see proto/specwire/v1/generation.proto).
+MIN_CREDIT_TOKENS = 64
+MAX_CREDIT_TOKENS = 1 << 20
+MAX_KEPT_BACK_TOKENS = 15
 
 
 class Rule(enum.StrEnum):

@@ -7,6 +7,7 @@ whose metadata carries the fields, so both sides raise the same class (`specwire
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import signal
@@ -232,3 +233,18 @@ def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Ch
         *_KEEPALIVE,
     ]
     return grpc.aio.insecure_channel(address, options=options)
+
+
+async def send(call: Any, request: Any) -> None:
+    """Write to a stream that one's own side opened; if it has ended, its reader is the one to learn why.
+
+    `call.write` does not leave it at that. When it fails, as it does on a stream that the server has just
+    ended, it makes INTERNAL the status of the call, which hides the true one and all that is still unread.
+    """
+    try:
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError):
+            await call.wait_for_connection()
+            await call._cython_call.send_serialized_message(request.SerializeToString())
+    except asyncio.CancelledError:
+        call.cancel()
+        raise

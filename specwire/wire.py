@@ -13,7 +13,9 @@ import numpy as np
 
 from specwire import core
 from specwire.core import (
+    MAX_CREDIT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
+    MIN_CREDIT_TOKENS,
     Fate,
     FinishReason,
     FloatArray,
@@ -247,8 +249,14 @@ def generate_request(
     params: SamplingParams,
     prompt_token_ids: Sequence[int] | None = None,
     messages: Iterable[dict[str, str]] | None = None,
+    *,
+    credit_tokens: int = 0,
 ) -> generation_pb2.GenerateRequest:
-    """A client's request; exactly one of the three prompt forms must be given."""
+    """A client's first request; exactly one of the three prompt forms must be given.
+
+    Args:
+        credit_tokens: how far, in tokens, the generation may be ahead of acknowledgements; 0 without limit.
+    """
     given = [form is not None for form in (prompt, prompt_token_ids, messages)]
     if sum(given) != 1:
         raise InvalidRequestError(
@@ -263,6 +271,7 @@ def generate_request(
             ignore_eos=params.ignore_eos,
         ),
         num_draft_tokens=params.num_draft_tokens,
+        credit_tokens=credit_tokens,
     )
     if prompt is not None:
         request.text = prompt
@@ -312,6 +321,38 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
         stop_token_ids=tuple(stops.stop_token_ids),
         ignore_eos=stops.ignore_eos,
     )
+
+
+def opening_credit(request: generation_pb2.GenerateRequest) -> int:
+    """How far, in tokens, the generation may be ahead of its client; 0 is without limit.
+
+    Raises:
+        InvalidRequestError: out of range.
+    """
+    credit = request.credit_tokens
+    if credit and not MIN_CREDIT_TOKENS <= credit <= MAX_CREDIT_TOKENS:
+        problem = f"must be 0 or lie in [{MIN_CREDIT_TOKENS}, {MAX_CREDIT_TOKENS}]"
+        raise InvalidRequestError("credit_tokens", credit, problem)
+    return credit
+
+
+def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
+    """So many more tokens are consumed: a request that is not the first of its stream."""
+    return generation_pb2.GenerateRequest(credit_tokens=num_tokens)
+
+
+def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
+    """What a request that is not the first of its stream acknowledges, at least 1 token.
+
+    Raises:
+        InvalidRequestError: a count below 1, or any other field; the first that is set is named.
+    """
+    for field, _ in request.ListFields():
+        if field.name != "credit_tokens":
+            raise InvalidRequestError(field.name, "set", "only the first request of a stream may set it")
+    if request.credit_tokens < 1:
+        raise InvalidRequestError("credit_tokens", request.credit_tokens, "must be at least 1")
+    return request.credit_tokens
 
 
 def token_to_proto(token: Token) -> generation_pb2.Token:

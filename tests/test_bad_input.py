@@ -227,7 +227,8 @@ class TestRawRequests:
     @staticmethod
     def generate(stack: LocalStack, request: generation_pb2.GenerateRequest) -> None:
         with grpc.insecure_channel(stack.address) as channel, our_errors():
-            list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=30))
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            list(stub.Generate(iter([request]), timeout=30))
 
 
 @contextlib.contextmanager

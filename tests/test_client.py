@@ -190,7 +190,7 @@ class TestStream:
         request = generate_request(PROMPT, SamplingParams(max_tokens=40, seed=1))
         with grpc.insecure_channel(stack.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            events = [response.WhichOneof("event") for response in stub.Generate(request, timeout=30)]
+            events = [response.WhichOneof("event") for response in stub.Generate(iter([request]), timeout=30)]
         assert events[-1] == "completion"
         assert events.count("completion") == 1
 

@@ -14,6 +14,7 @@ GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 
 #: Behaviour and nouns: drivable by fakes, without any network.
 WITHOUT_GRPC = [
+    "coordinator/credit.py",
     "coordinator/generation.py",
     "coordinator/session.py",
     "coordinator/text.py",

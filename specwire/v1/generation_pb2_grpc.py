@@ -35,7 +35,7 @@ class GenerationServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
+        self.Generate = channel.stream_stream(
                 '/specwire.v1.GenerationService/Generate',
                 request_serializer=specwire_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=specwire_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
@@ -56,8 +56,21 @@ class GenerationServiceServicer:
     """GenerationService continues prompts with the target's own distribution.
     """
 
-    def Generate(self, request, context):
+    def Generate(self, request_iterator, context):
         """Generate streams one chunk a round, and ends with exactly one completion or an error status.
+
+        The first request says what to generate; every later one only acknowledges tokens. A client that
+        reads to the end without pausing may send one request and half-close. One that wants the server to
+        wait for it gives credit in the first request, and acknowledges tokens as it consumes them:
+
+        client: prompt, credit_tokens 64      the server may be 64 tokens ahead
+        server: chunks of 5, 4, 5, 3 tokens   17 tokens are on their way or unread
+        client: credit_tokens 17              consumed: the server may be 64 ahead of these
+
+        The generation pauses before a round that might take it further ahead than the credit allows, and
+        goes on when enough is acknowledged. It never pauses while at most 15 of the tokens that it sent are
+        not acknowledged: so a client may save messages by keeping back up to 15, and a round that is larger
+        than the credit still runs, one at a time. Text, chunks and seeds do not depend on any of this.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,7 +93,7 @@ class GenerationServiceServicer:
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
+            'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=specwire_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=specwire_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
@@ -108,7 +121,7 @@ class GenerationService:
     """
 
     @staticmethod
-    def Generate(request,
+    def Generate(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -118,8 +131,8 @@ class GenerationService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/specwire.v1.GenerationService/Generate',
             specwire_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,

@@ -1,0 +1,80 @@
+"""How far a generation may be ahead of its client. Knows no grpc.
+
+    acknowledged         sent                 emitted
+    ├── consumed ──┤├── on their way ──┤├── held back ──┤├── the next round ──┤
+                   ╰───────────────── at most `window` ──────────────────────╯
+
+Tokens are held back while they may be part of a stop string or of an incomplete character; no client can
+acknowledge those. Nor does it have to acknowledge the last 15 that it got (see the proto). So with that
+little on its way a round always starts: otherwise both sides would wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS
+from specwire.errors import InvalidRequestError
+
+
+class Credit:
+    """The account of one generation, in tokens. For one event loop.
+
+    Args:
+        window: how far the generation may be ahead of what is acknowledged; 0 is without limit.
+        round_len: most tokens that a round emits.
+    """
+
+    def __init__(self, window: int, round_len: int) -> None:
+        self._window = window
+        self._round_len = round_len
+        self._num_emitted = self._num_sent = self._num_acknowledged = 0
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a round may start."""
+        if not self._window:
+            return True
+        num_ahead = self._num_emitted - self._num_acknowledged
+        num_on_their_way = self._num_sent - self._num_acknowledged
+        return num_ahead + self._round_len <= self._window or num_on_their_way <= MAX_KEPT_BACK_TOKENS
+
+    def spend(self, *, num_emitted: int, num_sent: int) -> None:
+        """Note what a round emitted and what leaves for the client with it; to be called before it leaves."""
+        self._num_emitted += num_emitted
+        self._num_sent += num_sent
+
+    def acknowledge(self, num_tokens: int) -> None:
+        """The client consumed so many more tokens, at least 1.
+
+        Raises:
+            InvalidRequestError: the client did not ask for credit, or gives more than anyone could mean.
+        """
+        if not self._window:
+            raise InvalidRequestError("credit_tokens", num_tokens, "the first request asked for no credit")
+        unused = self._window + self._num_acknowledged + num_tokens - self._num_sent
+        if unused > MAX_CREDIT_TOKENS:
+            raise InvalidRequestError(
+                "credit_tokens", num_tokens, f"makes {unused} unused, over the limit of {MAX_CREDIT_TOKENS}"
+            )
+        self._num_acknowledged += num_tokens
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the generation with this error before its next round."""
+        self._error = error
+        self._changed.set()
+
+    async def room(self) -> None:
+        """Wait until a round may start.
+
+        Raises:
+            Exception: what `fail` was told.
+        """
+        while self._error is None and not self.has_room:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
