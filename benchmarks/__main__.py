@@ -145,7 +145,7 @@ def measure_curve(target: Target) -> Curve:
 
 def _assisted(peer: Peer, plan: curve.Plan, prompts: Sequence[Sequence[int]]) -> AssistedOneByOne:
     """transformers' better setting for this target."""
-    constant, most = UpConfig().num_draft_tokens, plan.least_requests
+    constant, most = CONSTANT_TOKENS, plan.least_requests
     candidates = [
         AssistedOneByOne("its defaults (20 guesses, cut at a confidence of 0.4)", peer, most),
         AssistedOneByOne(f"a constant {constant} guesses", peer, most, num_assistant_tokens=constant),

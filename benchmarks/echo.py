@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,8 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
+
+from benchmarks.processes import end, read_line, start_module
 
 MESSAGE_BYTES = 1024
 _METHOD = "/benchmarks.Echo/Echo"
@@ -30,14 +31,14 @@ class EchoPair:
     """
 
     def __init__(self) -> None:
-        self._server = _start("serve")
-        self._client = _start("ask", _line(self._server))
+        self._server = start_module("benchmarks.echo", "serve")
+        self._client = start_module("benchmarks.echo", "ask", read_line(self._server))
 
     def round_trips_s(self, count: int) -> list[float]:
         """Seconds of each of `count` round trips, one after another on one stream."""
         assert self._client.stdin is not None
         print(count, file=self._client.stdin, flush=True)
-        times_s: list[float] = json.loads(_line(self._client))
+        times_s: list[float] = json.loads(read_line(self._client))
         return times_s
 
     def __enter__(self) -> Self:
@@ -47,18 +48,7 @@ class EchoPair:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in (self._client, self._server):
-            process.terminate()
-            process.wait()
-
-
-def _start(*args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.echo", *args]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+            end(process)
 
 
 # --- in the processes -----------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class SequenceStream:
         request.request_id = self._num_requests
         started_ns = time.perf_counter_ns()
         try:
-            await self._call.write(request)
+            await rpc.send(self._call, request)
             response = await self._call.read()
             while response is not grpc.aio.EOF and response.request_id != self._num_requests:
                 response = await self._call.read()

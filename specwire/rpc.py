@@ -124,6 +124,8 @@ def translate_errors(method: Handler) -> Handler:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # written to in the moment that it was cancelled: no defect
+        error = errors.RequestCancelledError("the stream ended while it was written to")
     if not isinstance(error, SpecwireError):
         log.error("defect while serving a request", exc_info=error)
         error = errors.InternalError("internal error; the service's log has the details")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 
@@ -20,6 +21,7 @@ import draft_service.service
 import verify_service.service
 from specwire import Client
 from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.engine import boot
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 LOOPBACK = "127.0.0.1:0"
@@ -124,3 +126,17 @@ def local_stack(
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))
         yield LocalStack(client, verify, draft_address, address)
+
+
+@contextlib.contextmanager
+def started_services() -> Iterator[dict[str, boot.ModelService]]:
+    """The model services that start in this process meanwhile, by role: to look behind the wire."""
+    services: dict[str, boot.ModelService] = {}
+    start = boot.start
+
+    def noted(config: Any, role: str, consume: Any) -> boot.ModelService:
+        services[role] = start(config, role, consume)
+        return services[role]
+
+    with mock.patch.object(boot, "start", noted):
+        yield services

@@ -1,0 +1,116 @@
+"""What benchmarks of the running system share: emulated devices in service processes, memory and time of
+processes, children that speak over pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from specwire.config import EMULATED, UpConfig
+from specwire.flags import env_name
+from specwire.supervisor import Stack
+
+MIB = 2**20
+_SAMPLE_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Emulated devices and how much they guess.
+
+    Attributes:
+        target_ms, draft_ms: a forward pass of each, in milliseconds; it costs no processor time.
+        alpha: probability that a draft token is accepted.
+        num_draft_tokens: a round.
+    """
+
+    target_ms: float = 30.0
+    draft_ms: float = 2.0
+    alpha: float = 0.8
+    num_draft_tokens: int = 4
+
+    def stack(self, *, num_kv_tokens: int, **limits: int) -> Stack:
+        """Three service processes on these devices.
+
+        Args:
+            num_kv_tokens: of each of the two KV caches.
+            limits: fields of the services' configs (`max_running=1000`) that the supervisor has no flags
+                for; they reach the services as environment variables.
+        """
+        config = UpConfig(
+            target=f"{EMULATED}step_ms={self.target_ms:g}",
+            draft=f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g}",
+            address="127.0.0.1:0",
+            num_draft_tokens=str(self.num_draft_tokens),
+            num_kv_tokens=num_kv_tokens,
+            grace_s=1.0,
+        )
+        return Stack(config, {env_name(name): str(value) for name, value in limits.items()})
+
+
+class Usage:
+    """Memory and processor time of some processes, by name."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+
+    @classmethod
+    def of(cls, stack: Stack) -> Usage:
+        """Of the three services."""
+        return cls({service.module: service.process.pid for service in stack.services})
+
+    def rss_mib(self) -> dict[str, float]:
+        """Resident memory now, in MiB."""
+        return {name: process.memory_info().rss / MIB for name, process in self._processes.items()}
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time since the start, in seconds, user and system."""
+        times = {name: process.cpu_times() for name, process in self._processes.items()}
+        return {name: time.user + time.system for name, time in times.items()}
+
+    @contextlib.contextmanager
+    def peak_rss_mib(self) -> Iterator[dict[str, float]]:
+        """The largest of twenty samples a second while the body runs, in MiB; complete when it is over."""
+        peak, ended = self.rss_mib(), threading.Event()
+
+        def sample() -> None:
+            while not ended.wait(_SAMPLE_S):
+                for name, rss_mib in self.rss_mib().items():
+                    peak[name] = max(peak[name], rss_mib)
+
+        sampler = threading.Thread(target=sample, name="memory")
+        sampler.start()
+        try:
+            yield peak
+        finally:
+            ended.set()
+            sampler.join()
+
+
+def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """after - before, name by name."""
+    return {name: value - before[name] for name, value in after.items()}
+
+
+def start_module(module: str, *args: str) -> subprocess.Popen[str]:
+    """`python -m module args` with pipes to its standard input and output."""
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints; empty when it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End it and wait."""
+    process.terminate()
+    process.wait()
