@@ -5,8 +5,8 @@
 
 The pass is priced as if all streams of the batch drafted as many tokens: what one stream's tokens cost the
 others counts as its own cost. So the number falls as the batch fills, to zero where tokens cost as much as
-they bring. Whether to speculate at all is not left to the model: `trials.py` finds out. Pure: no clock, no
-network, and nothing here sees a token.
+they bring. How much all streams together may draft is not left to the model: `trials.py` finds out. Pure: no
+clock, no network, and nothing here sees a token.
 
 Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from coordinator.generation import Cost, Round
-from coordinator.trials import Mode, Settling, Trials
+from coordinator.trials import CAPS, Settling, Trials
 from specwire.core import Load
 from specwire.costs import CostModel
 
-MAX_CHOSEN = 16
+MAX_CHOSEN = CAPS[-1]
 """Most draft tokens a round that are ever chosen."""
 
 _PRIOR_ACCEPTANCE = 0.75
@@ -134,13 +134,13 @@ class SharedMeasurements:
         return self._prospects
 
     @property
-    def mode(self) -> Mode:
-        """What streams are to do in the rounds that begin now."""
-        return self._trials.mode(self._num_streams())
+    def cap(self) -> int:
+        """Most draft tokens in the rounds that begin now."""
+        return self._trials.cap(self._num_streams())
 
     @property
     def on_trial(self) -> bool:
-        """True while that is an experiment: then the mode is to be shown, whatever a stream expects of it."""
+        """True while that is an experiment: then something is to be drafted, whatever a stream expects."""
         return self._trials.on_trial(self._num_streams())
 
     def add(self, done: Round) -> None:
@@ -153,9 +153,9 @@ class SharedMeasurements:
             self._draft_costs.add((num_drafted, draft_cost.num_told_tokens), max(1, draft_cost.wall_ns))
         self._add_verify(done.verify_cost, num_drafted)
 
-    def add_settled(self, mode: Mode, num_tokens: int, elapsed_ns: int) -> None:
-        """A round of a stream that has settled in this mode, from its beginning to its end."""
-        self._trials.add(mode, self._num_streams(), num_tokens, elapsed_ns)
+    def add_settled(self, cap: int, num_tokens: int, elapsed_ns: int) -> None:
+        """A round of a stream that has settled under this cap, from its beginning to its end."""
+        self._trials.add(cap, self._num_streams(), num_tokens, elapsed_ns)
 
     def _add_verify(self, cost: Cost, num_drafted: int) -> None:
         if cost.load is None or not cost.load.base_ns:
@@ -171,12 +171,12 @@ class SharedMeasurements:
         """[MAX_CHOSEN + 1]: modelled, and scaled to what was measured."""
         times = [self._round_ns(n) for n in range(MAX_CHOSEN + 1)]
         num_streams = self._num_streams()
-        speculative = self._trials.rate(Mode.SPECULATIVE, num_streams).round_ns
+        speculative = self._trials.rate(self.cap, num_streams).round_ns
         usual = round(self._num_drafted)
-        if speculative and usual:
+        if self.cap and speculative and usual:
             scale = speculative / times[usual]
             times[1:] = [scale * time for time in times[1:]]
-        times[0] = self._trials.rate(Mode.PLAIN, num_streams).round_ns or times[0]
+        times[0] = self._trials.rate(0, num_streams).round_ns or times[0]
         return times
 
     def _round_ns(self, num_draft_tokens: int) -> float:
@@ -194,24 +194,25 @@ class SharedMeasurements:
 
 
 class AdaptiveLength:
-    """Of one stream; `limit` is the most it chooses."""
+    """Of one stream: what pays for its text, under the cap of all."""
 
-    def __init__(self, shared: SharedMeasurements, limit: int = MAX_CHOSEN) -> None:
+    limit = MAX_CHOSEN
+
+    def __init__(self, shared: SharedMeasurements) -> None:
         self._shared = shared
-        self.limit = min(limit, MAX_CHOSEN)
         self._own = Acceptance(_OWN_MEMORY, _OWN_PRIOR_WEIGHT)
         self._settling = Settling()
 
     def choose(self) -> int:
         """See `generation.DraftLength`."""
-        mode = self._shared.mode
-        self._settling.enter(mode)
-        if mode is Mode.PLAIN or not self.limit:
+        cap = self._shared.cap
+        self._settling.enter(cap)
+        if cap == 0:
             return 0
         prospects = self._shared.prospects()
         # By position as all streams have it, scaled to how easy this one is.
         ease = self._own.overall(prospects.overall) / prospects.overall
-        acceptance = [min(1.0, ease * rate) for rate in prospects.acceptance[: self.limit]]
+        acceptance = [min(1.0, ease * rate) for rate in prospects.acceptance[:cap]]
         best = best_length(acceptance, prospects.round_times)
         return max(1, best) if self._shared.on_trial else best
 
@@ -223,8 +224,9 @@ class AdaptiveLength:
         else:
             self._own.fade()  # the text may have become easier: by and by it is like any other again
         self._shared.add(done)
-        if mode := self._settling.settled:
-            self._shared.add_settled(mode, done.outcome.num_accepted + 1, elapsed_ns)
+        cap = self._settling.settled
+        if cap is not None:
+            self._shared.add_settled(cap, done.outcome.num_accepted + 1, elapsed_ns)
 
 
 def best_length(acceptance: Sequence[float], round_times: Sequence[float]) -> int:

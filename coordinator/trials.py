@@ -1,41 +1,32 @@
-"""Does speculation pay at all, here and now? Found out by doing both, not by a model.
+"""How much speculation pays, here and now? Found out by doing more and less of it, not by a model.
 
 What a model of costs cannot know, a trial shows: draft and target that share a processor, groups of streams
-that take turns, a slow network. Every stream of the coordinator takes part in a trial, since what one does
-slows the others. The mode that brings more tokens a second to a stream wins; the other is tried again so
-rarely that trials cost one per cent, and less from time to time. Pure: no clock, no network.
+that take turns, a slow network. A trial sets the *cap*, the most draft tokens that any stream may choose, for
+all streams of the coordinator together, since what one does slows the others. The cap that brings a stream
+the most tokens a second is kept; the next smaller and larger ones, and 0, are tried again so rarely that
+trials cost one per cent, and less the longer they change nothing. Pure: no clock, no network.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+
+CAPS = (0, 2, 4, 8, 16)
+_FIRST_CAP = 4
 
 _SETTLING_ROUNDS = 2
-"""Rounds of a stream in a new mode that are not counted: others may still be in the old one."""
-_TRIAL_ROUNDS = 6
-"""Rounds of each stream that a trial counts."""
+"""Rounds of a stream under a new cap that are not counted: others may still be under the old one."""
+_TRIAL_ROUNDS = 3
+"""Rounds of each stream that a trial counts, at least."""
 _MIN_TRIAL_ROUNDS = 16
 _MEMORY_ROUNDS = 64
 """Rounds of each stream after which a measurement has faded to a third."""
 _TRIAL_COST = 0.01
 _MAX_DOUBLINGS = 3
-"""Every trial that changes nothing doubles the pause after it, so many times."""
+"""Every trial that changes nothing doubles the pause before the next one of that cap, so many times."""
 _MIN_PAUSE_ROUNDS = 50
 _ADVANTAGE = 1.01
-"""Speculation must bring so many times the tokens of plain decoding."""
-
-
-class Mode(Enum):
-    """How all streams of a coordinator decode."""
-
-    PLAIN = "plain"
-    SPECULATIVE = "speculative"
-
-    @property
-    def other(self) -> Mode:
-        """The one of the two that this is not."""
-        return Mode.SPECULATIVE if self is Mode.PLAIN else Mode.PLAIN
+"""More speculation must bring so many times the tokens of less."""
 
 
 @dataclass
@@ -65,95 +56,121 @@ class Rate:
 
 
 @dataclass
+class _Arm:
+    """One cap: what it brought, and when to try it again (`due`, in rounds), after so many vain trials."""
+
+    rate: Rate = field(default_factory=Rate)
+    due: int = 0
+    confirmed: int = 0
+
+
+@dataclass
 class _Level:
     """What was measured with about so many streams.
 
     Attributes:
-        counted: rounds counted in the mode that is on now, since it is on.
-        pause: rounds of all streams until the next trial.
-        confirmed: trials in a row that changed nothing.
+        best: the cap that is kept.
+        cap: the one that holds now; another one during a trial.
+        clock: rounds counted under any cap.
+        counted: rounds counted under this one, since it holds.
     """
 
-    best: Mode
-    mode: Mode
-    rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
+    best: int
+    cap: int
+    arms: dict[int, _Arm] = field(default_factory=lambda: {cap: _Arm() for cap in CAPS})
+    clock: int = 0
     counted: int = 0
-    pause: int = 0
-    confirmed: int = 0
 
-    def switch(self, mode: Mode) -> None:
-        self.mode, self.counted = mode, 0
+    def switch(self, cap: int) -> None:
+        self.cap, self.counted = cap, 0
+
+    def candidates(self) -> list[int]:
+        """What may be tried: nothing at all first, then a little less or more."""
+        place = CAPS.index(self.best)
+        near = CAPS[max(0, place - 1) : place + 2]
+        return [cap for cap in dict.fromkeys((0, *reversed(near))) if cap != self.best]
 
 
 class Trials:
-    """Chooses the mode, and when to try the other one; for each number of streams, to a power of two."""
+    """Sets the cap, and when to try another one; for each number of streams, to a power of two."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
 
-    def mode(self, num_streams: int) -> Mode:
-        """What streams are to do in the rounds that begin now."""
-        return self._level(num_streams).mode
+    def cap(self, num_streams: int) -> int:
+        """Most draft tokens in the rounds that begin now."""
+        return self._level(num_streams).cap
 
     def on_trial(self, num_streams: int) -> bool:
-        """True while the mode is not the one that is thought to be better."""
+        """True while that is not the cap that is thought to be best."""
         level = self._level(num_streams)
-        return level.mode is not level.best
+        return level.cap != level.best
 
-    def rate(self, mode: Mode, num_streams: int) -> Rate:
-        """What was measured of a mode with about so many streams."""
-        return self._level(num_streams).rates[mode]
+    def rate(self, cap: int, num_streams: int) -> Rate:
+        """What was measured under a cap with about so many streams."""
+        return self._level(num_streams).arms[cap].rate
 
-    def add(self, mode: Mode, num_streams: int, num_tokens: int, time_ns: int) -> None:
-        """A round of a stream that has settled in `mode`; and how long it took."""
+    def add(self, cap: int, num_streams: int, num_tokens: int, time_ns: int) -> None:
+        """A round of a stream that has settled under `cap`, and how long it took."""
         level = self._level(num_streams)
-        if mode is not level.mode:
+        if cap != level.cap:
             return  # begun before the switch
-        level.rates[mode].add(num_tokens, time_ns, _MEMORY_ROUNDS * num_streams)
+        level.arms[cap].rate.add(num_tokens, time_ns, _MEMORY_ROUNDS * num_streams)
+        level.clock += 1
         level.counted += 1
-        trial_rounds = max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
-        if level.mode is not level.best:
-            if level.counted >= trial_rounds:
-                self._decide(level, trial_rounds, num_streams)
-        elif level.counted >= max(trial_rounds, level.pause):
-            level.switch(level.best.other)
-
-    def _decide(self, level: _Level, trial_rounds: int, num_streams: int) -> None:
-        """The trial is over: on with the better mode, until another trial costs one per cent."""
-        plain, speculative = (level.rates[mode].per_ns for mode in (Mode.PLAIN, Mode.SPECULATIVE))
-        best = Mode.SPECULATIVE if speculative >= _ADVANTAGE * plain else Mode.PLAIN
-        level.confirmed = level.confirmed + 1 if best is level.best else 0
-        level.best = best
-        loss = 1 - min(plain, speculative) / max(plain, speculative)
-        better, worse = level.rates[best].round_ns, level.rates[best.other].round_ns
-        rounds = trial_rounds + _SETTLING_ROUNDS * num_streams
-        pause = rounds * worse / better * loss / _TRIAL_COST * 2 ** min(level.confirmed, _MAX_DOUBLINGS)
-        level.pause = int(max(_MIN_PAUSE_ROUNDS * num_streams, pause))
-        level.switch(level.best)
+        if level.counted < max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams):
+            return
+        if level.cap != level.best:
+            _decide(level, num_streams)
+        else:
+            due = [cap for cap in level.candidates() if level.arms[cap].due <= level.clock]
+            if due:
+                level.switch(due[0])
 
     def _level(self, num_streams: int) -> _Level:
-        """A number that is new begins as the nearest one that is known."""
+        """A number that is new begins as the nearest one that is known, and trusts it for a while."""
         key = max(1, num_streams).bit_length()
         if key not in self._levels:
             near = min(self._levels, key=lambda known: abs(known - key), default=None)
-            best = Mode.SPECULATIVE if near is None else self._levels[near].best
-            self._levels[key] = _Level(best, best)
+            best = _FIRST_CAP if near is None else self._levels[near].best
+            self._levels[key] = level = _Level(best, best)
+            for i, arm in enumerate(level.arms.values()):
+                arm.due = 0 if near is None else (1 + i) * _MIN_PAUSE_ROUNDS * num_streams
         return self._levels[key]
 
 
+def _decide(level: _Level, num_streams: int) -> None:
+    """A trial is over: keep the better cap, until trying again costs one per cent of the time's worth."""
+    tried, kept = level.cap, level.best
+    ours, theirs = level.arms[tried].rate, level.arms[kept].rate
+    less, more = sorted((tried, kept))
+    pays = level.arms[more].rate.per_ns >= _ADVANTAGE * level.arms[less].rate.per_ns
+    level.best = more if pays else less
+    other = kept if level.best == tried else tried
+    arm = level.arms[other]
+    arm.confirmed = arm.confirmed + 1 if other == tried else 0
+    better, worse = (ours, theirs) if level.best == tried else (theirs, ours)
+    loss = max(0.0, 1 - worse.per_ns / better.per_ns)
+    trial = level.counted + _SETTLING_ROUNDS * num_streams
+    pause = trial * worse.round_ns / better.round_ns * loss / _TRIAL_COST
+    pause = max(pause, _MIN_PAUSE_ROUNDS * num_streams) * 2 ** min(arm.confirmed, _MAX_DOUBLINGS)
+    arm.due = level.clock + int(pause)
+    level.switch(level.best)
+
+
 class Settling:
-    """One stream's way into the mode of all."""
+    """One stream's way under the cap of all."""
 
     def __init__(self) -> None:
-        self._mode: Mode | None = None
+        self._cap: int | None = None
         self._rounds = 0
 
-    def enter(self, mode: Mode) -> None:
-        """A round of the stream begins in this mode."""
-        self._rounds = self._rounds + 1 if mode is self._mode else 1
-        self._mode = mode
+    def enter(self, cap: int) -> None:
+        """A round of the stream begins under this cap."""
+        self._rounds = self._rounds + 1 if cap == self._cap else 1
+        self._cap = cap
 
     @property
-    def settled(self) -> Mode | None:
-        """The mode that the stream's rounds stand for; None while it is new in it."""
-        return self._mode if self._rounds > _SETTLING_ROUNDS else None
+    def settled(self) -> int | None:
+        """The cap that the stream's rounds stand for; None while it is new under it."""
+        return self._cap if self._rounds > _SETTLING_ROUNDS else None

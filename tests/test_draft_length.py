@@ -16,7 +16,7 @@ from coordinator.draft_length import (
     best_length,
 )
 from coordinator.generation import Cost, Round
-from coordinator.trials import Mode, Trials
+from coordinator.trials import CAPS, Trials
 from specwire import Rule, SamplingParams
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.costs import CostModel
@@ -161,24 +161,41 @@ def test_a_fixed_length_is_fixed() -> None:
     assert FixedLength(5).choose() == 5
 
 
-def test_trials_cost_little() -> None:
-    """The worse mode gets about one per cent of the time's worth, plus the first trials."""
-    trials, rng, spent = Trials(), np.random.default_rng(0), Counter()
-    for _ in range(20_000):
-        mode = trials.mode(4)
-        spent[mode] += 1
-        trials.add(mode, 4, 1, int((2.0 if mode is Mode.SPECULATIVE else 1.0) * 1e6 * rng.lognormal(0, 0.1)))
-    assert spent[Mode.SPECULATIVE] < 0.03 * spent[Mode.PLAIN]
-    assert spent[Mode.SPECULATIVE] > 24
+def run_trials(trials: Trials, num_rounds: int, round_ns: dict[int, float]) -> Counter[int]:
+    """Rounds under each cap; a round has the same tokens under all of them, and takes its time."""
+    rng, spent = np.random.default_rng(0), Counter[int]()
+    for _ in range(num_rounds):
+        cap = trials.cap(4)
+        spent[cap] += 1
+        trials.add(cap, 4, 1, int(round_ns[cap] * 1e6 * rng.lognormal(0, 0.1)))
+    return spent
+
+
+def test_trials_find_the_best_cap_and_cost_little() -> None:
+    for best in CAPS:
+        trials = Trials()
+        run_trials(trials, 2000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS})
+        assert trials.cap(4) == best or trials.on_trial(4)
+        spent = run_trials(
+            trials, 20_000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS}
+        )
+        assert spent[best] > 0.93 * spent.total()
+        assert len(spent) > 1
+
+
+def test_the_cap_follows_when_things_change() -> None:
+    trials = Trials()
+    run_trials(trials, 3000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
+    assert trials.cap(4) == 0 or trials.on_trial(4)
+    spent = run_trials(trials, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
+    assert spent.most_common(1)[0][0] == 8
 
 
 def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:
     trials = Trials()
-    for _ in range(2000):
-        mode = trials.mode(4)
-        trials.add(mode, 4, 1, 100 if mode is Mode.PLAIN else 200)
-    assert trials.mode(4) is Mode.PLAIN
-    assert trials.mode(9) is Mode.PLAIN
+    run_trials(trials, 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
+    assert trials.cap(9) == 0
+    assert not trials.on_trial(9)
 
 
 def test_costs_are_learnt_and_old_ones_kept() -> None:
