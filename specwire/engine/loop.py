@@ -99,6 +99,7 @@ class Engine:
         self._expected: set[TokenSequence] = set()
         self._wait_until_ns = 0
         self._num_opened = 0
+        self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._num_waiting = 0
         self._num_steps = 0
         self._num_tokens = 0
@@ -194,6 +195,7 @@ class Engine:
         self._take_orders(timeout_s=0)
         for job in self._jobs:
             self._fail(job, ServiceUnavailableError("the service is shutting down"))
+        self._answer()
 
     def _take_orders(self, timeout_s: float | None) -> None:
         """Everything in the inbox; waits for the first order, for ever when `timeout_s` is None."""
@@ -203,6 +205,7 @@ class Engine:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
+        self._answer()
 
     def _gather(self) -> None:
         """Wait a moment for streams that are about to be back, rather than leave them a whole step behind.
@@ -298,6 +301,7 @@ class Engine:
             job.num_companions = len(jobs)
         for job in answered:
             self._resolve(job, job.result)
+        self._answer()
         self._expect([job.sequence for job in answered], finished_ns - started_ns, finished_ns)
         self._jobs = [job for job in self._jobs if not job.done]
 
@@ -309,17 +313,23 @@ class Engine:
         self._resolve(job, error)
 
     def _resolve(self, job: Job, result: Any) -> None:
-        future = job.future
-        if future is None:
-            return
-        job.future = None
-        future.get_loop().call_soon_threadsafe(_settle, future, result)
+        if job.future is not None:
+            self._answers.append((job.future, result))
+            job.future = None
+
+    def _answer(self) -> None:
+        """Hand over what was resolved, all of it at once: waking the event loop costs more than an answer."""
+        answers, self._answers = self._answers, []
+        for loop in {future.get_loop() for future, _ in answers}:
+            ours = [(future, result) for future, result in answers if future.get_loop() is loop]
+            loop.call_soon_threadsafe(_settle, ours)
 
 
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if future.done():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+def _settle(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in answers:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
