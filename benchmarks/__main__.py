@@ -182,8 +182,8 @@ def _targets(quick: bool) -> list[Target]:
     else:
         small = Plan(num_repetitions=5, num_tokens=128, prompts=prompts)
         wide = Plan(num_repetitions=5, num_tokens=48, prompts=prompts)
-        small_streams = curve.Plan(num_repetitions=5, num_tokens=64, least_requests=8)
-        wide_streams = curve.Plan(num_repetitions=3, num_tokens=48, least_requests=4)
+        small_streams = curve.Plan(num_repetitions=3, num_tokens=64, least_requests=8)
+        wide_streams = curve.Plan(num_repetitions=3, num_tokens=64, least_requests=4)
     _say("widening the target (once)")
     widened = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
     return [

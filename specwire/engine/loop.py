@@ -252,8 +252,8 @@ class Engine:
         sequence.cache.release()
 
     def _step(self) -> None:
-        step = self._scheduler.plan(self._jobs)
         started_ns = time.time_ns()
+        step = self._scheduler.plan(self._jobs, started_ns)
         for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
         try:

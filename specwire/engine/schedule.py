@@ -3,17 +3,20 @@
     step  | oldest sequence | rounds of running streams | prompts, in chunks |      <= max_num_tokens
 
 Rounds come before prompts, and prompts get at most `max_prefill_tokens` beside them, so that a long prompt
-does not hold up those who are reading; where nobody reads, prompts get the whole step. The oldest sequence
+does not hold up running streams, those included that will be back in a moment; without any, prompts get the
+whole step. The oldest sequence
 that has work comes first whatever it has, and takes memory from all others: so somebody always gets on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.runner import Feed
+
+_BACK_WITHIN_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -65,14 +68,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_hit_tokens = 0
 
-    def plan(self, jobs: Sequence[Job]) -> Step:
+    def plan(self, jobs: Sequence[Job], now_ns: int) -> Step:
         """The next step for these jobs, first come first served within each kind; at least one job."""
         step = Step(self._max_num_tokens)
         waiting = {job.sequence.order for job in jobs}
         oldest = min(jobs, key=lambda job: job.sequence.order)
         rounds = [job for job in jobs if job is not oldest and not job.is_prefill]
         prompts = [job for job in jobs if job is not oldest and job.is_prefill]
-        prefill = self._max_prefill_tokens if rounds or not oldest.is_prefill else self._max_num_tokens
+        disturbs = bool(rounds) or not oldest.is_prefill or self._anyone_runs(waiting, now_ns)
+        prefill = self._max_prefill_tokens if disturbs else self._max_num_tokens
         self._add(step, oldest, prefill if oldest.is_prefill else step.budget, waiting)
         if oldest.is_prefill:
             prefill -= step.num_tokens
@@ -86,7 +90,13 @@ class Scheduler:
             prefill -= left - step.budget
         return step
 
-    def _add(self, step: Step, job: Job, limit: int, waiting: Iterable[int]) -> bool:
+    def _anyone_runs(self, waiting: Set[int], now_ns: int) -> bool:
+        """Whether a stream was answered of late, and is likely to be back during the step."""
+        sequences = list(self._sequences.values())  # at once: others are opened and closed meanwhile
+        since_ns = now_ns - _BACK_WITHIN_NS
+        return any(s.answered_ns > since_ns and s.order not in waiting for s in sequences)
+
+    def _add(self, step: Step, job: Job, limit: int, waiting: Set[int]) -> bool:
         """Put the job, or a piece of it, into the step; False when there is no budget or no memory for it."""
         cache, num_found = job.sequence.cache, self._adopt_prefix(job)
         if num_found:  # a page that a job before was to write in place may be shared since
@@ -114,7 +124,7 @@ class Scheduler:
             return 0
         return sequence.cache.adopt(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
 
-    def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Iterable[int]) -> bool:
+    def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Set[int]) -> bool:
         """Free pages by taking the cache of others, youngest first; they run their tokens again later.
 
         A sequence gives way to older ones only, unless it idles between rounds. So the oldest one that
