@@ -17,12 +17,15 @@ class Plan:
     Attributes:
         least_requests: a repetition with fewer streams consists of several bursts, one after another, until
             it has had so many requests. Assisted generation gets so many at any number of streams.
+        num_settling_bursts: repetitions that a system which learns has at each number of streams before it is
+            measured there, with its own first prompts.
     """
 
     num_streams: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     num_repetitions: int = 3
     num_tokens: int = 48
     least_requests: int = 4
+    num_settling_bursts: int = 3
 
     def num_bursts(self, num_streams: int) -> int:
         """Bursts in a repetition with so many streams."""
@@ -62,10 +65,12 @@ class StreamsSystem(Protocol):
 
     Attributes:
         own_prompts: it shares a prefix cache with another system, so it must not get that one's prompts.
+        learns: it adapts itself to the load, and is measured when it has.
     """
 
     name: str
     own_prompts: bool
+    learns: bool
 
     def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
         """Continue all prompts, begun together, by `num_tokens` tokens each, greedily."""
@@ -124,15 +129,34 @@ def measure(
     """Every repetition runs all systems at one number of streams back to back, then at the next."""
     series = {n: {system.name: Series() for system in systems} for n in plan.num_streams}
     run = 0
+    for num_streams in series:
+        run = _settle(systems, plan, prompts, num_streams, run)
+        say(f"{num_streams} streams: settled")
     for repetition in range(plan.num_repetitions):
         for num_streams, of_all in series.items():
-            run += 2  # 0 and 1 are left to the warm-up
+            run += 2
             bursts = _repetition(systems, plan, prompts, num_streams, run)
             for name, of_one in bursts.items():
                 of_all[name].add(of_one)
             rates = ", ".join(f"{name} {one.tokens_per_s[-1]:.0f}" for name, one in of_all.items())
             say(f"repetition {repetition + 1}, {num_streams} streams, tokens/s: {rates}")
     return series
+
+
+def _settle(
+    systems: Sequence[StreamsSystem],
+    plan: Plan,
+    prompts: Sequence[Sequence[int]],
+    num_streams: int,
+    run: int,
+) -> int:
+    """Let those that learn have this load for a while; returns the last run that was used up."""
+    for _ in range(plan.num_settling_bursts * plan.num_bursts(num_streams)):
+        run += 2  # 0 and 1 are left to the warm-up
+        for system in systems:
+            if system.learns:
+                exactly(system, windows.fresh(prompts[:num_streams], run), plan.num_tokens)
+    return run
 
 
 def _repetition(

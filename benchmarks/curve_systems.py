@@ -62,6 +62,7 @@ class SpecwireStreams:
         """`num_draft_tokens` as in `SamplingParams`: None is the server's choice, 0 is none."""
         self.name = name
         self.own_prompts = own_prompts
+        self.learns = num_draft_tokens is None
         self._connection = connection
         self._num_draft_tokens = num_draft_tokens
 
@@ -95,6 +96,7 @@ class AssistedOneByOne:
 
     name = ASSISTED
     own_prompts = False
+    learns = False
 
     def __init__(
         self, setting: str, peer: Peer, max_requests: int, num_assistant_tokens: int | None = None
@@ -131,6 +133,7 @@ class ContinuousBatching:
 
     name = CONTINUOUS
     own_prompts = False
+    learns = False
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer

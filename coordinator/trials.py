@@ -16,15 +16,17 @@ _FIRST_CAP = 4
 
 _SETTLING_ROUNDS = 2
 """Rounds of a stream under a new cap that are not counted: others may still be under the old one."""
-_TRIAL_ROUNDS = 3
+_TRIAL_ROUNDS = 4
 """Rounds of each stream that a trial counts, at least."""
-_MIN_TRIAL_ROUNDS = 16
+_MIN_TRIAL_ROUNDS = 24
 _MEMORY_ROUNDS = 64
 """Rounds of each stream after which a measurement has faded to a third."""
 _TRIAL_COST = 0.01
 _MAX_DOUBLINGS = 3
 """Every trial that changes nothing doubles the pause before the next one of that cap, so many times."""
 _MIN_PAUSE_ROUNDS = 50
+_CHECK_ROUNDS = 10
+"""Rounds of each stream before plain decoding is tried with a number of streams that is new."""
 _ADVANTAGE = 1.01
 """More speculation must bring so many times the tokens of less."""
 
@@ -134,8 +136,9 @@ class Trials:
             near = min(self._levels, key=lambda known: abs(known - key), default=None)
             best = _FIRST_CAP if near is None else self._levels[near].best
             self._levels[key] = level = _Level(best, best)
-            for i, arm in enumerate(level.arms.values()):
-                arm.due = 0 if near is None else (1 + i) * _MIN_PAUSE_ROUNDS * num_streams
+            if near is not None:
+                for i, arm in enumerate(level.arms.values()):
+                    arm.due = (_CHECK_ROUNDS + i * _MIN_PAUSE_ROUNDS) * num_streams
         return self._levels[key]
 
 

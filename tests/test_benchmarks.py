@@ -214,7 +214,7 @@ class _ScriptedStreams:
     """Answers a burst at once and notes its prompts."""
 
     def __init__(self, name: str, log: list[tuple[str, list[list[int]]]], own_prompts: bool = False) -> None:
-        self.name, self.own_prompts, self._log = name, own_prompts, log
+        self.name, self.own_prompts, self.learns, self._log = name, own_prompts, False, log
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
         self._log.append((self.name, [list(prompt) for prompt in prompts]))
@@ -249,6 +249,20 @@ def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
     assert series[1]["a"].tokens_per_s == [16.0, 16.0]  # two bursts of one request
     assert series[4]["b"].tokens_per_s == [64.0, 64.0]
     assert series[4]["b"].p99_tpot_ms == pytest.approx([3.97, 3.97])
+
+
+def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
+    log: list[tuple[str, list[list[int]]]] = []
+    learner, other = _ScriptedStreams("a", log), _ScriptedStreams("b", log)
+    learner.learns = True
+    curve.measure(
+        [learner, other], _streams_plan(num_repetitions=1), [[i] for i in range(4)], lambda text: None
+    )
+    settling = [("a", 1)] * 6 + [("a", 4)] * 3
+    assert [(name, len(burst)) for name, burst in log[: len(settling)]] == settling
+    assert len(log) == len(settling) + 6
+    sent = [tuple(prompt) for name, burst in log if name == "a" for prompt in burst]
+    assert len(set(sent)) == len(sent)
 
 
 def test_time_per_output_token_leaves_out_the_first() -> None:
