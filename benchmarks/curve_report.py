@@ -88,8 +88,8 @@ _METHOD = (
     "generation serves one request at a time, so its total rate hardly depends on their number: a "
     "sample of the requests is measured beside every other measurement, with the faster of two "
     "settings, and its time per output token leaves out how long a request waits for its turn. "
-    "Continuous batching is `generate_batch` with its manager kept warm. specwire, which finds out by trials how "
-    "much to draft, has three unmeasured repetitions at each number of streams first."
+    "Continuous batching is `generate_batch` with its manager kept warm. specwire, which finds out by "
+    "trials how much to draft, has three unmeasured repetitions at each number of streams first."
 )
 
 

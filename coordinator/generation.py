@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class DraftLength(Protocol):
         ...
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
-        """Learn from a round and how long it took."""
+        """Learn from a round and how long it took, what was then made of it included."""
         ...
 
 
@@ -94,6 +94,9 @@ class Round:
 class Generation:
     """One sequence on its way.
 
+    Args:
+        may_start: awaited before each round; whoever must wait for something does it here.
+
     Attributes:
         committed: the prompt and everything emitted since.
     """
@@ -108,6 +111,7 @@ class Generation:
         length: DraftLength,
         tracer: tracing.Tracing,
         parent: str = "",
+        may_start: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         assert params.seed is not None  # drawn by the coordinator when the client gave none
         self._seed = params.seed
@@ -119,17 +123,20 @@ class Generation:
         self._length = length
         self._tracer = tracer
         self._parent = parent
+        self._may_start = may_start
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Rounds until `max_tokens` are emitted; whoever sees a stop condition just stops asking."""
         while len(self.committed) < self._end_len:
+            if self._may_start is not None:
+                await self._may_start()
             started_ns = time.perf_counter_ns()
             with self._tracer.span("round", parent=self._parent) as span:
                 done = await self._round(span.traceparent)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
                 span.set(_round_attributes(done))
-            self._length.observe(done, time.perf_counter_ns() - started_ns)
             yield done
+            self._length.observe(done, time.perf_counter_ns() - started_ns)
 
     async def _round(self, parent: str) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.

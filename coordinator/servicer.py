@@ -91,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     length=length,
                     tracer=self._tracer,
                     parent=span.traceparent,
+                    may_start=credit.room,
                 )
                 session = Session(
                     generation,

@@ -26,7 +26,8 @@ from specwire.tokenizer import Tokenizer
 class Session:
     """Turns the rounds of a generation into chunks, and ends it at the first stop condition.
 
-    Between rounds it waits for the client's credit, so a round is whole, and as long, whoever reads it.
+    It spends the client's credit, which the generation waits for between rounds: so a round is whole, and as
+    long, whoever reads it.
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class Session:
                 yield self._chunk(tokens, done.rejected)
             if ended:
                 return
-            await self._credit.room()
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The end of the stream; the stop reason is known by now."""

@@ -27,7 +27,7 @@ _MAX_DOUBLINGS = 3
 _MIN_PAUSE_ROUNDS = 50
 _CHECK_ROUNDS = 10
 """Rounds of each stream before plain decoding is tried with a number of streams that is new."""
-_ADVANTAGE = 1.01
+_ADVANTAGE = 1.03
 """More speculation must bring so many times the tokens of less."""
 
 

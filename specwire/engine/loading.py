@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specwire.engine import attention
+from specwire.engine.packing import pack_linears
 from specwire.engine.runner import Feed, ModelRunner, context_length
 from specwire.errors import ModelLoadError, SpecwireError
 
@@ -51,6 +52,7 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
         _check_dtype(dtype)
         check_config(AutoConfig.from_pretrained(source))
         model = _load_weights(source, dtype).to(device)
+        pack_linears(model)
         self_check(model)
     return model
 
