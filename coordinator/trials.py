@@ -15,16 +15,22 @@ CAPS = (0, 2, 4, 8, 16)
 _FIRST_CAP = 4
 
 _SETTLING_ROUNDS = 2
-"""Rounds of a stream under a new cap that are not counted: others may still be under the old one."""
+"""Rounds of a stream after a switch that are not counted: others may still be under the old cap."""
 _TRIAL_ROUNDS = 4
 """Rounds of each stream that a trial counts, at least."""
 _MIN_TRIAL_ROUNDS = 24
+_MIN_TRIAL_NS = 250_000_000
+"""Time that a trial counts of each stream, at least: a shorter one shows how quiet the machine just was."""
+_OUTLIER = 4.0
+"""No round counts for longer than so many usual ones: a prompt of any length may be in it."""
 _MEMORY_ROUNDS = 64
 """Rounds of each stream after which a measurement has faded to a third."""
 _TRIAL_COST = 0.01
 _MAX_DOUBLINGS = 3
 """Every trial that changes nothing doubles the pause before the next one of that cap, so many times."""
-_MIN_PAUSE_ROUNDS = 50
+_MIN_PAUSE_TRIALS = 8
+"""Between two trials of a cap at least so many times what a trial takes."""
+_TRUST_ROUNDS = 50
 _CHECK_ROUNDS = 10
 """Rounds of each stream before plain decoding is tried with a number of streams that is new."""
 _ADVANTAGE = 1.03
@@ -51,6 +57,8 @@ class Rate:
 
     def add(self, num_tokens: int, time_ns: int, memory_rounds: int) -> None:
         """One round of a stream."""
+        if self.rounds >= 1:
+            time_ns = min(time_ns, int(_OUTLIER * self.round_ns))
         kept = 1 - 1 / memory_rounds
         self.tokens = self.tokens * kept + num_tokens
         self.time_ns = self.time_ns * kept + time_ns
@@ -74,7 +82,7 @@ class _Level:
         best: the cap that is kept.
         cap: the one that holds now; another one during a trial.
         clock: rounds counted under any cap.
-        counted: rounds counted under this one, since it holds.
+        counted, counted_ns: rounds counted under this one, since it holds, and their time.
     """
 
     best: int
@@ -82,9 +90,10 @@ class _Level:
     arms: dict[int, _Arm] = field(default_factory=lambda: {cap: _Arm() for cap in CAPS})
     clock: int = 0
     counted: int = 0
+    counted_ns: int = 0
 
     def switch(self, cap: int) -> None:
-        self.cap, self.counted = cap, 0
+        self.cap, self.counted, self.counted_ns = cap, 0, 0
 
     def candidates(self) -> list[int]:
         """What may be tried: nothing at all first, then a little less or more."""
@@ -120,7 +129,9 @@ class Trials:
         level.arms[cap].rate.add(num_tokens, time_ns, _MEMORY_ROUNDS * num_streams)
         level.clock += 1
         level.counted += 1
-        if level.counted < max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams):
+        level.counted_ns += time_ns
+        enough_rounds = level.counted >= max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
+        if not enough_rounds or level.counted_ns < _MIN_TRIAL_NS * num_streams:
             return
         if level.cap != level.best:
             _decide(level, num_streams)
@@ -138,7 +149,7 @@ class Trials:
             self._levels[key] = level = _Level(best, best)
             if near is not None:
                 for i, arm in enumerate(level.arms.values()):
-                    arm.due = (_CHECK_ROUNDS + i * _MIN_PAUSE_ROUNDS) * num_streams
+                    arm.due = (_CHECK_ROUNDS + i * _TRUST_ROUNDS) * num_streams
         return self._levels[key]
 
 
@@ -156,24 +167,27 @@ def _decide(level: _Level, num_streams: int) -> None:
     loss = max(0.0, 1 - worse.per_ns / better.per_ns)
     trial = level.counted + _SETTLING_ROUNDS * num_streams
     pause = trial * worse.round_ns / better.round_ns * loss / _TRIAL_COST
-    pause = max(pause, _MIN_PAUSE_ROUNDS * num_streams) * 2 ** min(arm.confirmed, _MAX_DOUBLINGS)
+    pause = max(pause, _MIN_PAUSE_TRIALS * level.counted) * 2 ** min(arm.confirmed, _MAX_DOUBLINGS)
     arm.due = level.clock + int(pause)
     level.switch(level.best)
 
 
 class Settling:
-    """One stream's way under the cap of all."""
+    """One stream's way under the cap of all. Its first rounds count: to open a draft is part of the price."""
 
     def __init__(self) -> None:
         self._cap: int | None = None
-        self._rounds = 0
+        self._rounds_left = 0
 
     def enter(self, cap: int) -> None:
         """A round of the stream begins under this cap."""
-        self._rounds = self._rounds + 1 if cap == self._cap else 1
+        if self._cap is not None and cap != self._cap:
+            self._rounds_left = _SETTLING_ROUNDS
+        else:
+            self._rounds_left = max(0, self._rounds_left - 1)
         self._cap = cap
 
     @property
     def settled(self) -> int | None:
         """The cap that the stream's rounds stand for; None while it is new under it."""
-        return self._cap if self._rounds > _SETTLING_ROUNDS else None
+        return None if self._rounds_left else self._cap

@@ -167,7 +167,7 @@ def run_trials(trials: Trials, num_rounds: int, round_ns: dict[int, float]) -> C
     for _ in range(num_rounds):
         cap = trials.cap(4)
         spent[cap] += 1
-        trials.add(cap, 4, 1, int(round_ns[cap] * 1e6 * rng.lognormal(0, 0.1)))
+        trials.add(cap, 4, 1, int(round_ns[cap] * 30e6 * rng.lognormal(0, 0.1)))
     return spent
 
 
