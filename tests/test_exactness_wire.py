@@ -25,9 +25,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import coordinator.servicer
+from coordinator.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.config import UpConfig
 from specwire.supervisor import Stack
+from tests.harness import local_stack
 from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.tiny_models import save
@@ -70,7 +73,7 @@ def address(tmp_path_factory):
         dtype="float32",
         draft_dtype="float32",
         address="127.0.0.1:0",
-        num_draft_tokens=2,
+        num_draft_tokens="2",
         num_threads=1,
     )
     with Stack(config) as stack:
@@ -96,6 +99,31 @@ def check_law(address, logits, rule, settings, length):
     assert accepted / drafted < 0.6, "the draft was meant to be hostile"
     p_value = law_p_value(completions, logits, SamplingParams(**params))
     assert p_value > FALSE_ALARM_RATE
+
+
+class Restless(AdaptiveLength):
+    """Takes its length from how the last round went, as greedily as the past allows."""
+
+    last = 0
+
+    def choose(self) -> int:
+        return (1, 3, 0, 5, 2)[self.last]
+
+    def observe(self, done, elapsed_ns):
+        super().observe(done, elapsed_ns)
+        self.last = (len(done.proposal.token_ids) + 2 * done.outcome.num_accepted) % 5
+
+
+def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=-1.0), tmp_path / "draft")
+    with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
+        params = {"max_tokens": LONG}
+        completions = asyncio.run(_sample(stack.address, params, 10))
+    lengths = {len(done.speculation.drafted_per_position) for done in completions}
+    assert max(lengths) == 5
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
 
 
 def test_a_wrong_law_is_caught(address, logits):
