@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -44,9 +43,7 @@ class EchoPair:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in (self._client, self._server):
             end(process)
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.batching import BatchAnswer, BatchGenerator, BatchOrder
@@ -58,10 +57,19 @@ class Answer:
 class Peer:
     """The process, seen from the parent; a context manager that ends it."""
 
-    def __init__(self, target: Path, draft: Path, dtype: str, draft_dtype: str, num_threads: int) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        dtype: str,
+        draft_dtype: str,
+        num_threads: int,
+        device: str = "cpu",
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.peers", str(target), str(draft)]
+        options = ["--num-threads", str(num_threads), "--device", device]
         self._process = subprocess.Popen(
-            [*command, "--dtype", dtype, "--draft-dtype", draft_dtype, "--num-threads", str(num_threads)],
+            [*command, "--dtype", dtype, "--draft-dtype", draft_dtype, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -89,9 +97,7 @@ class Peer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # the end of its orders
         try:
@@ -104,11 +110,13 @@ class Peer:
 class Generator:
     """Both models as transformers loads them, with its default attention for the machine."""
 
-    def __init__(self, target: str, draft: str, dtype: str, draft_dtype: str) -> None:
+    def __init__(self, target: str, draft: str, dtype: str, draft_dtype: str, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval().to(device)
         self._draft: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=draft_dtype).eval()
+        self._draft.to(device)
+        self._device = device
         self._defaults = {name: getattr(self._draft.generation_config, name) for name in _ASSISTANT_SETTINGS}
         self._num_passes = 0
         self.target.register_forward_pre_hook(self._count)
@@ -121,7 +129,7 @@ class Generator:
         import torch
 
         torch.manual_seed(order.seed)
-        prompt = torch.tensor([list(order.prompt_token_ids)])
+        prompt = torch.tensor([list(order.prompt_token_ids)], device=self._device)
         options = self._options(order)
         self._num_passes = 0
         watch = _FirstTokens()
@@ -130,8 +138,8 @@ class Generator:
             out = self.target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), streamer=watch, **options
             )
+        token_ids = out[0, prompt.shape[1] :].tolist()  # waits for a device
         elapsed_s = time.perf_counter() - started_s
-        token_ids = out[0, prompt.shape[1] :].tolist()
         return Answer(
             first_s=watch.at_s - started_s,
             elapsed_s=elapsed_s,
@@ -193,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--draft-dtype", required=True)
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not mix with the answers
@@ -201,8 +210,9 @@ def main(argv: list[str] | None = None) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(args.num_threads)
-    generator = Generator(args.target, args.draft, args.dtype, args.draft_dtype)
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    generator = Generator(args.target, args.draft, args.dtype, args.draft_dtype, args.device)
     batches = BatchGenerator(generator.target)
     for line in sys.stdin:
         order = json.loads(line)

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.names import ASSISTED, ASSISTED_CONSTANT, NO_SPECULATION, PLAIN, SPECWIRE
 from benchmarks.peers import Order, Peer
 from specwire import Client, SamplingParams
 from specwire.core import Timing
 
-PLAIN = "transformers generate"
-ASSISTED = "transformers assisted"
-ASSISTED_CONSTANT = "transformers assisted, constant"
-NO_SPECULATION = "specwire without speculation"
-SPECWIRE = "specwire"
+__all__ = ["ASSISTED", "ASSISTED_CONSTANT", "NO_SPECULATION", "PLAIN", "SPECWIRE"]
+
 CONSTANT_TOKENS = 4
 """Guesses a round of the assisted generation with a constant number."""
 

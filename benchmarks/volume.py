@@ -15,8 +15,9 @@ from specwire import Client, SamplingParams, sampling, tracing, wire
 from specwire.config import DraftConfig, UpConfig
 from specwire.core import Proposal, Rule, Support, Verdict
 from specwire.supervisor import Stack
+from specwire.timeline.receiver import Receiver
+from specwire.timeline.spans import Span
 from specwire.v1 import draft_pb2, verify_pb2
-from tests.otlp_receiver import OtlpReceiver, SpanRecord
 
 MODES: dict[str, dict[str, Any]] = {
     "rejection, temperature 1": {"temperature": 1.0, "rule": Rule.REJECTION},
@@ -51,7 +52,7 @@ def measure(config: UpConfig, plan: Plan) -> dict[str, Volume]:
 
     Tracing itself adds a traceparent of 55 characters to each request.
     """
-    with OtlpReceiver() as receiver:
+    with Receiver() as receiver:
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
         with Stack(config, environ) as stack, Client(stack.address) as client:
             chunks = {mode: _generate(client, mode, plan) for mode in MODES}
@@ -76,7 +77,7 @@ def _generate(client: Client, mode: str, plan: Plan) -> list[int]:
     return sizes
 
 
-def _volume(spans: Sequence[SpanRecord], traces: dict[str, int], chunk_bytes: Sequence[int]) -> Volume:
+def _volume(spans: Sequence[Span], traces: dict[str, int], chunk_bytes: Sequence[int]) -> Volume:
     later = [
         span
         for span in spans

@@ -48,14 +48,17 @@ SHAPE_8B = Shape(hidden_size=4096, num_layers=36, num_heads=64, num_kv_heads=16,
 """About 8 billion; for a GPU."""
 
 
-def widen(small: LlamaForCausalLM, shape: Shape, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
-    """The large model with the small one's function, on the CPU.
+def widen(
+    small: LlamaForCausalLM, shape: Shape, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> LlamaForCausalLM:
+    """The large model with the small one's function.
 
     Args:
         small: a Llama without biases.
         shape: at least as large in every size, with at least as many query heads to a key-value head.
         dtype: of the weights.
         seed: of those weights that do not matter.
+        device: where to make it; billions of random numbers take a CPU minutes.
 
     Raises:
         ValueError: the small model does not fit into the shape, or is not such a Llama.
@@ -63,9 +66,21 @@ def widen(small: LlamaForCausalLM, shape: Shape, dtype: torch.dtype, seed: int =
     _check(small.config, shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        large = LlamaForCausalLM(_large_config(small.config, shape)).to(dtype)
+        large = _random_model(_large_config(small.config, shape), dtype, device)
         _fill(large, small)
     return large.eval()
+
+
+def _random_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
+    if device == "cpu":
+        return LlamaForCausalLM(config).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # four bytes a weight at no time
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _check(config: Any, shape: Shape) -> None:
@@ -162,12 +177,13 @@ def _scale_norm(large: Tensor, small: Tensor) -> None:
     large[: len(small)] = (small * math.sqrt(len(small) / len(large))).to(large.dtype)
 
 
-def cached(source: Path, shape: Shape, dtype: torch.dtype, cache: Path) -> Path:
+def cached(source: Path, shape: Shape, dtype: torch.dtype, cache: Path, device: str = "cpu") -> Path:
     """The directory of the widened model with its tokenizer; made once for these weights and this shape.
 
     Args:
         source: directory of the small model, with one `model.safetensors`.
         cache: folder that holds such directories.
+        device: as for `widen`; weights that do not matter differ with it.
     """
     weights = (source / "model.safetensors").read_bytes()
     key = hashlib.sha256(weights + f"{_RECIPE_VERSION} {shape} {dtype}".encode()).hexdigest()[:12]
@@ -176,7 +192,7 @@ def cached(source: Path, shape: Shape, dtype: torch.dtype, cache: Path) -> Path:
         return directory
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     unfinished = directory.with_suffix(".tmp")
-    widen(small, shape, dtype).save_pretrained(unfinished)
+    widen(small, shape, dtype, device=device).save_pretrained(unfinished)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, unfinished)

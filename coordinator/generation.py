@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specwire import acceptance, tracing
+from specwire import acceptance, clock, tracing
 from specwire.core import Fate, Load, Outcome, Proposal, SamplingParams, Verdict
 
 
@@ -17,7 +17,8 @@ class Cost:
 
     `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
     service's own figures, and `load` is what it says of itself. `num_told_tokens` are committed tokens that
-    it had to be told; `wall_ns` is ours, network included.
+    it had to be told; `wall_ns` is ours, network included. With `prepared` the proposal was there before
+    it was asked for, and all else is 0.
     """
 
     queue_ns: int = 0
@@ -28,17 +29,33 @@ class Cost:
     num_cached_tokens: int = 0
     num_told_tokens: int = 0
     load: Load | None = None
+    prepared: bool = False
 
 
-class DraftLength(Protocol):
-    """How many tokens to draft; never more than `limit`."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """For the round about to begin.
+
+    Attributes:
+        num_draft_tokens: to draft.
+        num_outcomes: of the round that the draft shall prepare for meanwhile.
+        patience_s: longest wait for a proposal, in seconds; then the round is a plain one.
+    """
+
+    num_draft_tokens: int
+    num_outcomes: int = 0
+    patience_s: float = math.inf
+
+
+class Planner(Protocol):
+    """How much to draft; never more than `limit`."""
 
     @property
     def limit(self) -> int:
-        """Most that it ever chooses."""
+        """Most draft tokens that it ever plans."""
         ...
 
-    def choose(self) -> int:
+    def plan(self) -> Plan:
         """For the round about to begin; from the past alone, never from the tokens it would leave out."""
         ...
 
@@ -50,10 +67,8 @@ class DraftLength(Protocol):
 class Drafter(Protocol):
     """The draft's side of one sequence."""
 
-    async def propose(
-        self, committed: Sequence[int], num_draft_tokens: int, parent: str
-    ) -> tuple[Proposal, Cost]:
-        """At most `num_draft_tokens` guesses of what follows; none when the draft is not there."""
+    async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+        """At most as many guesses of what follows as planned; none when the draft is not there in time."""
         ...
 
 
@@ -108,7 +123,7 @@ class Generation:
         drafter: Drafter,
         verifier: Verifier,
         *,
-        length: DraftLength,
+        planner: Planner,
         tracer: tracing.Tracing,
         parent: str = "",
         may_start: Callable[[], Awaitable[None]] | None = None,
@@ -120,7 +135,7 @@ class Generation:
         self._params = params
         self._drafter = drafter
         self._verifier = verifier
-        self._length = length
+        self._planner = planner
         self._tracer = tracer
         self._parent = parent
         self._may_start = may_start
@@ -130,28 +145,32 @@ class Generation:
         while len(self.committed) < self._end_len:
             if self._may_start is not None:
                 await self._may_start()
-            started_ns = time.perf_counter_ns()
+            started_ns = clock.stopwatch_ns()
             with self._tracer.span("round", parent=self._parent) as span:
                 done = await self._round(span.traceparent)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
                 span.set(_round_attributes(done))
             yield done
-            self._length.observe(done, time.perf_counter_ns() - started_ns)
+            self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 
     async def _round(self, parent: str) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.
-        num_draft_tokens = min(self._length.choose(), self._end_len - len(self.committed) - 1)
-        proposal, draft_cost = await self._drafter.propose(self.committed, num_draft_tokens, parent)
+        plan = self._planner.plan()
+        left = self._end_len - len(self.committed) - 1
+        if plan.num_draft_tokens > left:
+            plan = replace(plan, num_draft_tokens=left, num_outcomes=0)
+        proposal, draft_cost = await self._drafter.propose(self.committed, plan, parent)
         verdict, verify_cost = await self._verifier.verify(self.committed, proposal, parent)
-        started_ns = time.perf_counter_ns()
+        started_ns = clock.stopwatch_ns()
         with self._tracer.span("accept", parent=parent):
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
-        rule_ns = time.perf_counter_ns() - started_ns
+        rule_ns = clock.stopwatch_ns() - started_ns
         return Round(proposal, verdict, outcome, draft_cost, verify_cost, rule_ns)
 
 
 def _round_attributes(done: Round) -> dict[str, int]:
     return {
+        tracing.DRAFT_PREPARED: done.draft_cost.prepared,
         tracing.BASE_LEN: done.proposal.base_len,
         tracing.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
         tracing.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from coordinator.streams import Call, GrpcCall
 from specwire import rpc, wire
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
@@ -71,6 +72,10 @@ class VerifyPeer:
         assert self._info is not None
         return self._info
 
+    def open_stream(self, timeout_s: float | None) -> Call:
+        """One sequence's stream; `timeout_s` is its deadline, None for none."""
+        return GrpcCall(self.stub.Verify(timeout=timeout_s))
+
     async def connect(self) -> None:
         """The handshake, waiting for the service to come up.
 
@@ -129,6 +134,10 @@ class DraftPeer:
     def available(self) -> bool:
         """True after a handshake, until a stream fails."""
         return self.info is not None
+
+    def open_stream(self, timeout_s: float | None) -> Call:
+        """As `VerifyPeer.open_stream`."""
+        return GrpcCall(self.stub.Draft(timeout=timeout_s))
 
     def room(self, committed_len: int) -> int:
         """Draft tokens that still fit the draft's own context."""

@@ -7,19 +7,20 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from coordinator.admission import Admission
 from coordinator.credit import Credit
 from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
-from coordinator.generation import DraftLength, Generation
+from coordinator.drafting import RemoteDrafter
+from coordinator.generation import Generation, Planner
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.session import Session
-from coordinator.streams import RemoteDrafter, RemoteVerifier
+from coordinator.verifying import RemoteVerifier
 from specwire import rpc, tracing, wire
 from specwire.config import CoordinatorConfig
-from specwire.core import Completion, ModelInfo, SamplingParams
+from specwire.core import Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -43,7 +44,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-        self._measured = SharedMeasurements(lambda: self._admission.num_running)
+        self._measured = SharedMeasurements(
+            lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes
+        )
         self._num_finished = 0
 
     @rpc.translate_errors
@@ -52,20 +55,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         # A stream without a request is one without a prompt.
         request = await anext(aiter(requests), generation_pb2.GenerateRequest())
-        params = _with_seed(wire.generate_params(request))
+        params = self._with_seed_and_rule(wire.generate_params(request))
         window = wire.opening_credit(request)
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
-        length = self._length(params)
+        planner = self._planner(params)
         async with self._admission.place(context.peer()):
             try:
-                async with acknowledged(requests, Credit(window, length.limit + 1)) as credit:
-                    await self._generate(prompt, params, length, credit, context)
+                async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
+                    await self._generate(prompt, params, planner, credit, context)
             finally:
                 self._num_finished += 1
 
     async def _generate(
-        self, prompt: list[int], params: SamplingParams, length: DraftLength, credit: Credit, context: Any
+        self, prompt: list[int], params: SamplingParams, planner: Planner, credit: Credit, context: Any
     ) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
         drafter = RemoteDrafter(
@@ -88,7 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     params,
                     drafter,
                     verifier,
-                    length=length,
+                    planner=planner,
                     tracer=self._tracer,
                     parent=span.traceparent,
                     may_start=credit.room,
@@ -102,8 +105,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     model=self._verify.info.name,
                     credit=credit,
                 )
+                writing: Awaitable[None] | None = None
                 async for chunk in session.chunks():
-                    await context.write(generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk)))
+                    message = generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk))
+                    if writing is not None:
+                        await writing
+                    writing = asyncio.ensure_future(context.write(message))  # while the next round begins
+                if writing is not None:
+                    await writing
                 completion = session.completion(drafter.unavailable)
                 span.set(_response_attributes(completion))
             await context.write(
@@ -113,11 +122,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             drafter.close()
             verifier.close()
 
-    def _length(self, params: SamplingParams) -> DraftLength:
+    def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
+        """What the request left to us. Whoever gives a seed wants the same text again, whatever the load."""
+        rule = params.rule or self._config.fixed_rule
+        if rule is None:
+            matches = params.seed is not None or self._measured.draft_is_far
+            rule = Rule.GUMBEL if matches else Rule.REJECTION
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return dataclasses.replace(params, seed=seed, rule=rule)
+
+    def _planner(self, params: SamplingParams) -> Planner:
         fixed = params.num_draft_tokens
         if fixed is None:
             fixed = self._config.fixed_draft_tokens
-        return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed)
+        return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed, self._measured)
 
     @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
@@ -161,10 +179,6 @@ async def acknowledged(
         yield credit
     finally:
         taking_in.cancel()
-
-
-def _with_seed(params: SamplingParams) -> SamplingParams:
-    return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(63))
 
 
 def prompt_token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None) -> list[int]:
@@ -235,7 +249,7 @@ def _request_attributes(params: SamplingParams, num_prompt_tokens: int, model: s
         tracing.GEN_AI_REQUEST_TOP_P: params.top_p,
         tracing.GEN_AI_REQUEST_SEED: params.seed,
         tracing.GEN_AI_USAGE_INPUT_TOKENS: num_prompt_tokens,
-        tracing.RULE: params.rule.value,
+        tracing.RULE: params.rule,
     }
 
 
@@ -247,4 +261,5 @@ def _response_attributes(completion: Completion) -> dict[str, Any]:
         tracing.NUM_ROUNDS: completion.speculation.num_rounds,
         tracing.NUM_DRAFT_TOKENS: completion.speculation.num_draft_tokens,
         tracing.NUM_ACCEPTED_TOKENS: completion.speculation.num_accepted_tokens,
+        tracing.NUM_PREPARED: completion.speculation.num_prepared,
     }

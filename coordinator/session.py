@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
 from coordinator.text import TextAssembler
+from specwire import clock
 from specwire.core import (
     Chunk,
     Completion,
     Fate,
     FinishReason,
+    Rule,
     SamplingParams,
     Speculation,
     Timing,
@@ -88,6 +89,7 @@ class Session:
             timing=self._tally.timing(),
             stop_reason=self._stop_reason,
             seed=self._params.seed or 0,
+            rule=self._params.rule or Rule.REJECTION,
             model=self._model,
             tokens=tuple(self._released),
         )
@@ -136,10 +138,10 @@ class Tally:
     """Counts and times over the rounds of one generation."""
 
     def __init__(self) -> None:
-        self._started_ns = time.perf_counter_ns()
+        self._started_ns = clock.stopwatch_ns()
         self._first_token_ns = 0
         self._num_rounds = 0
-        self._num_accepted = 0
+        self._num_accepted = self._num_prepared = 0
         self.num_cached_tokens = 0
         self._drafted: list[int] = []
         self._accepted: list[int] = []
@@ -148,9 +150,10 @@ class Tally:
 
     def add(self, done: Round) -> None:
         """Count one round."""
-        self._first_token_ns = self._first_token_ns or time.perf_counter_ns() - self._started_ns
+        self._first_token_ns = self._first_token_ns or clock.stopwatch_ns() - self._started_ns
         self._num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
+        self._num_prepared += done.draft_cost.prepared
         self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
         self._draft_ns += done.draft_cost.forward_ns
         self._verify_ns += done.verify_cost.forward_ns
@@ -181,12 +184,13 @@ class Tally:
             drafted_per_position=tuple(self._drafted),
             accepted_per_position=tuple(self._accepted),
             draft_unavailable=draft_unavailable,
+            num_prepared=self._num_prepared,
         )
 
     def timing(self) -> Timing:
         """The times so far."""
         return Timing(
-            total_ms=(time.perf_counter_ns() - self._started_ns) / 1e6,
+            total_ms=(clock.stopwatch_ns() - self._started_ns) / 1e6,
             time_to_first_token_ms=self._first_token_ns / 1e6,
             draft_ms=self._draft_ns / 1e6,
             verify_ms=self._verify_ns / 1e6,

@@ -1,9 +1,13 @@
-"""What the draft does with its logits: draw a token, remember what it was drawn from. Knows no grpc."""
+"""What the draft does with its logits: draw a token, note what it was drawn from and what else was likely.
+
+Knows no grpc.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +16,10 @@ from specwire import sampling
 from specwire.config import DraftConfig
 from specwire.core import Proposal, Support
 from specwire.engine.jobs import Job
-from specwire.engine.rows import choose_matched, take_rows, uniforms_for
+from specwire.engine.rows import matched_scores, take_rows, uniforms_for
 from specwire.random import Stream
 from specwire.sampling import Row
+from specwire.transfer import indices
 
 
 @dataclass(eq=False)
@@ -23,12 +28,18 @@ class DraftJob(Job):
 
     The last draft token is never run: its keys and values are computed in the next round, if it was
     accepted. That is why a round that accepts everything commits two tokens that the cache lacks.
+
+    Attributes:
+        num_candidates: likeliest tokens to note at each position, beside the one that is drafted.
+        candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
 
     num_draft_tokens: int = 0
     vocab_limit: int = 0
+    num_candidates: int = 0
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
+    candidates: list[list[int]] = field(default_factory=list)
 
     def start(self) -> None:
         super().start()
@@ -45,14 +56,58 @@ class DraftJob(Job):
             seed=self.sequence.seed,
         )
 
-    def add(self, token_id: int, support: Support | None) -> None:
-        """Take one draft token; unless it is the last, it is run next, as the cache lacks it."""
+    def add(self, token_id: int, support: Support | None, ranked: list[int]) -> None:
+        """Take one draft token; unless it is the last, it is run next, as the cache lacks it.
+
+        Args:
+            ranked: likely tokens at its position, likeliest first, this one included or not.
+        """
+        self.candidates.append([other for other in ranked if other != token_id][: self.num_candidates])
         self.sequence.tokens.append(token_id)
         self.drafted.append(token_id)
         if support is not None:
             self.supports.append(support)
         if len(self.drafted) == self.num_draft_tokens:
             self.result = Proposal(self.committed_len, self.drafted, self.supports)
+
+
+@dataclass(eq=False)
+class PeekJob(DraftJob):
+    """What may follow all tokens of a sequence: notes `num_candidates`, drafts nothing."""
+
+    def start(self) -> None:
+        super().start()
+        self.num_rows = 1
+
+    def add(self, token_id: int, support: Support | None, ranked: list[int]) -> None:
+        """Take the candidates; the draw is left where it is."""
+        self.result = ranked[: self.num_candidates]
+
+
+class Drawn(NamedTuple):
+    """What came of one row.
+
+    Attributes:
+        support: what it was drawn from; None where tokens are matched.
+        ranked: likely tokens, likeliest first, the drawn one included or not.
+    """
+
+    token_id: int
+    support: Support | None
+    ranked: list[int]
+
+
+class Question(NamedTuple):
+    """One row for each job.
+
+    Attributes:
+        limits: [num_rows] tokens from here on cannot be said; 0 for no limit.
+        num_ranked: likely tokens wanted of each row.
+    """
+
+    rows: list[Row]
+    limits: list[int]
+    num_ranked: int
 
 
 class Drafter:
@@ -62,40 +117,62 @@ class Drafter:
         self._support_mass = config.support_mass
         self._max_support = config.max_support
 
-    def consume(self, jobs: Sequence[Job], logits: Tensor) -> None:
-        """One draft token for each job; logits are [num_jobs, vocab_size]."""
+    def ask(self, jobs: Sequence[Job]) -> Question:
+        """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        rows = [job.row() for job in drafts]
-        logits = _limit_vocabulary(logits, [job.vocab_limit for job in drafts])
+        return Question(
+            [job.row() for job in drafts],
+            [job.vocab_limit for job in drafts],
+            max((job.num_candidates + 1 for job in drafts if job.num_candidates), default=0),
+        )
+
+    def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
+        """One draft token for each row of the logits [num_rows, vocab_size]."""
+        rows = question.rows
+        logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
         drawn = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
-        self._add_matched(drafts, rows, log_probs, matched)
-        self._add_drawn(drafts, rows, log_probs, drawn)
+        answer = dict(zip(matched, self._match(question, log_probs, matched), strict=True))
+        answer |= zip(drawn, self._draw(question, log_probs, drawn), strict=True)
+        return [answer[i] for i in range(len(rows))]
 
-    def _add_matched(
-        self, jobs: list[DraftJob], rows: list[Row], log_probs: Tensor, indices: list[int]
-    ) -> None:
-        if indices:
-            picked = [rows[i] for i in indices]
-            token_ids = choose_matched(take_rows(log_probs, indices), picked).tolist()
-            for i, token_id in zip(indices, token_ids, strict=True):
-                jobs[i].add(token_id, None)
+    def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
+        """See `device.Decider`."""
+        drafts = [job for job in jobs if isinstance(job, DraftJob)]
+        for job, drawn in zip(drafts, answer, strict=True):
+            job.add(*drawn)
 
-    def _add_drawn(
-        self, jobs: list[DraftJob], rows: list[Row], log_probs: Tensor, indices: list[int]
-    ) -> None:
+    def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> Iterator[Drawn]:
+        if places:
+            scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
+            token_ids = sampling.greedy(scores).tolist()
+            for token_id, ranked in zip(token_ids, _ranked(scores, question.num_ranked), strict=True):
+                yield Drawn(token_id, None, ranked)
+
+    def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> Iterator[Drawn]:
         """Truncate first, then sample from exactly the numbers that are sent."""
-        if not indices:
+        if not places:
             return
-        probs = take_rows(log_probs, indices).exp()
+        probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        uniforms = uniforms_for([rows[i] for i in indices], Stream.DRAFT, probs.device)
+        uniforms = uniforms_for([question.rows[i] for i in places], Stream.DRAFT, probs.device)
         columns = sampling.draw(support_probs, uniforms)
         token_ids = ids.gather(1, columns[:, None])[:, 0].tolist()
         ids_host, probs_host = ids.cpu().numpy(), support_probs.cpu().numpy()
-        for row, (i, n) in enumerate(zip(indices, lengths.tolist(), strict=True)):
-            jobs[i].add(token_ids[row], Support(ids_host[row, :n], probs_host[row, :n]))
+        for row, (token_id, n) in enumerate(zip(token_ids, lengths.tolist(), strict=True)):
+            # A support is sorted, likeliest first.
+            ranked = ids_host[row, : min(n, question.num_ranked)].tolist()
+            yield Drawn(token_id, Support(ids_host[row, :n], probs_host[row, :n]), ranked)
+
+
+def _ranked(scores: Tensor, num_ranked: int) -> list[list[int]]:
+    """[num_rows][num_ranked] token ids by score, the highest first; fewer where no more are possible."""
+    if not num_ranked:
+        return [[] for _ in range(len(scores))]
+    top = scores.topk(min(num_ranked, scores.shape[1]), dim=-1)
+    lengths = (top.values > float("-inf")).sum(dim=-1).tolist()
+    return [ids[:n] for ids, n in zip(top.indices.tolist(), lengths, strict=True)]
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
@@ -103,6 +180,6 @@ def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
     width = logits.shape[1]
     if all(not 0 < limit < width for limit in limits):
         return logits
-    ends = torch.tensor([limit or width for limit in limits], device=logits.device)
+    ends = indices([limit or width for limit in limits], logits.device)
     beyond = torch.arange(width, device=logits.device) >= ends[:, None]
     return logits.masked_fill(beyond, float("-inf"))

@@ -22,12 +22,14 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         ConfigError: the address cannot be bound.
     """
     tracer = tracing.configure("specwire-draft")
-    service = boot.start(config, "draft", Drafter(config).consume)
+    service = boot.start(config, "draft", Drafter(config))
     server = rpc.Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(service, tracer), server.grpc)
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(
+        DraftServicer(service, tracer, config.max_outcomes), server.grpc
+    )
     try:
         yield await server.start()
     finally:
         await server.stop()
-        service.engine.close()
+        service.close()
         tracer.shutdown()

@@ -2,63 +2,87 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from draft_service.drafter import DraftJob
+from draft_service.lookahead import Answer, Lookahead, Prepared
 from specwire import rpc, tracing, wire
-from specwire.core import Proposal
+from specwire.core import Preparation, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
-from specwire.engine.jobs import TokenSequence
-from specwire.errors import InvalidRequestError
-from specwire.v1 import draft_pb2, draft_pb2_grpc
+from specwire.errors import InvalidRequestError, UnsupportedError
+from specwire.forecast import Forecast, SharedForecast
+from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One stream is one sequence; its KV cache goes when the stream goes, however it ends."""
 
-    def __init__(self, service: ModelService, tracer: tracing.Tracing) -> None:
+    def __init__(self, service: ModelService, tracer: tracing.Tracing, max_outcomes: int) -> None:
         self._service = service
         self._tracer = tracer
+        self._max_outcomes = max_outcomes
+        self._forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
 
     @rpc.translate_errors
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         with contextlib.ExitStack() as stack:
-            sequence: TokenSequence | None = None
-            vocab_limit = 0
+            answers = _Answers(context, self._service.info.incarnation, self._tracer)
+            lookahead: Lookahead | None = None
             async for request in requests:
-                if sequence is None:
-                    sequence = stack.enter_context(self._service.opened(request.open))
-                    vocab_limit = request.open.vocab_limit
+                if lookahead is None:
+                    lookahead = self._open(request.open, answers, stack)
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
-                job = _job(sequence, request, vocab_limit)
-                proposal: Proposal | None = await self._service.engine.run(
-                    job, extra_len=request.num_draft_tokens
+                preparation = self._preparation(request)
+                answers.traceparent = request.traceparent
+                answer = await lookahead.draft(
+                    request.base_len,
+                    request.token_ids,
+                    wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
+                    preparation,
                 )
-                self._trace(job, request.traceparent)
-                await context.write(self._response(request, job, proposal))
+                if request.num_draft_tokens or preparation is None:
+                    self._trace(answer.job, request.traceparent)
+                    await answers.answer(request.request_id, answer)
+
+    def _open(
+        self, message: common_pb2.OpenSequence, answers: _Answers, stack: contextlib.ExitStack
+    ) -> Lookahead:
+        sequence = stack.enter_context(self._service.opened(message))
+        lookahead = Lookahead(
+            self._service.engine,
+            sequence,
+            vocab_limit=message.vocab_limit,
+            forecast=Forecast(self._forecasts[_kind(sequence.params)]),
+            push=answers.push,
+        )
+        stack.callback(lookahead.close)
+        return lookahead
+
+    def _preparation(self, request: draft_pb2.DraftRequest) -> Preparation | None:
+        """What the request asks to prepare, within what this service does."""
+        if not request.HasField("prepare"):
+            return None
+        if not self._max_outcomes:
+            raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
+        asked = wire.preparation_from_proto(request.prepare)
+        return dataclasses.replace(asked, num_outcomes=min(asked.num_outcomes, self._max_outcomes))
 
     @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            model=wire.model_info_to_proto(self._service.info), status=self._service.status()
-        )
-
-    def _response(
-        self, request: draft_pb2.DraftRequest, job: DraftJob, proposal: Proposal | None
-    ) -> draft_pb2.DraftResponse:
-        return draft_pb2.DraftResponse(
-            request_id=request.request_id,
-            base_len=job.committed_len,
-            incarnation=self._service.info.incarnation,
-            timings=boot.timings(job),
-            num_cached_tokens=job.num_cached_tokens,
-            proposals=[wire.proposal_to_proto(proposal)] if proposal else [],
+            model=wire.model_info_to_proto(
+                dataclasses.replace(self._service.info, prepares_outcomes=self._max_outcomes > 0)
+            ),
+            status=self._service.status(),
         )
 
     def _trace(self, job: DraftJob, parent: str) -> None:
@@ -66,11 +90,54 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             boot.record_spans(self._tracer, "draft", job, parent)
 
 
-def _job(sequence: TokenSequence, request: draft_pb2.DraftRequest, vocab_limit: int) -> DraftJob:
-    return DraftJob(
-        sequence,
-        request.base_len,
-        list(request.token_ids),
-        num_draft_tokens=wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
-        vocab_limit=vocab_limit,
-    )
+class _Answers:
+    """The stream's way back: answers, and between them what was prepared; one message at a time.
+
+    Attributes:
+        traceparent: of the last request.
+    """
+
+    def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing) -> None:
+        self._context = context
+        self._incarnation = incarnation
+        self._tracer = tracer
+        self._turn = asyncio.Lock()
+        self.traceparent = ""
+
+    async def answer(self, request_id: int, answer: Answer) -> None:
+        """Of a request; what was prepared before it came cost it nothing."""
+        job, proposal, was_prepared = answer
+        await self._write(
+            draft_pb2.DraftResponse(
+                request_id=request_id,
+                base_len=job.committed_len,
+                incarnation=self._incarnation,
+                timings=None if was_prepared else boot.timings(job),
+                num_cached_tokens=0 if was_prepared else job.num_cached_tokens,
+                proposals=[wire.proposal_to_proto(proposal)] if proposal else [],
+            )
+        )
+
+    async def push(self, base_len: int, prepared: Sequence[Prepared]) -> None:
+        """Ahead of a request."""
+        if self.traceparent:
+            self._tracer.record(
+                "draft.prepare",
+                start_ns=min(each.started_ns for each in prepared),
+                end_ns=max(each.finished_ns for each in prepared),
+                parent=self.traceparent,
+                attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
+            )
+        proposals = [wire.proposal_to_proto(each.proposal, each.path) for each in prepared]
+        await self._write(
+            draft_pb2.DraftResponse(base_len=base_len, incarnation=self._incarnation, proposals=proposals)
+        )
+
+    async def _write(self, message: draft_pb2.DraftResponse) -> None:
+        async with self._turn:
+            await self._context.write(message)
+
+
+def _kind(params: SamplingParams) -> str:
+    """Streams whose rounds end alike learn together."""
+    return "greedy" if params.greedy else str(params.rule)

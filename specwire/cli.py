@@ -1,9 +1,9 @@
-"""The command line: `specwire up | demo | generate | bench | draft | verify | coordinator`."""
+"""The command line: `specwire up | demo | generate | bench | timeline | proxy`, and the services by name."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import asyncio
 import json
 import os
 import signal
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from specwire import config, flags
+from specwire import config
 from specwire.bench import command as bench
-from specwire.config import NUM_DRAFT_TOKENS_HELP, ClientConfig, UpConfig
+from specwire.config import ClientConfig, DemoConfig, ProxyConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, read_config
 from specwire.sampling_flags import add_sampling_flags, token_ids
 from specwire.sampling_flags import sampling_params as _sampling_params
 from specwire.supervisor import Stack
+from specwire.timeline import command as timeline
 
 _SERVICES = {"draft": "draft_service", "verify": "verify_service", "coordinator": "coordinator"}
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 1 the generation failed or a service went away, 2 flags, variables or
-        models that cannot be used, 130 interrupted. Ctrl-C is the normal end of `up`: 0.
+        models that cannot be used, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
@@ -54,6 +55,8 @@ examples:
   specwire up --target DIR --draft DIR                  serve two models on this machine
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
   specwire bench serve --rate 4                         measure a running server under load
+  specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        stand in for a network in front of a service
+  specwire timeline --live                              draw who works when in one generation
 
 Every flag that names a variable can be set through it; the flag wins.
 """
@@ -73,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     bench.add_command(commands)
+    _add_proxy(commands)
+    timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
     return parser
@@ -100,7 +105,7 @@ def _add_up(commands: Any) -> None:
 
 def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
-    demo = _add_command(commands, "demo", about, _DemoConfig)
+    demo = _add_command(commands, "demo", about, DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
     add_sampling_flags(demo, max_tokens=192)
     _add_json(demo)
@@ -118,14 +123,9 @@ def _add_generate(commands: Any) -> None:
     generate.set_defaults(run=_generate)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _DemoConfig(UpConfig):
-    """`specwire up` on a free port, and too short for trying out which length pays."""
-
-    address: str = flags.option(
-        "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one"
-    )
-    num_draft_tokens: str = flags.option("4", NUM_DRAFT_TOKENS_HELP)
+def _add_proxy(commands: Any) -> None:
+    about = "add latency, jitter and a bandwidth limit between two services"
+    _add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -168,10 +168,15 @@ def _demo(args: argparse.Namespace) -> int:
     from specwire import demo
 
     _end_on_signals()
-    settings = read_config(_DemoConfig, args, os.environ)
+    settings = read_config(DemoConfig, args, os.environ)
     params = _sampling_params(args)
     as_json: bool = args.json
     return demo.run(settings, args.prompt, params, as_json=as_json)
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    _end_on_signals()
+    return timeline.run(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -194,6 +199,13 @@ def _generate(args: argparse.Namespace) -> int:
         print()
     else:
         print(*completion.token_ids)
+    return 0
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    from specwire import delay_proxy
+
+    asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
     return 0
 
 

@@ -9,7 +9,6 @@ import math
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -142,9 +141,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -289,6 +286,8 @@ class Client:
         _check_address(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
+        self._calling = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
         self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s))
@@ -296,17 +295,17 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the channel and end the thread; running generations are cancelled."""
         with self._closing:
-            if self._loop.is_closed():
+            if self._closed:
                 return
             self._run(self._end())
+            with self._calling:  # calls that came before are on the loop, and none comes after
+                self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._cancel_late_calls()
@@ -330,9 +329,10 @@ class Client:
         try:
             yield Stream(stream, self._run)
         finally:
-            # Closing has cancelled it; and at the interpreter's end no thread is left to do so.
-            if not self._loop.is_closed() and not sys.is_finalizing():
-                self._run(context.__aexit__(None, None, None))
+            # At the interpreter's end no thread is left to do so, and closing has cancelled it already.
+            if not sys.is_finalizing():
+                with contextlib.suppress(SpecwireError):
+                    self._run(context.__aexit__(None, None, None))
 
     def generate(
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
@@ -356,14 +356,11 @@ class Client:
             await asyncio.wait(running, timeout=1.0)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        if self._loop.is_closed():
-            work.close()
-            raise SpecwireError("the client is closed")
-        try:
+        with self._calling:
+            if self._closed:
+                work.close()
+                raise SpecwireError("the client is closed")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # closed in this moment
-            work.close()
-            raise SpecwireError("the client is closed") from None
         try:
             return future.result()
         except concurrent.futures.CancelledError:

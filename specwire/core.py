@@ -20,8 +20,9 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_NUM_DRAFT_TOKENS = 64
+MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 # Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
@@ -112,8 +113,9 @@ class SamplingParams:
 
     With `Rule.GUMBEL` it fixes the text; with `Rule.REJECTION` only together with `num_draft_tokens`.
     """
-    rule: Rule = Rule.REJECTION
-    """The rule that reconciles draft and target."""
+    rule: Rule | None = None
+    """The rule that reconciles draft and target; None leaves it to the server, and the completion names it.
+    Unless it is told otherwise, the server takes `GUMBEL` where a seed is given or the draft is far away."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
@@ -132,7 +134,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         try:
-            object.__setattr__(self, "rule", Rule(self.rule))
+            object.__setattr__(self, "rule", None if self.rule is None else Rule(self.rule))
         except ValueError:
             known = ", ".join(rule.value for rule in Rule)
             raise InvalidRequestError("rule", self.rule, f"is not one of {known}") from None
@@ -236,6 +238,23 @@ class Proposal:
     token_ids: Sequence[int] = ()
     supports: Sequence[Support] = ()
 
+    def first(self, num_tokens: int) -> Proposal:
+        """Its first tokens; how many must not depend on what they are."""
+        return Proposal(self.base_len, self.token_ids[:num_tokens], self.supports[:num_tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What a draft service shall do ahead of the verdict on its proposal.
+
+    Attributes:
+        num_outcomes: most outcomes to work on at a time.
+        num_draft_tokens: to draft for each.
+    """
+
+    num_outcomes: int
+    num_draft_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -323,6 +342,7 @@ class ModelInfo:
         protocol_version: of `specwire.v1`.
         incarnation: differs after every restart of the service.
         tokenizer_source: where the tokenizer can be loaded from, empty when there is none.
+        prepares_outcomes: whether it can work ahead of the verdict on its proposals.
     """
 
     name: str
@@ -335,6 +355,7 @@ class ModelInfo:
     protocol_version: int = PROTOCOL_VERSION
     incarnation: str = ""
     tokenizer_source: str = ""
+    prepares_outcomes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,6 +425,7 @@ class Speculation:
         acceptance_histogram: [k] is the number of rounds with a draft that accepted exactly k tokens.
         drafted_per_position, accepted_per_position: counts at draft position i (0-based).
         draft_unavailable: why the draft was not there for a part of the generation; empty when it was.
+        num_prepared: rounds whose proposal had been prepared before the round before them ended.
     """
 
     num_rounds: int = 0
@@ -413,6 +435,13 @@ class Speculation:
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     draft_unavailable: str = ""
+    num_prepared: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Rounds whose proposal had been prepared over all with a draft; 0 without any."""
+        num_drafts = sum(self.acceptance_histogram)
+        return self.num_prepared / num_drafts if num_drafts else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -453,6 +482,7 @@ class Completion:
         finish_reason: why it ended.
         stop_reason: the stop string or token id that ended it, if one did.
         seed: fixes all random choices of this generation.
+        rule: that it ran under.
         tokens: the emitted tokens with their fates and log probabilities.
     """
 
@@ -464,6 +494,7 @@ class Completion:
     timing: Timing = Timing()
     stop_reason: str | int | None = None
     seed: int = 0
+    rule: Rule = Rule.REJECTION
     model: str = ""
     tokens: tuple[Token, ...] = ()
 
@@ -476,6 +507,7 @@ class Completion:
             "stop_reason": self.stop_reason,
             "model": self.model,
             "seed": self.seed,
+            "rule": self.rule.value,
             "usage": _fields(self.usage),
             "speculation": _fields(self.speculation)
             | {

@@ -64,7 +64,7 @@ def run(config: UpConfig, prompt: str | None, params: SamplingParams, *, as_json
 
 def _without_speculation(params: SamplingParams, done: Completion) -> SamplingParams:
     values = {name: getattr(params, name) for name in params.__dataclass_fields__}
-    return SamplingParams(**values | {"num_draft_tokens": 0, "seed": done.seed})
+    return SamplingParams(**values | {"num_draft_tokens": 0, "seed": done.seed, "rule": done.rule})
 
 
 def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -> Completion:

@@ -39,7 +39,7 @@ def env_name(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
     """One flag a field; absent flags leave no trace, so that the variable or the default counts."""
     for field in dataclasses.fields(config):
         kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
@@ -63,9 +63,12 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     endings = {
         "address": "HOST:PORT",
         "server": "HOST:PORT",
+        "listen": "HOST:PORT",
+        "to": "HOST:PORT",
         "dtype": "DTYPE",
         "device": "DEVICE",
         "tokens": "N|auto",
+        "outcomes": "N|auto",
     }
     endings |= dict.fromkeys(("model", "target", "draft", "tokenizer"), "DIR_OR_ID")
     return endings.get(field.name.rpartition("_")[2], "NAME")

@@ -210,11 +210,13 @@ def _gumbel_numpy(rows: npt.NDArray[np.int64], vocab_size: int) -> DoubleArray:
 def _gumbel_torch(rows: npt.NDArray[np.int64], vocab_size: int, device: torch.device) -> torch.Tensor:
     import torch
 
+    from specwire.transfer import to_device
+
     num_blocks = (vocab_size + 1) // 2
     out = torch.empty((rows.shape[1], num_blocks, 2), dtype=torch.float64, device=device)
     zeros = torch.zeros((1, 1), dtype=torch.int64, device=device)
     blocks = torch.arange(num_blocks, device=device)
-    _fill_gumbel(out, torch.from_numpy(rows).to(device), blocks, zeros, torch.log, _DEVICE_BLOCKS)
+    _fill_gumbel(out, to_device(rows, device), blocks, zeros, torch.log, _DEVICE_BLOCKS)
     return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
 
 

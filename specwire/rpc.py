@@ -144,6 +144,7 @@ class Server:
     def __init__(self, config: ServiceConfig, service_names: Sequence[str]) -> None:
         self._config = config
         self._service_names = ["", *service_names]
+        self._started = False
         options = [
             ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
             ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -176,6 +177,7 @@ class Server:
                 f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
             )
         await self.grpc.start()
+        self._started = True
         await self.set_serving(True)
         return f"{host}:{port}"
 
@@ -188,6 +190,8 @@ class Server:
 
     async def stop(self) -> None:
         """Report unhealthy, refuse new requests, let running ones finish within the grace."""
+        if not self._started:
+            return
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._config.grace_s)
 

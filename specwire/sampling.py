@@ -23,6 +23,7 @@ from torch import Tensor
 
 from specwire.core import IntArray, SamplingParams
 from specwire.errors import InvalidRequestError
+from specwire.transfer import indices, to_device
 
 _MIN_TEMPERATURE = 1e-30
 """Colder is the same law, but logits divided by it would overflow float32."""
@@ -132,8 +133,8 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
     where = np.stack(
         [np.repeat([edit.row for edit in edits], lengths), np.concatenate([edit.token_ids for edit in edits])]
     )
-    at_row, at_token = torch.from_numpy(where).to(scores.device)
-    values = torch.from_numpy(np.concatenate([edit.values for edit in edits])).to(scores)
+    at_row, at_token = to_device(where, scores.device)
+    values = to_device(np.concatenate([edit.values for edit in edits]), scores.device).to(scores.dtype)
     scores[at_row, at_token] = combine(scores[at_row, at_token], values)
 
 
@@ -166,7 +167,7 @@ def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[num_rows, 1] in the device and type of `like`."""
-    return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
+    return to_device(np.array(values, dtype=np.float64), like.device).to(like.dtype)[:, None]
 
 
 def _exclude(
@@ -180,7 +181,7 @@ def _exclude(
         return scores
     if len(used) == len(settings):
         return scores.masked_fill(rule(scores, used), -torch.inf)
-    chosen = torch.tensor([i for i, value in enumerate(settings) if value is not None]).to(scores.device)
+    chosen = indices([i for i, value in enumerate(settings) if value is not None], scores.device)
     part = scores[chosen]
     return scores.index_copy(0, chosen, part.masked_fill(rule(part, used), -torch.inf))
 
@@ -189,7 +190,7 @@ def _outside_top_k(scores: Tensor, top_ks: Sequence[float]) -> Tensor:
     """Below the k-th largest score; ties with it stay."""
     counts = [int(top_k) for top_k in top_ks]
     largest = torch.topk(scores, max(counts), dim=-1).values
-    last = torch.tensor(counts).to(scores.device)[:, None] - 1
+    last = indices(counts, scores.device)[:, None] - 1
     return scores < largest.gather(1, last)
 
 
@@ -286,17 +287,17 @@ def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple
     return target_probs.float(), tail_mass, tail_token
 
 
-def gumbel_argmax(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """The token a Gumbel-max draw chooses (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """What a Gumbel-max draw takes the highest of (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Args:
         log_probs: [num_rows, vocab_size]; -inf is never chosen.
         noise: float64 [num_rows, vocab_size], from `random.gumbel_noise`.
 
     Returns:
-        int64 [num_rows]; among equals the lowest id.
+        float64 [num_rows, vocab_size]; `greedy` of it is the token.
     """
-    return (log_probs.double() + noise).argmax(dim=-1)
+    return log_probs.double() + noise
 
 
 def greedy(logits: Tensor) -> Tensor:

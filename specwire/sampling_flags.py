@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from specwire.config import parse_num_draft_tokens
-from specwire.core import Rule, SamplingParams
+from specwire.config import AUTO, RULES, parse_num_draft_tokens
+from specwire.core import SamplingParams
 from specwire.flags import flag_name
 
 
@@ -39,6 +39,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     values["logit_bias"] = dict(values.get("logit_bias", ()))
     if "num_draft_tokens" in values:
         values["num_draft_tokens"] = parse_num_draft_tokens(values["num_draft_tokens"])
+    if values.get("rule") == AUTO:
+        del values["rule"]
     return SamplingParams(**values)
 
 
@@ -72,7 +74,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"type": token_ids, "metavar": "1,2", "help": "token ids that end the output"},
     "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
-    "rule": {"choices": [rule.value for rule in Rule], "help": "how draft and target are reconciled"},
+    "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "guesses a round; 0 switches speculation off"},
     "logprobs": {
         "type": int,

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import TracebackType
 from typing import Self
 
 from specwire.config import EMBEDDED, NO_DRAFT, UpConfig, split_address
@@ -76,7 +75,7 @@ class Service:
         return self.address
 
     def read_address(self) -> bool:
-        """Read one line of the process's standard output; True when it was the one that says ready.
+        """Read one line of the process's standard output; True when it was the one that says where it serves.
 
         Raises:
             ConfigError: the process ended instead.
@@ -86,7 +85,7 @@ class Service:
         if not line:
             raise ConfigError(self._why_not_serving())
         if line.startswith(READY):
-            self.address = line.removeprefix(READY).strip()
+            self.address = line.removeprefix(READY).split()[0]
         return bool(self.address)
 
     def terminate(self) -> None:
@@ -180,8 +179,12 @@ class Stack:
             else None
         )
         wait_ready(self.services, config.start_timeout_s)
+        draft_address = self.draft.address if self.draft else ""
+        if self.draft and config.draft_rtt_ms:
+            link = self._service("specwire.cli", _proxy_flags(config, draft_address), environ)
+            draft_address = link.ready(config.start_timeout_s)
         self.coordinator = self._service(
-            "coordinator", _coordinator_flags(config, self.verify, self.draft), environ
+            "coordinator", _coordinator_flags(config, self.verify.address, draft_address), environ
         )
         self.coordinator.ready(config.start_timeout_s)
 
@@ -192,8 +195,9 @@ class Stack:
         environ: Mapping[str, str] | None,
         model_flag: str = "--model",
     ) -> Service:
-        service = Service(module, flags, environ, model_flag=model_flag)
-        self.services.append(service)
+        with _uninterrupted():
+            service = Service(module, flags, environ, model_flag=model_flag)
+            self.services.append(service)
         return service
 
     def wait(self) -> Service:
@@ -224,10 +228,29 @@ class Stack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off SIGINT and SIGTERM to the end: a process that is half started could not be ended, and the
+    child between fork and exec would run the handler too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled elsewhere
+        return
+    arrived: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def _flags(**values: object) -> list[str]:
@@ -240,6 +263,8 @@ def _verify_flags(config: UpConfig) -> list[str]:
         dtype=config.dtype,
         device=config.device,
         num_threads=config.num_threads or _default_threads(config),
+        tensor_parallel_size=config.tensor_parallel_size,
+        ray_address=config.ray_address,
         **_shared(config),
     )
 
@@ -259,14 +284,20 @@ def _draft_flags(config: UpConfig) -> list[str]:
     )
 
 
-def _coordinator_flags(config: UpConfig, verify: Service, draft: Service | None) -> list[str]:
+def _proxy_flags(config: UpConfig, draft_address: str) -> list[str]:
+    return ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
+
+
+def _coordinator_flags(config: UpConfig, verify_address: str, draft_address: str) -> list[str]:
     return _flags(
         address=config.address,
         num_draft_tokens=config.num_draft_tokens,
+        num_outcomes=config.num_outcomes,
+        rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,
-        verify_address=verify.address,
-        draft_address=draft.address if draft else "",
+        verify_address=verify_address,
+        draft_address=draft_address,
     )
 
 

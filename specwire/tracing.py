@@ -7,11 +7,13 @@ One trace a generation, over all three services (spans, who makes them, and thei
     │                    gen_ai.request.seed, gen_ai.response.finish_reasons, gen_ai.usage.input_tokens,
     │                    gen_ai.usage.output_tokens, gen_ai.server.time_to_first_token (seconds),
     │                    specwire.rule, specwire.num_rounds, specwire.num_draft_tokens,
-    │                    specwire.num_accepted_tokens
+    │                    specwire.num_accepted_tokens, specwire.num_prepared
     └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
       │                  specwire.num_accepted_tokens, specwire.draft.available, specwire.draft.prepared
       ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
+      │ ├ draft.prepare  draft service; specwire.base_len, specwire.num_outcomes; of the round itself, without
+      │ │                a draft call, where its proposal had been prepared
       │ ├ draft.queue    draft service; specwire.base_len
       │ └ draft.forward  draft service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
       ├ verify           coordinator; specwire.base_len, specwire.num_draft_tokens,
@@ -72,6 +74,8 @@ DRAFT_PREPARED: Final = "specwire.draft.prepared"
 NUM_ACCEPTED_TOKENS: Final = "specwire.num_accepted_tokens"
 NUM_CACHED_TOKENS: Final = "specwire.num_cached_tokens"
 NUM_DRAFT_TOKENS: Final = "specwire.num_draft_tokens"
+NUM_OUTCOMES: Final = "specwire.num_outcomes"
+NUM_PREPARED: Final = "specwire.num_prepared"
 NUM_ROUNDS: Final = "specwire.num_rounds"
 REQUEST_BYTES: Final = "specwire.request_bytes"
 RESPONSE_BYTES: Final = "specwire.response_bytes"

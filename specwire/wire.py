@@ -15,6 +15,7 @@ from specwire import core
 from specwire.core import (
     MAX_CREDIT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
+    MAX_NUM_OUTCOMES,
     MIN_CREDIT_TOKENS,
     Fate,
     FinishReason,
@@ -23,6 +24,7 @@ from specwire.core import (
     Load,
     Logprobs,
     ModelInfo,
+    Preparation,
     Proposal,
     Rule,
     SamplingParams,
@@ -91,7 +93,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         **{name: getattr(params, name) for name in (*_WARPS, *_PENALTIES)},
         logit_bias=dict(params.logit_bias),
         seed=params.seed,
-        rule=_RULES[params.rule],
+        rule=_RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
         logprobs=params.logprobs,
     )
 
@@ -103,7 +105,7 @@ def _law(message: common_pb2.SamplingParams) -> dict[str, Any]:
             fields[name] = getattr(message, name)
     if message.rule and message.rule not in _RULE_NAMES:
         raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
-    fields["rule"] = _RULE_NAMES.get(message.rule, Rule.REJECTION)
+    fields["rule"] = _RULE_NAMES.get(message.rule)
     fields["logit_bias"] = dict(message.logit_bias)
     return fields
 
@@ -138,16 +140,31 @@ def check_num_draft_tokens(name: str, value: int) -> int:
     return value
 
 
+def preparation_to_proto(preparation: Preparation) -> draft_pb2.Preparation:
+    """Field by field."""
+    return draft_pb2.Preparation(**_fields(preparation))
+
+
+def preparation_from_proto(message: draft_pb2.Preparation) -> Preparation:
+    """Field by field; refuses numbers that make no sense."""
+    limits = {"num_outcomes": MAX_NUM_OUTCOMES, "num_draft_tokens": MAX_NUM_DRAFT_TOKENS}
+    for name, limit in limits.items():
+        if not 1 <= getattr(message, name) <= limit:
+            raise InvalidRequestError(f"prepare.{name}", getattr(message, name), f"must lie in [1, {limit}]")
+    return Preparation(message.num_outcomes, message.num_draft_tokens)
+
+
 def refuse_trees(parent_indices: Sequence[int]) -> None:
     """Trees are in the contract, but no service announces CAPABILITY_TREES yet."""
     if any(parent != i - 1 for i, parent in enumerate(parent_indices)):
         raise UnsupportedError("parent_indices", list(parent_indices), "only chains are served")
 
 
-def proposal_to_proto(proposal: Proposal) -> draft_pb2.Proposal:
-    """A chain with its supports."""
+def proposal_to_proto(proposal: Proposal, path: Sequence[int] = ()) -> draft_pb2.Proposal:
+    """A chain with its supports, and the tokens that it was prepared for."""
     return draft_pb2.Proposal(
         token_ids=proposal.token_ids,
+        prefix_token_ids=path,
         supports=[
             draft_pb2.Support(token_ids=ids_to_bytes(s.token_ids), probs=floats_to_bytes(s.probs))
             for s in proposal.supports
@@ -230,15 +247,23 @@ def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
     )
 
 
+_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name != "prepares_outcomes"]
+
+
 def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
-    """Field by field: the noun has the message's names."""
-    return common_pb2.ModelInfo(**{name: getattr(info, name) for name in info.__dataclass_fields__})
+    """Field by field: the noun has the message's names, capabilities apart."""
+    fields = {name: getattr(info, name) for name in _MODEL_INFO}
+    capabilities = [common_pb2.CAPABILITY_PREPARED_OUTCOMES] if info.prepares_outcomes else []
+    return common_pb2.ModelInfo(**fields, capabilities=capabilities)
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
-    """Field by field: the noun has the message's names."""
-    fields = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
-    return ModelInfo(**fields | {"eos_token_ids": tuple(message.eos_token_ids)})
+    """Field by field: the noun has the message's names, capabilities apart."""
+    fields = {name: getattr(message, name) for name in _MODEL_INFO}
+    return ModelInfo(
+        **fields | {"eos_token_ids": tuple(message.eos_token_ids)},
+        prepares_outcomes=common_pb2.CAPABILITY_PREPARED_OUTCOMES in message.capabilities,
+    )
 
 
 # --- generation -----------------------------------------------------------------------------------
@@ -405,6 +430,7 @@ def completion_to_proto(completion: core.Completion) -> generation_pb2.Completio
         stop_string=reason if isinstance(reason, str) else None,
         stop_token_id=reason if isinstance(reason, int) else None,
         seed=completion.seed,
+        rule=_RULES[completion.rule],
         model=completion.model,
         usage=generation_pb2.Usage(**_fields(completion.usage)),
         speculation=generation_pb2.Speculation(**_fields(completion.speculation)),
@@ -424,6 +450,7 @@ def completion_from_proto(message: generation_pb2.Completion, tokens: Sequence[T
         timing=_noun(core.Timing, message.timing),
         stop_reason=getattr(message, which) if which else None,
         seed=message.seed,
+        rule=_RULE_NAMES[message.rule],
         model=message.model,
         tokens=tuple(tokens),
     )

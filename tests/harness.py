@@ -21,6 +21,7 @@ import draft_service.service
 import verify_service.service
 from specwire import Client
 from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.delay_proxy import DelayProxy, Link
 from specwire.engine import boot
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
@@ -38,14 +39,18 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call something that belongs to the loop."""
+
+        async def on_loop() -> Any:
+            return function(*args)
+
+        return self.run(on_loop())
+
     @contextlib.contextmanager
     def entered(self, make: Callable[[], Any]) -> Iterator[Any]:
         """Enter an async context manager on the loop."""
-
-        async def create() -> Any:
-            return make()
-
-        context = self.run(create())
+        context = self.call(make)
         value = self.run(context.__aenter__())
         try:
             yield value
@@ -58,14 +63,46 @@ class LoopThread:
         self.loop.close()
 
 
+class StackProxy:
+    """A delay proxy on the services' loop, for the test's thread; each call is done when it returns."""
+
+    def __init__(self, proxy: DelayProxy, thread: LoopThread, address: str) -> None:
+        self._proxy = proxy
+        self._thread = thread
+        self.address = address
+
+    @property
+    def link(self) -> Link:
+        return self._proxy.link
+
+    @link.setter
+    def link(self, link: Link) -> None:
+        self._thread.call(setattr, self._proxy, "link", link)
+
+    def stall(self) -> None:
+        self._thread.call(self._proxy.stall)
+
+    def resume(self) -> None:
+        self._thread.call(self._proxy.resume)
+
+    def cut(self) -> None:
+        self._thread.call(self._proxy.cut)
+
+
 class LocalStack:
-    """Addresses and a client of a running stack; `status` reads a model service's engine."""
+    """Addresses and a client of a running stack; `status` reads a model service's engine.
+
+    The addresses are the services' own. `verify_proxy` and `draft_proxy` are what lies between them and the
+    coordinator; None without a link.
+    """
 
     def __init__(self, client: Client, verify: str, draft: str, address: str) -> None:
         self.client = client
         self.verify_address = verify
         self.draft_address = draft
         self.address = address
+        self.verify_proxy: StackProxy | None = None
+        self.draft_proxy: StackProxy | None = None
 
     def status(self, role: str) -> common_pb2.EngineStatus:
         """Engine counts of "draft" or "verify"."""
@@ -96,10 +133,13 @@ def local_stack(
     coordinator_options: dict[str, Any] | None = None,
     verify_options: dict[str, Any] | None = None,
     draft_options: dict[str, Any] | None = None,
+    verify_link: Link | None = None,
+    draft_link: Link | None = None,
 ) -> Iterator[LocalStack]:
     """Verify, draft (unless None) and coordinator for saved models, in float32.
 
-    Rounds have 4 draft tokens unless a request or an option says otherwise: seeded text can be compared.
+    The links lie between the coordinator and these services; without one, they are neighbours. Rounds have 4
+    draft tokens unless a request or an option says otherwise: seeded text can be compared.
     """
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
@@ -118,14 +158,25 @@ def local_stack(
             draft_address = stack.enter_context(
                 thread.entered(lambda: draft_service.service.serving(draft_config))
             )
+        verify_proxy = _proxy(stack, thread, verify, verify_link)
+        draft_proxy = _proxy(stack, thread, draft_address, draft_link)
         config = CoordinatorConfig(
-            verify_address=verify,
-            draft_address=draft_address,
+            verify_address=verify_proxy.address if verify_proxy else verify,
+            draft_address=draft_proxy.address if draft_proxy else draft_address,
             **{"grace_s": 0.0, "num_draft_tokens": "4"} | (coordinator_options or {}),
         )
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))
-        yield LocalStack(client, verify, draft_address, address)
+        running = LocalStack(client, verify, draft_address, address)
+        running.verify_proxy, running.draft_proxy = verify_proxy, draft_proxy
+        yield running
+
+
+def _proxy(stack: contextlib.ExitStack, thread: LoopThread, to: str, link: Link | None) -> StackProxy | None:
+    if link is None:
+        return None
+    proxy = DelayProxy(to, link)
+    return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
 
 
 @contextlib.contextmanager
@@ -134,8 +185,8 @@ def started_services() -> Iterator[dict[str, boot.ModelService]]:
     services: dict[str, boot.ModelService] = {}
     start = boot.start
 
-    def noted(config: Any, role: str, consume: Any) -> boot.ModelService:
-        services[role] = start(config, role, consume)
+    def noted(config: Any, role: str, decider: Any) -> boot.ModelService:
+        services[role] = start(config, role, decider)
         return services[role]
 
     with mock.patch.object(boot, "start", noted):

@@ -22,7 +22,7 @@ import pytest
 import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
-from specwire import SamplingParams, cli, demo, supervisor
+from specwire import Rule, SamplingParams, cli, demo, supervisor
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.flags import env_name, flag_name
 from tests import texts
@@ -82,11 +82,11 @@ class TestHelp:
             cli.main(["--help"])
         assert ended.value.code == 0
         text = capsys.readouterr().out
-        for command in ("up", "demo", "generate", "draft", "verify", "coordinator"):
+        for command in ("up", "demo", "generate", "timeline", "proxy", "draft", "verify", "coordinator"):
             assert re.search(rf"^    {command}\b", text, re.MULTILINE)
         assert "examples:" in text
 
-    @pytest.mark.parametrize("command", ["up", "demo", "generate"])
+    @pytest.mark.parametrize("command", ["up", "demo", "generate", "timeline", "proxy"])
     def test_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             cli.main([command, "--help"])
@@ -155,6 +155,9 @@ class TestUsage:
             (["up", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
             (["up", "--dtype", "int4"], "--dtype int4: is not one of auto, float32"),
             (["demo", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
+            (["proxy", "--rtt-ms", "-1"], "--rtt-ms -1.0: must be a finite number, at least 0"),
+            (["proxy", "--jitter-ms", "3", "--rtt-ms", "4"], "--jitter-ms 3.0: is more than half the round"),
+            (["proxy", "--to", "nowhere"], "--to nowhere: is not HOST:PORT"),
             (["demo", "--num-draft-tokens", "65"], "--num-draft-tokens 65: must lie in [0, 64]"),
         ],
     )
@@ -216,6 +219,8 @@ class TestUsage:
             draft_device="cuda:1",
             address="127.0.0.1:81",
             num_draft_tokens="3",
+            num_outcomes="7",
+            draft_rtt_ms=2.5,
             num_kv_tokens=4096,
             num_threads=2,
             draft_num_threads=3,
@@ -224,14 +229,11 @@ class TestUsage:
             log_level="error",
         )
 
-        class Peer:
-            address = "127.0.0.1:82"
-
-        peer: Any = Peer()
         said = [
             *supervisor._verify_flags(changed),
             *supervisor._draft_flags(changed),
-            *supervisor._coordinator_flags(changed, peer, peer),
+            *supervisor._proxy_flags(changed, "127.0.0.1:83"),
+            *supervisor._coordinator_flags(changed, "127.0.0.1:82", "127.0.0.1:83"),
         ]
         for field in dataclasses.fields(UpConfig):
             value = getattr(changed, field.name)
@@ -413,10 +415,48 @@ class Terminal(io.StringIO):
         return True
 
 
+class TestProxy:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_stands_between_and_ends_cleanly(self, number: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as service:
+            to = f"127.0.0.1:{service.getsockname()[1]}"
+            argv = ["proxy", "--to", to, "--rtt-ms", "40", "--jitter-ms", "2", "--bandwidth-mbps", "8"]
+            with subprocess.Popen(
+                [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                line = process.stdout.readline()
+                adds = f" to {to}: 40 ms round trip, ±2 ms and 8 Mbit/s each way\n"
+                assert line.startswith("ready 127.0.0.1:")
+                assert line.endswith(adds)
+                started = time.monotonic()
+                port = int(line.removesuffix(adds).rpartition(":")[2])
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                    service.settimeout(10)
+                    served, _ = service.accept()
+                    with served:
+                        served.settimeout(10)
+                        served.sendall(served.recv(1, socket.MSG_WAITALL) if client.send(b"x") else b"")
+                        assert client.recv(1) == b"x"
+                        assert time.monotonic() - started >= 0.036
+                        process.send_signal(number)
+                        with pytest.raises(ConnectionResetError):
+                            client.recv(1)
+                assert process.wait(10) == 0
+                assert process.stdout.read() == process.stderr.read() == ""
+
+    def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            listen = f"127.0.0.1:{taken.getsockname()[1]}"
+            error = one_line_error(2, ["proxy", "--listen", listen], capsys)
+        assert error.startswith(f"error: --listen {listen}: cannot be bound (")
+
+
 class TestDemo:
     """With the services of this process; `test_processes.py` runs the whole of it."""
 
-    ARGV = ("demo", PROMPT, "--max-tokens", "40", "--seed", "7", "--ignore-eos")
+    ARGV = ("demo", PROMPT, "--max-tokens", "40", "--seed", "7", "--rule", "rejection", "--ignore-eos")
 
     @pytest.fixture(autouse=True)
     def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +476,8 @@ class TestDemo:
         monkeypatch.delenv("NO_COLOR", raising=False)
 
     def expected(self, stack: LocalStack) -> Any:
-        return stack.client.generate(PROMPT, SamplingParams(max_tokens=40, seed=7, ignore_eos=True))
+        params = SamplingParams(max_tokens=40, seed=7, rule=Rule.REJECTION, ignore_eos=True)
+        return stack.client.generate(PROMPT, params)
 
     def test_plain_unless_on_a_terminal(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(list(self.ARGV)) == 0

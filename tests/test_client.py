@@ -132,7 +132,7 @@ class TestGenerate:
 
     def test_a_chosen_seed_repeats_the_text(self, client: Client) -> None:
         drawn = client.generate(PROMPT, SamplingParams(max_tokens=24))
-        again = client.generate(PROMPT, SamplingParams(max_tokens=24, seed=drawn.seed))
+        again = client.generate(PROMPT, SamplingParams(max_tokens=24, seed=drawn.seed, rule=drawn.rule))
         assert again.token_ids == drawn.token_ids
         other = client.generate(PROMPT, SamplingParams(max_tokens=24))
         assert other.seed != drawn.seed

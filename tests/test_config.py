@@ -15,6 +15,8 @@ from specwire.config import (
     ClientConfig,
     CoordinatorConfig,
     DraftConfig,
+    Link,
+    ProxyConfig,
     UpConfig,
     VerifyConfig,
     check_environment,
@@ -41,10 +43,11 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
         return not field.default
     if isinstance(field.default, int | float):
         return field.default + 1
-    named = {"log_level": "error", "draft": "none", "device": "cuda:1", "num_draft_tokens": "5"}
+    numbers = {"num_draft_tokens": "5", "num_outcomes": "5"}
+    named = {"log_level": "error", "rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
     if field.name.endswith("dtype"):
         return "bfloat16"
-    if field.name.endswith(("address", "server")):
+    if field.name.endswith(("address", "server", "listen", "to")):
         return "localhost:81"
     return named.get(field.name, "org/model")
 
@@ -53,9 +56,15 @@ class TestSources:
     @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=IDS)
     def test_every_field_has_a_flag_and_a_variable(self, kind: type[Any], field: Any) -> None:
         value = another_value(field)
-        extra = {"draft": "none"} if kind is UpConfig and field.name == "target" else {}
+        needed: dict[Any, dict[str, Any]] = {
+            (UpConfig, "target"): {"draft": "none"},
+            (ProxyConfig, "jitter_ms"): {"rtt_ms": 2.0},
+            **{(one, "ray_address"): {"tensor_parallel_size": 2} for one in (DraftConfig, VerifyConfig)},
+            (UpConfig, "ray_address"): {"tensor_parallel_size": 2},
+        }
+        extra = needed.get((kind, field.name), {})
         expected = kind(**extra | {field.name: value})
-        fixed = [part for name, text in extra.items() for part in (flag_name(name), text)]
+        fixed = [part for name, text in extra.items() for part in flag_words(name, text)]
         by_flag = read_config(kind, parse(kind, *fixed, *flag_words(field.name, value)), {})
         by_variable = read_config(kind, parse(kind, *fixed), {env_name(field.name): str(value)})
         assert by_flag == by_variable == expected != kind(**extra)
@@ -118,12 +127,12 @@ class TestRefusals:
             read_config(VerifyConfig, parse(VerifyConfig), {variable: text})
 
     def test_a_bad_value_is_named_by_where_it_came_from(self) -> None:
-        with pytest.raises(ConfigError, match=r"^--page-size 0: must be at least 1$"):
-            read_config(VerifyConfig, parse(VerifyConfig, "--page-size", "0"), {})
+        with pytest.raises(ConfigError, match=r"^--page-size -1: must be at least 0$"):
+            read_config(VerifyConfig, parse(VerifyConfig, "--page-size", "-1"), {})
         with pytest.raises(
-            ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=0: must be at least 1$"
+            ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=-1: must be at least 0$"
         ):
-            read_config(VerifyConfig, parse(VerifyConfig), {"SPECWIRE_PAGE_SIZE": "0"})
+            read_config(VerifyConfig, parse(VerifyConfig), {"SPECWIRE_PAGE_SIZE": "-1"})
 
     @pytest.mark.parametrize(
         ("kind", "field", "value"),
@@ -161,6 +170,14 @@ class TestRefusals:
             (UpConfig, "address", "7070"),
             (ClientConfig, "server", "localhost:http"),
             (ClientConfig, "timeout_s", 0.0),
+            (Link, "rtt_ms", -1.0),
+            (Link, "rtt_ms", float("nan")),
+            (Link, "jitter_ms", float("inf")),
+            (Link, "jitter_ms", 0.1),
+            (Link, "bandwidth_mbps", -0.5),
+            (ProxyConfig, "rtt_ms", float("inf")),
+            (ProxyConfig, "listen", "7070"),
+            (ProxyConfig, "to", ""),
         ],
     )
     def test_values_out_of_range(self, kind: type[Any], field: str, value: Any) -> None:

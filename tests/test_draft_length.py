@@ -9,17 +9,18 @@ import pytest
 
 from coordinator.draft_length import (
     MAX_CHOSEN,
-    Acceptance,
     AdaptiveLength,
     FixedLength,
     SharedMeasurements,
     best_length,
+    tokens_by_length,
 )
-from coordinator.generation import Cost, Round
-from coordinator.trials import CAPS, Trials
+from coordinator.generation import Cost, Plan, Round
+from coordinator.trials import CAPS, FIRST_CAP, Trials
 from specwire import Rule, SamplingParams
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.costs import CostModel
+from specwire.forecast import Acceptance
 from tests.harness import local_stack
 
 
@@ -30,7 +31,7 @@ def test_the_best_length_is_that_of_the_closed_form(alpha: float, draft_cost: fl
     lengths = np.arange(MAX_CHOSEN + 1)
     speedup = (1 - alpha ** (lengths + 1)) / ((1 - alpha) * (lengths * draft_cost + 1))
     times = [1 + draft_cost * n for n in lengths]
-    assert best_length([alpha] * MAX_CHOSEN, times) == int(speedup.argmax())
+    assert best_length(tokens_by_length([alpha] * MAX_CHOSEN), times) == int(speedup.argmax())
 
 
 class Machine:
@@ -73,7 +74,7 @@ class Machine:
 
     def _round(self, alpha: float) -> None:
         num = len(self.streams)
-        lengths = [stream.choose() for stream in self.streams]
+        lengths = [stream.plan().num_draft_tokens for stream in self.streams]
         self.chosen.update(lengths)
         draft = self.step * max(lengths)
         verify = self.pass_time(num, sum(lengths) + num) * (self.sharing if any(lengths) else 1)
@@ -158,24 +159,24 @@ def test_acceptance_counts_judged_tokens_only() -> None:
 
 
 def test_a_fixed_length_is_fixed() -> None:
-    assert FixedLength(5).choose() == 5
+    assert FixedLength(5, SharedMeasurements(lambda: 1)).plan() == Plan(5)
 
 
 def run_trials(trials: Trials, num_rounds: int, round_ns: dict[int, float]) -> Counter[int]:
     """Rounds under each cap; a round has the same tokens under all of them, and takes its time."""
     rng, spent = np.random.default_rng(0), Counter[int]()
     for _ in range(num_rounds):
-        cap = trials.cap(4)
+        cap = trials.option(4)
         spent[cap] += 1
-        trials.add(cap, 4, 1, int(round_ns[cap] * 30e6 * rng.lognormal(0, 0.1)))
+        trials.add(cap, 4, 0, int(round_ns[cap] * 30e6 * rng.lognormal(0, 0.1)))
     return spent
 
 
 def test_trials_find_the_best_cap_and_cost_little() -> None:
     for best in CAPS:
-        trials = Trials()
+        trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
         run_trials(trials, 2000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS})
-        assert trials.cap(4) == best or trials.on_trial(4)
+        assert trials.option(4) == best or trials.on_trial(4)
         spent = run_trials(
             trials, 20_000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS}
         )
@@ -184,17 +185,17 @@ def test_trials_find_the_best_cap_and_cost_little() -> None:
 
 
 def test_the_cap_follows_when_things_change() -> None:
-    trials = Trials()
+    trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
     run_trials(trials, 3000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
-    assert trials.cap(4) == 0 or trials.on_trial(4)
+    assert trials.option(4) == 0 or trials.on_trial(4)
     spent = run_trials(trials, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
     assert spent.most_common(1)[0][0] == 8
 
 
 def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:
-    trials = Trials()
+    trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
     run_trials(trials, 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
-    assert trials.cap(9) == 0
+    assert trials.option(9) == 0
     assert not trials.on_trial(9)
 
 

@@ -27,8 +27,10 @@ from transformers import (
 
 import coordinator.servicer
 from coordinator.draft_length import AdaptiveLength
+from coordinator.generation import Plan
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.config import UpConfig
+from specwire.delay_proxy import Link
 from specwire.supervisor import Stack
 from tests.harness import local_stack
 from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
@@ -36,11 +38,13 @@ from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.tiny_models import save
 
 NUM_TOKENS = 20_000
-NUM_STREAMS = 32
+NUM_STREAMS = 128
 PROMPT = [3]
 
 LONG = NUM_TOKENS // NUM_STREAMS
 """Tokens a generation where the law depends on the last token alone."""
+ALONE = 625
+"""The same with few others."""
 SHORT = 25
 """Tokens a generation where it depends on which tokens came before: later, all have come."""
 
@@ -74,6 +78,7 @@ def address(tmp_path_factory):
         draft_dtype="float32",
         address="127.0.0.1:0",
         num_draft_tokens="2",
+        num_outcomes="0",
         num_threads=1,
     )
     with Stack(config) as stack:
@@ -106,8 +111,8 @@ class Restless(AdaptiveLength):
 
     last = 0
 
-    def choose(self) -> int:
-        return (1, 3, 0, 5, 2)[self.last]
+    def plan(self) -> Plan:
+        return Plan((1, 3, 0, 5, 2)[self.last], num_outcomes=8)
 
     def observe(self, done, elapsed_ns):
         super().observe(done, elapsed_ns)
@@ -119,24 +124,40 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
     target = save(markov_model(), tmp_path / "target")
     draft = save(markov_model(scale=-1.0), tmp_path / "draft")
     with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
-        params = {"max_tokens": LONG}
+        params = {"max_tokens": ALONE, "rule": Rule.REJECTION}
         completions = asyncio.run(_sample(stack.address, params, 10))
     lengths = {len(done.speculation.drafted_per_position) for done in completions}
     assert max(lengths) == 5
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
 
 
+@pytest.mark.parametrize("rule", list(Rule))
+def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
+    """A draft that is often right, with time to work ahead: many of its proposals are there beforehand."""
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=0.7), tmp_path / "draft")
+    options = {"num_outcomes": "8", "num_draft_tokens": "2"}
+    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=15)) as stack:
+        params = {"max_tokens": ALONE, "rule": rule}
+        completions = asyncio.run(_sample(stack.address, params, 2, num_streams=1))
+    hits = sum(done.speculation.num_prepared for done in completions)
+    assert hits > 0.1 * sum(done.speculation.num_rounds for done in completions)
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
 def test_a_wrong_law_is_caught(address, logits):
     """The same tokens against a slightly different law: the tests above can fail."""
-    params = {"max_tokens": LONG}
+    params = {"max_tokens": LONG, "rule": Rule.REJECTION}
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))
     wrong = SamplingParams(**params, temperature=1.15)
     assert law_p_value(completions, logits, wrong) < CLEARLY_WRONG
 
 
-async def _sample(address: str, params: dict[str, object], num_generations: int) -> list[Completion]:
-    """That many generations with seeds 0, 1, ..., of which 32 run at a time."""
-    free = asyncio.Semaphore(NUM_STREAMS)
+async def _sample(
+    address: str, params: dict[str, object], num_generations: int, num_streams: int = NUM_STREAMS
+) -> list[Completion]:
+    """That many generations with seeds 0, 1, ..., of which so many run at a time."""
+    free = asyncio.Semaphore(num_streams)
 
     async def one(client: AsyncClient, seed: int) -> Completion:
         async with free:

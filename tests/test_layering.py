@@ -26,10 +26,18 @@ WITHOUT_GRPC = [
     "specwire/core.py",
     "specwire/errors.py",
     "specwire/config.py",
+    "specwire/alarm.py",
+    "specwire/delay_line.py",
+    "specwire/delay_proxy.py",
     "specwire/flags.py",
     "specwire/tokenizer.py",
     "specwire/wire.py",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "specwire/engine").glob("*.py"))),
+    "specwire/timeline/generation.py",
+    "specwire/timeline/layout.py",
+    "specwire/timeline/page.py",
+    "specwire/timeline/picture.py",
+    "specwire/timeline/spans.py",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "specwire/engine").rglob("*.py"))),
 ]
 
 
@@ -114,10 +122,28 @@ def test_no_torch_outside_the_engine_and_the_samplers() -> None:
     heavy = {"torch", "safetensors"}
     for path in sources("specwire"):
         relative = path.relative_to(ROOT / "specwire")
-        if relative.parts[0] in ("engine", "embedded") or relative.name == "sampling.py":
+        if relative.parts[0] in ("engine", "embedded") or relative.name in ("sampling.py", "transfer.py"):
             continue
         assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
         assert "transformers" not in packages(imports(path, lazy=False)), path
+
+
+def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            found = imports(path)
+            in_group = path.parent == ROOT / "specwire/engine/group"
+            assert in_group or "ray" not in packages(found), path
+            assert "ray" not in packages(imports(path, lazy=False)), path
+            group = {name for name in found if name.startswith("specwire.engine.group")}
+            assert in_group or not group or path.name == "boot.py", path
+    boot = imports(ROOT / "specwire/engine/boot.py", lazy=False)
+    assert not [name for name in boot if name.startswith("specwire.engine.group")], "size 1 needs no group"
+
+
+def test_the_books_know_no_device() -> None:
+    for name in ("batch", "jobs", "kv_cache", "prefix", "schedule"):
+        assert "torch" not in packages(imports(ROOT / f"specwire/engine/{name}.py")), name
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specwire import Rule, SamplingParams
+from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.runner import ModelRunner
@@ -35,7 +36,7 @@ class LogitsEngine:
         self.logits: dict[Job, torch.Tensor] = {}
         self.engine = Engine(
             self.runner,
-            self.consume,
+            LogitsDecider(self.consume),
             max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_num_tokens,
             context_len=num_pages * PAGE_SIZE,

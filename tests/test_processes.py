@@ -256,6 +256,7 @@ class TestDemo:
         ours, theirs = pty.openpty()
         target, draft = map(str, pair)
         flags = ["--target", target, "--draft", draft, "--ignore-eos", "--max-tokens", str(max_tokens)]
+        flags += ["--seed", "1"]  # accepts, rejects and adds
         command = Command("demo", PROMPT, *flags, stdout=theirs)
         os.close(theirs)
         try:

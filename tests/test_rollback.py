@@ -12,6 +12,7 @@ from specwire import Rule, SamplingParams, wire
 from specwire.config import DraftConfig, VerifyConfig
 from specwire.core import Proposal
 from specwire.engine import boot
+from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.random import Stream, uniforms
@@ -51,7 +52,7 @@ class RecordingVerifier:
     def __init__(self, directory) -> None:
         self.logits: dict[Job, torch.Tensor] = {}
         config = VerifyConfig(model=str(directory), dtype="float32", num_kv_tokens=4096)
-        self.service = boot.start(config, "verify", self.consume)
+        self.service = boot.start(config, "verify", LogitsDecider(self.consume))
         self.thread = LoopThread()
 
     def consume(self, jobs: list[Job], logits: torch.Tensor) -> None:
@@ -117,7 +118,7 @@ def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path):
     """Rejection sampling: ids and the very probabilities, after accepts, rejects and a re-open."""
     draft = save_good_draft(tmp_path / "draft")
     config = DraftConfig(model=str(draft), dtype="float32", num_kv_tokens=4096)
-    service = boot.start(config, "draft", Drafter(config).consume)
+    service = boot.start(config, "draft", Drafter(config))
     thread = LoopThread()
     params = SamplingParams(seed=11, rule=Rule.REJECTION)
 
@@ -149,7 +150,7 @@ def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path):
     draft = save_good_draft(tmp_path / "draft")
     target = save_target(tmp_path / "target")
     opening = draft_pb2.DraftRequest(
-        open=wire.open_sequence(SamplingParams(seed=5), len(PROMPT)),
+        open=wire.open_sequence(SamplingParams(seed=5, rule=Rule.REJECTION), len(PROMPT)),
         token_ids=PROMPT,
         num_draft_tokens=8,
         request_id=1,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specwire.engine import attention, views
+from specwire.engine.batch import Feed
 from specwire.engine.kv_cache import SequenceCache
-from specwire.engine.runner import Feed, ModelRunner, context_length
+from specwire.engine.runner import ModelRunner, context_length
 from specwire.errors import (
     ContextLengthError,
     InvalidRequestError,

@@ -14,7 +14,7 @@ from specwire.sampling import (
     apply_warps,
     draw,
     greedy,
-    gumbel_argmax,
+    gumbel_scores,
     judge_support,
     top_logprobs,
     truncate_support,
@@ -313,14 +313,14 @@ def test_tail_tokens_follow_the_target_outside_the_support():
 def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids():
     log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
     noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
-    assert gumbel_argmax(log_probs, noise).tolist() == [1, 1]
+    assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
 
 
 def test_gumbel_argmax_follows_the_law():
     probs = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
     num = 200_000
     noise = gumbel_noise(3, range(num), 5, device="cpu")
-    drawn = gumbel_argmax(probs.log().expand(num, -1), noise)
+    drawn = greedy(gumbel_scores(probs.log().expand(num, -1), noise))
     assert chi_square_p_value(np.bincount(drawn, minlength=5), probs) > FALSE_ALARM_RATE
 
 

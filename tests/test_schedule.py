@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from specwire import AsyncClient, SamplingParams
+from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
@@ -28,7 +29,7 @@ class CountingEngine:
         self.steps: list[list[int]] = []
         self.engine = Engine(
             runner,
-            self.consume,
+            LogitsDecider(self.consume),
             max_num_tokens=MAX_NUM_TOKENS,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
             context_len=num_pages * 16,

@@ -38,7 +38,12 @@ def traced(tmp_path_factory):
     directory = tmp_path_factory.mktemp("traced")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
     config = UpConfig(
-        target=str(target), draft=str(draft), address="127.0.0.1:0", num_draft_tokens="3", num_threads=1
+        target=str(target),
+        draft=str(draft),
+        address="127.0.0.1:0",
+        num_draft_tokens="3",
+        num_outcomes="0",
+        num_threads=1,
     )
     with OtlpReceiver() as receiver:
         environ = {

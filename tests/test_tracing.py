@@ -16,7 +16,8 @@ import pytest
 
 from specwire import tracing
 from specwire.errors import ConfigError
-from tests.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, SpanRecord
+from specwire.timeline.spans import Span
+from tests.otlp_receiver import OtlpHttpReceiver, OtlpReceiver
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """
@@ -46,7 +47,7 @@ def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def only(spans: list[SpanRecord], name: str) -> SpanRecord:
+def only(spans: list[Span], name: str) -> Span:
     [span] = [span for span in spans if span.name == name]
     return span
 

@@ -9,8 +9,8 @@ from specwire import rpc, tracing
 from specwire.config import VerifyConfig
 from specwire.engine import boot
 from specwire.v1 import verify_pb2, verify_pb2_grpc
-from verify_service import verifier
 from verify_service.servicer import VerifyServicer
+from verify_service.verifier import Verifier
 
 
 @contextlib.asynccontextmanager
@@ -22,12 +22,12 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         ConfigError: the address cannot be bound.
     """
     tracer = tracing.configure("specwire-verify")
-    service = boot.start(config, "verify", verifier.consume)
+    service = boot.start(config, "verify", Verifier())
     server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
     try:
         yield await server.start()
     finally:
         await server.stop()
-        service.engine.close()
+        service.close()
         tracer.shutdown()

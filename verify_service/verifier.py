@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor
 
 from specwire import sampling
-from specwire.core import FloatArray, IntArray, Logprobs, Verdict
+from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdict
 from specwire.engine.jobs import Job
 from specwire.engine.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
 from specwire.errors import InternalError
 from specwire.random import Stream
 from specwire.sampling import Row
+from specwire.transfer import to_device
 
-_EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+_NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)
 
 
@@ -37,28 +39,119 @@ class VerifyJob(Job):
         self.sequence.tokens.extend(self.draft_token_ids)
         self.num_rows = len(self.draft_token_ids) + 1
 
+    def case(self) -> Case:
+        """What is to be judged, and all that it takes to judge it."""
+        sequence, params = self.sequence, self.sequence.params
+        return Case(
+            params=params,
+            prompt_len=sequence.prompt_len,
+            history=np.array(sequence.tokens, np.int64) if params.needs_history else _NO_IDS,
+            committed_len=self.committed_len,
+            seed=sequence.seed,
+            draft_token_ids=self.draft_token_ids,
+            supports=self.supports,
+        )
+
+
+class Case(NamedTuple):
+    """One sequence's rows: one for each draft position, and one for the position after them.
+
+    Attributes:
+        history: int64, all of its tokens, drafts included; empty where the parameters do not ask for them.
+        committed_len: position of its first row.
+        supports: one for each draft token; empty where tokens are matched.
+    """
+
+    params: SamplingParams
+    prompt_len: int
+    history: IntArray
+    committed_len: int
+    seed: int
+    draft_token_ids: Sequence[int]
+    supports: Sequence[IntArray]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that it is about."""
+        return len(self.draft_token_ids) + 1
+
     def rows(self) -> list[Row]:
-        """One row a draft position, and one for the position after them."""
-        sequence, tokens = self.sequence, self.sequence.tokens
-        needs_history = sequence.params.needs_history
+        """How each row is sampled."""
         return [
             Row(
-                params=sequence.params,
-                prompt_len=sequence.prompt_len,
-                history=tokens[:position] if needs_history else (),
+                params=self.params,
+                prompt_len=self.prompt_len,
+                history=self.history[:position],  # type: ignore[arg-type]
                 position=position,
-                seed=sequence.seed,
+                seed=self.seed,
             )
             for position in range(self.committed_len, self.committed_len + self.num_rows)
         ]
 
     def row_supports(self) -> list[IntArray]:
         """The support at each row; at the last one nothing was proposed, so everything is outside it."""
-        return [*(self.supports or [_EMPTY_SUPPORT] * len(self.draft_token_ids)), _EMPTY_SUPPORT]
+        return [*(self.supports or [_NO_IDS] * len(self.draft_token_ids)), _NO_IDS]
+
+
+class Judged(NamedTuple):
+    """What came of a case, one entry a row; probabilities and masses for draft positions only.
+
+    Attributes:
+        is_finite: whether the logits were numbers; nothing else counts if not.
+        token_ids: the target's own, or the one outside the support.
+    """
+
+    is_finite: bool
+    token_ids: list[int]
+    target_probs: Sequence[FloatArray] = ()
+    tail_mass: Sequence[float] = ()
+    logprobs: Sequence[Logprobs] = ()
+
+
+class Verifier:
+    """Verdicts for all jobs of a step at once; a `device.Decider`."""
+
+    @staticmethod
+    def ask(jobs: Sequence[Job]) -> list[Case]:
+        """One case for each job."""
+        return [job.case() for job in jobs if isinstance(job, VerifyJob)]
+
+    @staticmethod
+    def decide(cases: list[Case], logits: Tensor) -> list[Judged]:
+        """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
+        rows = [row for case in cases for row in case.rows()]
+        supports = [support for case in cases for support in case.row_supports()]
+        log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
+        found = _Rows(np.zeros(len(rows), np.int64), np.zeros(len(rows)), [_NO_PROBS] * len(rows))
+        _match_tokens(found, log_probs, rows)
+        _judge_supports(found, log_probs, rows, supports)
+        finite = torch.isfinite(logits.amax(dim=1)).tolist()  # NaN and +inf reach the maximum; -inf may occur
+        judged, start = [], 0
+        for case in cases:
+            here = slice(start, start + case.num_rows)
+            judged.append(_judged(case, found, here, logits[here], is_finite=all(finite[here])))
+            start += case.num_rows
+        return judged
+
+    @staticmethod
+    def apply(jobs: Sequence[Job], answer: list[Judged]) -> None:
+        """Verdicts."""
+        verifies = [job for job in jobs if isinstance(job, VerifyJob)]
+        for job, judged in zip(verifies, answer, strict=True):
+            if judged.is_finite:
+                job.result = Verdict(
+                    job.committed_len,
+                    judged.token_ids,
+                    judged.target_probs,
+                    judged.tail_mass,
+                    judged.logprobs,
+                )
+            else:
+                job.result = _not_finite()
 
 
 @dataclass(slots=True)
-class _Judged:
+class _Rows:
     """One entry a row; `target_probs` and `tail_mass` stay empty where tokens are matched."""
 
     token_ids: IntArray
@@ -66,33 +159,15 @@ class _Judged:
     target_probs: list[FloatArray]
 
 
-def consume(jobs: Sequence[Job], logits: Tensor) -> None:
-    """Verdicts for all jobs of a step; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
-    verifies = [job for job in jobs if isinstance(job, VerifyJob)]
-    rows = [row for job in verifies for row in job.rows()]
-    supports = [support for job in verifies for support in job.row_supports()]
-    log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-    judged = _Judged(np.zeros(len(rows), np.int64), np.zeros(len(rows)), [_NO_PROBS] * len(rows))
-    _match_tokens(judged, log_probs, rows)
-    _judge_supports(judged, log_probs, rows, supports)
-    finite = torch.isfinite(logits.amax(dim=1)).tolist()  # NaN and +inf reach the maximum; -inf may occur
-    start = 0
-    for job in verifies:
-        here = slice(start, start + job.num_rows)
-        logprobs = _logprobs(job, logits[here], judged, here)
-        job.result = _verdict(job, judged, here, logprobs) if all(finite[here]) else _not_finite()
-        start += job.num_rows
-
-
-def _match_tokens(judged: _Judged, log_probs: Tensor, rows: list[Row]) -> None:
+def _match_tokens(found: _Rows, log_probs: Tensor, rows: list[Row]) -> None:
     """Greedy and Gumbel: the target's own choice at each row."""
     indices = [i for i, row in enumerate(rows) if row.params.matches_tokens]
     if indices:
         chosen = choose_matched(take_rows(log_probs, indices), [rows[i] for i in indices])
-        judged.token_ids[indices] = chosen.cpu().numpy()
+        found.token_ids[indices] = chosen.cpu().numpy()
 
 
-def _judge_supports(judged: _Judged, log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> None:
+def _judge_supports(found: _Rows, log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> None:
     """Rejection: probabilities on the support, and one token drawn from outside it."""
     indices = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
     if not indices:
@@ -101,40 +176,36 @@ def _judge_supports(judged: _Judged, log_probs: Tensor, rows: list[Row], support
     uniforms = uniforms_for([rows[i] for i in indices], Stream.TARGET, probs.device)
     on_support, tail_mass, tail_tokens = sampling.judge_support(
         probs,
-        torch.from_numpy(pad_ids([supports[i] for i in indices])).to(probs.device),
+        to_device(pad_ids([supports[i] for i in indices]), probs.device),
         uniforms,
     )
-    judged.token_ids[indices] = tail_tokens.cpu().numpy()
-    judged.tail_mass[indices] = tail_mass.cpu().numpy()
+    found.token_ids[indices] = tail_tokens.cpu().numpy()
+    found.tail_mass[indices] = tail_mass.cpu().numpy()
     for i, row_probs in zip(indices, on_support.cpu().numpy(), strict=True):
-        judged.target_probs[i] = row_probs[: len(supports[i])]
+        found.target_probs[i] = row_probs[: len(supports[i])]
 
 
-def _verdict(job: VerifyJob, judged: _Judged, here: slice, logprobs: list[Logprobs]) -> Verdict:
-    token_ids = judged.token_ids[here].tolist()
-    if job.sequence.params.matches_tokens:
-        return Verdict(job.committed_len, token_ids, logprobs=logprobs)
+def _judged(case: Case, found: _Rows, here: slice, logits: Tensor, *, is_finite: bool) -> Judged:
+    token_ids = found.token_ids[here].tolist()
+    logprobs = _logprobs(case, logits, token_ids)
+    if case.params.matches_tokens:
+        return Judged(is_finite, token_ids, logprobs=logprobs)
     on_drafts = slice(here.start, here.stop - 1)
-    return Verdict(
-        job.committed_len,
-        token_ids,
-        judged.target_probs[on_drafts],
-        judged.tail_mass[on_drafts].tolist(),
-        logprobs,
-    )
+    tail_mass = found.tail_mass[on_drafts].tolist()
+    return Judged(is_finite, token_ids, found.target_probs[on_drafts], tail_mass, logprobs)
 
 
-def _logprobs(job: VerifyJob, logits: Tensor, judged: _Judged, here: slice) -> list[Logprobs]:
+def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs]:
     """Before warps and penalties: for every token that may be emitted, then for the likeliest."""
-    num_top = job.sequence.params.logprobs
+    num_top = case.params.logprobs
     if num_top is None:
         return []
     candidates = [
         np.unique([t for t in (token_id, *draft, *support) if t >= 0]).astype(np.int64)
         for token_id, draft, support in zip(
-            judged.token_ids[here].tolist(),
-            [*([t] for t in job.draft_token_ids), []],
-            job.row_supports(),
+            token_ids,
+            [*([t] for t in case.draft_token_ids), []],
+            case.row_supports(),
             strict=True,
         )
     ]

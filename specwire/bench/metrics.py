@@ -276,6 +276,7 @@ def total_speculation(parts: Iterable[Speculation]) -> Speculation:
         drafted_per_position=_summed(part.drafted_per_position for part in all_parts),
         accepted_per_position=_summed(part.accepted_per_position for part in all_parts),
         draft_unavailable=next((p.draft_unavailable for p in all_parts if p.draft_unavailable), ""),
+        num_prepared=sum(part.num_prepared for part in all_parts),
     )
 
 

@@ -8,8 +8,8 @@ the layer's pages, and each sequence attends to its own pages only.
     packed row     | a a a a | b | c c |            queries of three sequences
     layer's slots  [ b b b . | a a a a a a . . | c c c c ]
 
-On a CPU the pages are read where they lie (`views.py`); on CUDA a kernel finds them through a block table
-(`varlen.py`).
+On a CPU the pages are read where they lie (`views.py`); on CUDA torch's varlen kernel does (`varlen.py`), or
+plain operations over pages gathered side by side (`dense.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from specwire.core import IntArray
-from specwire.engine import varlen, views
-from specwire.engine.layer_cache import LayerCache, Scoring, Segment
+from specwire.engine import dense, varlen, views
+from specwire.engine.batch import Segment
+from specwire.engine.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
+from specwire.transfer import to_device
 
 ATTENTION_NAME = "specwire_paged"
 
@@ -73,6 +73,8 @@ class PackedBatch:
     page_size: int
     _plans: dict[tuple[int | None, int, bool], views.ReadPlan] = field(init=False, default_factory=dict)
     _block_tables: varlen.BlockTables | None = field(init=False, default=None)
+    _varlen: varlen.VarlenStep | None = field(init=False, default=None)
+    _dense: dense.DenseStep | None = field(init=False, default=None)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -80,8 +82,12 @@ class PackedBatch:
         """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
-        if query.is_cuda and varlen.can_use(layer, self.page_size, scoring):
-            return varlen.varlen_attention(self._tables(), layer, self.page_size, query, scoring)
+        if query.is_cuda:
+            way = varlen.find_way(layer, self.page_size, query.shape[1], scoring)
+            if way is not None and (way.paged or self._can_gather()):
+                return self._varlen_step().attend(way, layer, query, scoring)
+            if self._can_gather():
+                return self._dense_step().attend(layer, query, scoring)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
@@ -93,10 +99,29 @@ class PackedBatch:
         return self._plans[kind]
 
     def _tables(self) -> varlen.BlockTables:
-        """The same for a CUDA kernel; made once a step."""
+        """The same for kernels that know pages; made once a step."""
         if self._block_tables is None:
             self._block_tables = varlen.block_tables(self.segments, self.slots.device)
         return self._block_tables
+
+    def _can_gather(self) -> bool:
+        """Whether copies of all keys stay small."""
+        tables = self._tables()
+        return dense.fits(len(self.segments), tables.max_query, tables.max_keys)
+
+    def _varlen_step(self) -> varlen.VarlenStep:
+        if self._varlen is None:
+            self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
+        return self._varlen
+
+    def _dense_step(self) -> dense.DenseStep:
+        if self._dense is None:
+            self._dense = dense.DenseStep(self._tables(), self._positions(), self.page_size)
+        return self._dense
+
+    def _positions(self) -> Tensor:
+        parts = [np.arange(s.cache_len - s.num_query, s.cache_len) for s in self.segments]
+        return to_device(np.concatenate(parts), self.slots.device)
 
 
 def paged_attention(
@@ -152,9 +177,3 @@ def register() -> None:
     return None at once, which is what `PackedBatch` needs, and skip work of their own.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-def make_slots(parts: Sequence[IntArray], device: torch.device) -> Tensor:
-    """Slots of all segments as one int64 tensor on the device."""
-    slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return torch.from_numpy(slots).to(device)

@@ -17,10 +17,13 @@ from specwire import embedded, tracing, wire
 from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
+from specwire.engine.device import Decider, Runner
+from specwire.engine.graphs import CudaReplay, EagerReplay, Replay
+from specwire.engine.hardware import select_device
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.loading import describe, load_model
-from specwire.engine.loop import Consume, Engine, Runner
-from specwire.engine.memory import free_bytes
+from specwire.engine.loading import describe, load_model, naming, read_config
+from specwire.engine.loop import Engine
+from specwire.engine.memory import pages_in_memory
 from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
@@ -55,6 +58,11 @@ class ModelService:
         finally:
             self.engine.close_sequence(sequence)
 
+    def close(self) -> None:
+        """End the engine after the running step, and whatever computes for it."""
+        self.engine.close()
+        self.runner.close()
+
     def status(self) -> common_pb2.EngineStatus:
         """Counts now, for the handshake."""
         status, pool = self.engine.status(), self.runner.pool
@@ -72,7 +80,7 @@ class ModelService:
         )
 
 
-def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelService:
+def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelService:
     """Load the model, check it, and start the engine.
 
     Raises:
@@ -86,17 +94,18 @@ def start(config: ModelServiceConfig, role: str, consume: Consume) -> ModelServi
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
-    description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_size)
+    description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_len)
     info = _model_info(config.model, source, description)
     engine = Engine(
         runner,
-        consume,
+        decider,
         max_num_tokens=config.max_num_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.context_len,
         thread=thread,
         prefix_sharing=config.prefix_sharing,
     )
+    runner.on_loss = engine.check_device
     return ModelService(engine, runner, info, config.max_sequences)
 
 
@@ -105,26 +114,50 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         torch.set_num_threads(config.num_threads)
     if source.startswith(EMULATED):
         pretended = emulated.EmulatedModel.parse(source)
+        torch.set_num_threads(1)  # others, asleep during the pass, take milliseconds to wake up for a sample
         if config.kv_cache_memory:
             raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
-        runner = emulated.EmulatedRunner(pretended, num_pages=config.num_pages, page_size=config.page_size)
+        num_pages, page_size = config.num_pages, config.page_len
+        runner = emulated.EmulatedRunner(pretended, num_pages=num_pages, page_size=page_size)
         return runner, pretended.describe()
-    model = load_model(source, dtype=_dtype(config), device=config.device)
+    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
+
+
+def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    device = select_device(config.device)
+    model = load_model(source, dtype=_dtype(config), device=str(device))
     num_pages: int | Callable[[int], int] = config.num_pages
     if config.kv_cache_memory:
-        num_pages = functools.partial(_pages_in_memory, config, model.device)
-    return ModelRunner(model, num_pages=num_pages, page_size=config.page_size), describe(model, source)
+        num_pages = functools.partial(pages_in_memory, config.kv_cache_memory, device)
+    runner = ModelRunner(
+        model,
+        num_pages=num_pages,
+        page_size=config.page_len,
+        replay=_replay(config, device),
+        batch_invariant=config.batch_invariant,
+    )
+    runner.warm()
+    return runner, describe(model, source)
 
 
-def _pages_in_memory(config: ModelServiceConfig, device: torch.device, page_bytes: int) -> int:
-    """Pages in the fraction of the memory that is free now, with the model loaded."""
-    num_bytes = int(free_bytes(device) * config.kv_cache_memory)
-    if num_bytes < page_bytes:
-        raise ModelLoadError(
-            f"{config.model}: --kv-cache-memory {config.kv_cache_memory} is {num_bytes} bytes on {device}, "
-            f"less than a page of {page_bytes}"
-        )
-    return num_bytes // page_bytes
+def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
+    """How passes are repeated, None where each is run as it is."""
+    if device.type == "cuda" and config.cuda_graphs:
+        return CudaReplay()
+    return EagerReplay() if config.batch_invariant else None
+
+
+def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    from specwire.engine.group.placement import require_ray
+
+    require_ray(config.tensor_parallel_size)
+    from specwire.engine.group.runner import GroupRunner
+    from specwire.engine.group.sharding import check_shardable
+
+    with naming(source):  # here, where it takes no time, rather than in every rank
+        check_shardable(read_config(source), config.tensor_parallel_size)
+    runner = GroupRunner(config, source, _dtype(config))
+    return runner, runner.description
 
 
 def _dtype(config: ModelServiceConfig) -> str:

@@ -6,15 +6,21 @@ by a sleep and a table. For measuring the system rather than a model, and for pl
 
 The law at a position depends on (position, token before it), through a hash: four tokens of the lower
 half of the vocabulary with probabilities 0.4, 0.3, 0.2, 0.1. The draft agrees with the target exactly with
-probability alpha, independently at each position, and else likes tokens the target never says: so every
+probability alpha, independently at each position, and else prefers tokens the target never says: so every
 rule accepts each draft token with probability alpha, as the closed forms of Leviathan et al. (2023) assume.
+
+Where the draft does not agree and tokens are matched, what the target says is the draft's second choice with
+probability `runner_up`, else the third one with the same probability, and so on: 0.55 comes near a trained
+pair under Gumbel coupling. With `period`, stretches of so many tokens alternate between `alpha` and
+`hard_alpha`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +29,17 @@ from torch import Tensor
 
 from specwire.config import EMULATED
 from specwire.core import IntArray
+from specwire.engine.batch import Feed
+from specwire.engine.device import Decide
 from specwire.engine.kv_cache import PagePool, SequenceCache
-from specwire.engine.runner import Feed
 from specwire.errors import ModelLoadError
 
 _PROBS = np.array([0.4, 0.3, 0.2, 0.1])
 _NEVER = -1e9
+_OVERSLEEP_RATE = 0.1
+_MAX_OVERSLEEP_S = 0.0005
+_BEHIND = -60.0
+"""Nats: further than Gumbel noise carries."""
 Words = npt.NDArray[np.uint64]
 
 
@@ -37,9 +48,12 @@ class EmulatedModel:
     """What `emulated:name=value,...` says.
 
     Attributes:
-        step_ms: time of a forward pass, in milliseconds.
+        step_ms: time of a forward pass, sampling included, in milliseconds.
         token_us: time it takes longer for each token after the first, in microseconds.
         alpha: probability that the law is the target's, in [0, 1].
+        runner_up: where it is not, probability that the next choice is the target's, in [0, 1].
+        period: of stretches with another alpha, in tokens; 0 for none.
+        hard_alpha: alpha in every other stretch, beginning with the second one.
         vocab_size: even, at least 16.
         context_len: in tokens.
         seed: of the law; the same for target and draft.
@@ -48,6 +62,9 @@ class EmulatedModel:
     step_ms: float = 30.0
     token_us: float = 0.0
     alpha: float = 1.0
+    runner_up: float = 0.0
+    period: int = 0
+    hard_alpha: float = 0.0
     vocab_size: int = 64
     context_len: int = 1 << 20
     seed: int = 0
@@ -72,8 +89,10 @@ class EmulatedModel:
                     f"{source}: {part!r} is not one of {', '.join(kinds)} = number"
                 ) from None
         model = cls(**values)  # type: ignore[arg-type]
-        if model.step_ms < 0 or model.token_us < 0 or not 0 <= model.alpha <= 1:
-            raise ModelLoadError(f"{source}: times must not be negative, and alpha must lie in [0, 1]")
+        if model.step_ms < 0 or model.token_us < 0 or model.period < 0:
+            raise ModelLoadError(f"{source}: times and lengths must not be negative")
+        if not all(0 <= share <= 1 for share in (model.alpha, model.hard_alpha, model.runner_up)):
+            raise ModelLoadError(f"{source}: alpha, hard_alpha and runner_up must lie in [0, 1]")
         if model.vocab_size < 16 or model.vocab_size % 2:
             raise ModelLoadError(f"{source}: vocab_size must be even and at least 16")
         return model
@@ -90,16 +109,39 @@ class EmulatedModel:
 
     def agrees(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.bool_]:
         """Where the law is the target's, bool [n]."""
-        return _unit(self._hash(positions, tokens_before, 1)) < self.alpha
+        alphas = np.full(len(positions), self.alpha)
+        if self.period:
+            alphas[positions // self.period % 2 == 1] = self.hard_alpha
+        return _unit(self._hash(positions, tokens_before, 1)) < alphas
+
+    def num_wrong(self, positions: IntArray, tokens_before: IntArray) -> IntArray:
+        """How many tokens the draft prefers to the target's where it does not agree, int64 [n]: geometric."""
+        units = _unit(self._hash(positions, tokens_before, 3))
+        missed = max(1 - self.runner_up, 1e-9)
+        more: IntArray = np.floor(np.log(np.maximum(units, 1e-300)) / np.log(missed)).astype(np.int64)
+        return more + 1
+
+    def likeliest(self, positions: IntArray, tokens_before: IntArray) -> IntArray:
+        """The target's likeliest token, int64 [n]; the next ones follow it, around the lower half."""
+        half = np.uint64(self.vocab_size // 2)
+        return (self._hash(positions, tokens_before, 2) % half).astype(np.int64)
 
     def laws(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
         """Log probabilities [n, vocab_size] of the tokens at `positions`, given the ones before."""
         half = self.vocab_size // 2
-        start = (self._hash(positions, tokens_before, 2) % np.uint64(half)).astype(np.int64)
+        start = self.likeliest(positions, tokens_before)
         token_ids = (start[:, None] + np.arange(len(_PROBS))) % half
-        token_ids[~self.agrees(positions, tokens_before)] += half
+        log_probs = np.log(_PROBS).astype(np.float32)
         out = np.full((len(positions), self.vocab_size), _NEVER, dtype=np.float32)
-        np.put_along_axis(out, token_ids, np.log(_PROBS).astype(np.float32)[None], axis=1)
+        np.put_along_axis(out, token_ids, log_probs[None], axis=1)
+        wrong = np.flatnonzero(~self.agrees(positions, tokens_before))
+        num_wrong = self.num_wrong(positions, tokens_before) if self.runner_up else None
+        for row in wrong:
+            num = len(_PROBS) if num_wrong is None else int(num_wrong[row])
+            if num >= len(_PROBS):
+                out[row] = _NEVER
+            out[row] += _BEHIND
+            out[row, token_ids[row, :num] + half] = log_probs[:num]
         return out
 
     def _hash(self, positions: IntArray, tokens_before: IntArray, salt: int) -> Words:
@@ -121,14 +163,38 @@ class EmulatedRunner:
     def __init__(self, model: EmulatedModel, *, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.vocab_size = model.vocab_size
+        self.on_loss: Callable[[], None] = lambda: None  # never
         self._model = model
+        self._due_s = self._oversleep_s = 0.0
 
     def new_sequence(self) -> SequenceCache:
         """An empty sequence."""
         return self.pool.new_sequence()
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
-        """As `ModelRunner.forward`; takes the time that the model's costs add up to."""
+        """As `ModelRunner.forward`."""
+        started_s = time.perf_counter()
+        positions, tokens = self._append(feeds)
+        num_tokens = sum(len(feed.token_ids) for feed in feeds)
+        self._due_s = started_s + self._model.step_ms / 1e3 + (num_tokens - 1) * self._model.token_us / 1e6
+        return torch.from_numpy(self._model.laws(positions, tokens))
+
+    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        """See `device.Runner`."""
+        logits = self.forward(feeds)
+        return None if question is None else decide(question, logits)
+
+    def check(self) -> None:
+        """It is there."""
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _append(self, feeds: Sequence[Feed]) -> tuple[IntArray, IntArray]:
+        """The cache's part of a pass; returns the position of each row and the token before it, int64 [n]."""
         positions: list[int] = []
         tokens: list[int] = []
         for feed in feeds:
@@ -136,6 +202,18 @@ class EmulatedRunner:
             for i in range(feed.num_rows, 0, -1):
                 positions.append(feed.cache.length - i + 1)
                 tokens.append(int(feed.token_ids[-i]))
-        num_tokens = sum(len(feed.token_ids) for feed in feeds)
-        time.sleep(self._model.step_ms / 1e3 + (num_tokens - 1) * self._model.token_us / 1e6)
-        return torch.from_numpy(self._model.laws(np.array(positions, np.int64), np.array(tokens, np.int64)))
+        return np.array(positions, np.int64), np.array(tokens, np.int64)
+
+    def end_step(self) -> None:
+        """The rest of the time that the model's costs add up to."""
+        self._sleep_until(self._due_s)
+
+    def _sleep_until(self, due_s: float) -> None:
+        """To within some microseconds: a sleep is longer than asked for, by about as much as the last one."""
+        asleep_s = due_s - time.perf_counter() - self._oversleep_s
+        if asleep_s > 0:
+            time.sleep(asleep_s)
+            over_s = time.perf_counter() - due_s + self._oversleep_s
+            self._oversleep_s += _OVERSLEEP_RATE * (min(over_s, _MAX_OVERSLEEP_S) - self._oversleep_s)
+        while time.perf_counter() < due_s:
+            pass

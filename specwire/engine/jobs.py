@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specwire import clock
 from specwire.core import SamplingParams
 from specwire.engine.kv_cache import SequenceCache
-from specwire.errors import PrefixMismatchError
+from specwire.errors import PrefixMismatchError, RequestCancelledError
 
 _MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was passed over, a few more."""
@@ -26,6 +26,7 @@ class TokenSequence:
     cache   ├── computed ──────────┤                     cache.length <= len(tokens)
 
     Attributes:
+        is_fork: it belongs to the stream of another one.
         answered_ns: when its last job ended; 0 before the first one.
         away_ns: how long it then took until the next job arrived, the last time.
     """
@@ -35,6 +36,7 @@ class TokenSequence:
     cache: SequenceCache
     order: int
     tokens: list[int] = field(default_factory=list)
+    is_fork: bool = False
     closed: bool = False
     answered_ns: int = 0
     away_ns: int = 0
@@ -60,6 +62,28 @@ class TokenSequence:
         self.tokens.extend(token_ids)
         self.cache.truncate(min(self.cache.length, base_len, len(self.tokens) - 1))
 
+    def fork_from(self, parent: TokenSequence, length: int) -> None:
+        """Become the first `length` tokens of `parent`, and share its pages.
+
+        Raises:
+            PrefixMismatchError: it holds fewer.
+            RequestCancelledError: it was closed.
+        """
+        if parent.closed:
+            raise RequestCancelledError("the sequence to fork was closed")
+        if length > len(parent.tokens):
+            raise PrefixMismatchError(length, len(parent.tokens))
+        self.cache.release()
+        self.cache = parent.cache.fork()
+        self.cache.truncate(min(self.cache.length, length))
+        self.tokens = parent.tokens[:length]
+
+    def adopt(self, fork: TokenSequence) -> None:
+        """Hold what a fork holds; the fork is closed."""
+        self.cache.release()
+        self.tokens, self.cache = fork.tokens, fork.cache
+        fork.closed = True
+
 
 @dataclass(eq=False)
 class Job:
@@ -72,24 +96,32 @@ class Job:
         num_rows: of the tokens to run, how many of the last need logits.
         num_cached_tokens: tokens that a cached prefix held, instead of running them.
         num_companions: sequences in its last forward pass, its own included.
-        result: set by `consume` when it has seen enough logits.
+        num_losses: forward passes that the device did not survive.
+        parent: what its new sequence is to be forked from, if anything.
+        worth: of a background job: the more, the earlier it runs.
+        result: set by the service's decider when it has seen enough logits.
     """
 
     sequence: TokenSequence
     base_len: int
     token_ids: Sequence[int]
     num_rows: int = 0
-    arrived_ns: int = field(default_factory=time.time_ns)
+    arrived_ns: int = field(default_factory=clock.epoch_ns)
     started_ns: int = 0
     finished_ns: int = 0
     forward_ns: int = 0
     num_cached_tokens: int = 0
     num_companions: int = 0
+    num_losses: int = 0
+    parent: TokenSequence | None = None
+    worth: float = 0.0
     result: Any = None
     future: asyncio.Future[Any] | None = None
 
     def start(self) -> None:
         """Called once on the engine thread: roll the sequence back and commit."""
+        if self.parent is not None:
+            self.sequence.fork_from(self.parent, self.base_len)
         self.sequence.rebase(self.base_len, self.token_ids)
 
     @property

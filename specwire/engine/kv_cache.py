@@ -260,6 +260,11 @@ class PagePool:
         for idle in self._index.forget(page):
             self._give(idle)
 
+    def forget_all(self) -> None:
+        """The content of every page is gone."""
+        for page in range(self.num_pages):
+            self.forget(page)
+
     def register(self, table: SequenceCache) -> None:
         """Count this table in `check_integrity` until `unregister`."""
         self._tables[id(table)] = table

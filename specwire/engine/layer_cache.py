@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
-
-from specwire.engine.kv_cache import Run
 
 
 class Scoring(NamedTuple):
@@ -24,24 +21,6 @@ class Scoring(NamedTuple):
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-
-
-class Segment(NamedTuple):
-    """One sequence's share of a packed row.
-
-    Attributes:
-        query_offset: its first token's index in the row.
-        num_query: its tokens in the row, at least 1.
-        cache_len: tokens in its cache, those of the row included.
-        runs: where its cache lies, in token order.
-        pages: its page table.
-    """
-
-    query_offset: int
-    num_query: int
-    cache_len: int
-    runs: Sequence[Run]
-    pages: Sequence[int]
 
 
 class LayerCache:

@@ -16,12 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import AutoHfQuantizer
 
 from specwire.engine import attention
+from specwire.engine.batch import Feed
+from specwire.engine.graphs import EagerReplay, Replay
 from specwire.engine.packing import pack_linears
-from specwire.engine.runner import Feed, ModelRunner, context_length
+from specwire.engine.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
 
 # Largest root mean square error of a row of logits against the spread of its reference.
@@ -37,7 +41,8 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
 
     Args:
         source: directory with config and weights, or the id of a model on the hub.
-        dtype: of the weights: a torch dtype by name, or `auto` for that of the checkpoint.
+        dtype: of the weights: a torch dtype by name, or `auto` for that of the checkpoint; on CUDA `auto`
+            makes bfloat16 of a float32 checkpoint. Quantised weights stay what the checkpoint says.
         device: where to put it.
 
     Returns:
@@ -47,18 +52,36 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
         ModelLoadError: naming the source and the reason.
     """
     source = os.fspath(source)
-    _check_source(source)
-    with _naming(source):
-        _check_dtype(dtype)
-        check_config(AutoConfig.from_pretrained(source))
-        model = _load_weights(source, dtype).to(device)
+    with naming(source):
+        config = read_config(source)
+        model = load_weights(source, weights_dtype(config, dtype, device), **_placement(config, device))
+        if not is_quantised(config):
+            model = model.to(device)
         pack_linears(model)
         self_check(model)
     return model
 
 
+def read_config(source: str) -> Any:
+    """The config of a model that the engine can serve, as far as a config tells.
+
+    Raises:
+        ModelLoadError: there is none, or it describes what cannot be served.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError("no config.json in this directory")
+    elif path.exists() or not _HUB_ID.fullmatch(source):
+        raise ModelLoadError("no such model directory")
+    config = AutoConfig.from_pretrained(source)
+    check_config(config)
+    _check_quantiser(config)
+    return config
+
+
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def naming(source: str) -> Iterator[None]:
     """Turn any failure into a ModelLoadError that names the source."""
     try:
         yield
@@ -68,20 +91,6 @@ def _naming(source: str) -> Iterator[None]:
         # Corrupt files surface as whatever the parser of the format raises; its first line says enough.
         lines = str(error).strip().splitlines() or ["no message"]
         raise ModelLoadError(f"{source}: {type(error).__name__}: {lines[0]}") from error
-
-
-def _check_source(source: str) -> None:
-    path = Path(source)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{source}: no config.json in this directory")
-    elif path.exists() or not _HUB_ID.fullmatch(source):
-        raise ModelLoadError(f"{source}: no such model directory")
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ModelLoadError(f"dtype {dtype!r} is not one of torch's")
 
 
 def check_config(config: Any) -> None:
@@ -101,8 +110,45 @@ def check_config(config: Any) -> None:
         )
 
 
-def _load_weights(source: str, dtype: str) -> Any:
-    """The model with every weight from the checkpoint; none may be made up."""
+def is_quantised(config: Any) -> bool:
+    """Whether transformers loads the weights through one of its quantisers, which also places them."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _check_quantiser(config: Any) -> None:
+    """transformers would pass over a method that it does not know, and take the stored bits for weights."""
+    wanted = getattr(config, "quantization_config", None)
+    if isinstance(wanted, dict) and not AutoHfQuantizer.supports_quant_method(wanted):
+        method = wanted.get("quant_method")
+        raise ModelLoadError(f"transformers {transformers.__version__} knows no quantisation {method!r}")
+
+
+def weights_dtype(config: Any, dtype: str, device: str) -> str:
+    """What to load the weights in, on this device; see `load_model`."""
+    if dtype != "auto" or is_quantised(config) or torch.device(device).type != "cuda":
+        return dtype
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "auto" if stored in ("bfloat16", "float16") else "bfloat16"
+
+
+def _placement(config: Any, device: str) -> dict[str, Any]:
+    """Where a quantiser puts the weights: many make them on the device, and they cannot be moved then."""
+    on_device = is_quantised(config) and torch.device(device).type != "cpu"
+    return {"device_map": {"": device}} if on_device else {}
+
+
+def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
+    """The model with every weight from the checkpoint; none may be made up.
+
+    Args:
+        dtype: a torch dtype by name, or `auto`.
+        keywords: for `from_pretrained`.
+
+    Raises:
+        ModelLoadError: a weight is missing or has another shape.
+    """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ModelLoadError(f"dtype {dtype!r} is not one of torch's")
     attention.register()
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
@@ -110,6 +156,7 @@ def _load_weights(source: str, dtype: str) -> Any:
         attn_implementation=attention.ATTENTION_NAME,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # to name them below; none is accepted
+        **keywords,
     )
     if getattr(model, "_is_stateful", False):
         raise ModelLoadError(
@@ -134,12 +181,10 @@ def self_check(model: Any) -> None:
     attention.register()
     tokens = _check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
-    # Small pages are read by the portable path, large ones on CUDA by the paged kernel.
-    page_sizes = (4, 256) if model.device.type == "cuda" else (4,)
     errors = []
-    for size in page_sizes:
-        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size)
-        errors.append(_relative_error(_packed_logits(runner, tokens), reference))
+    for size, replay in _ways_to_run(model):
+        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
+        errors.append(relative_error(_packed_logits(runner, tokens), reference))
     error = float(np.max(errors))  # not a number if any of them is
     tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
     if not error <= tolerance:  # also when it is not a number
@@ -149,14 +194,20 @@ def self_check(model: Any) -> None:
         )
 
 
+def _ways_to_run(model: Any) -> list[tuple[int, Replay | None]]:
+    """Page sizes, and whether steps are padded: on CUDA small and large pages meet different kernels."""
+    if model.device.type != "cuda":
+        return [(4, None)]
+    return [(4, None), (256, None), (256, EagerReplay())]
+
+
 def _check_ids(model: Any) -> list[int]:
     """Token ids spread over the vocabulary, enough of them to leave a small window."""
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or 0
     wanted = _CHECK_TOKENS + (window if window <= _MAX_WINDOW_CHECKED else 0)
     num_tokens = min(wanted, context_length(model.config) or wanted)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    ids: list[int] = np.random.default_rng(0).integers(vocab_size, size=num_tokens).tolist()
+    ids: list[int] = np.random.default_rng(0).integers(num_embeddings(model), size=num_tokens).tolist()
     return ids
 
 
@@ -182,15 +233,6 @@ def _own_logits(model: Any, tokens: list[int]) -> Tensor:
     finally:
         model.set_attn_implementation(attention.ATTENTION_NAME)
     return logits
-
-
-def _relative_error(logits: Tensor, reference: Tensor) -> float:
-    """Largest over rows of the error's root mean square, over that of the reference about its mean."""
-    if logits.shape != reference.shape:
-        return float("inf")
-    spread = reference.std(dim=-1, correction=0).clamp_min(1e-9)
-    error = (logits - reference).square().mean(dim=-1).sqrt() / spread
-    return float(error.max())
 
 
 def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:

@@ -1,12 +1,18 @@
 """The batching loop: one thread that owns the model, its cache and every sequence.
 
-    run(job) ─▶ inbox ─▶ ready jobs ─▶ one packed forward ─▶ consume(jobs, logits) ─▶ futures
-                             ▲                                        │
-                             └──────── jobs that want more ◀──────────┘
+    run(job) ─▶ inbox ─▶ ready jobs ─▶ one packed forward ─▶ apply(jobs, answer) ─▶ futures
+                             ▲                                       │
+                             └──────── jobs that want more ◀─────────┘
+
+*Background* jobs work ahead on what may be asked for. They run when nobody waits, and beside others as far as
+that costs those next to nothing.
 
 Every step takes what is ready from all sequences, prefill and verify alike (`schedule.py` says what).
-What to do with the logits is the service's business: it hands in `consume`. No locks: callers talk to
+What to do with the logits is the service's business: it hands in a `Decider`. No locks: callers talk to
 the thread through one queue, and only the thread touches sequences.
+
+A device that loses its memory is brought back, and every sequence runs its tokens again: nobody notices but
+by the time that it takes.
 """
 
 from __future__ import annotations
@@ -14,19 +20,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from specwire import clock
 from specwire.core import Load, SamplingParams
 from specwire.costs import CostModel
+from specwire.engine.batch import Feed
+from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.kv_cache import PagePool, SequenceCache
-from specwire.engine.runner import Feed
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
 from specwire.errors import (
@@ -34,6 +39,7 @@ from specwire.errors import (
     InternalError,
     InvalidRequestError,
     RequestCancelledError,
+    ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
 )
@@ -41,19 +47,11 @@ from specwire.errors import (
 log = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """What the loop needs of a model runner."""
+_MAX_DELAY = 0.1
+"""Background jobs in a step make it longer by at most this part of what it takes without them."""
 
-    pool: PagePool
-    vocab_size: int
-
-    def new_sequence(self) -> SequenceCache: ...
-    def forward(self, feeds: Sequence[Feed]) -> Tensor: ...
-
-
-Consume = Callable[[list[Job], Tensor], None]
-"""Takes the jobs of a step whose rows are complete, and their logits [sum of num_rows, vocab_size].
-It sets `result`, or appends to the sequence's tokens and so asks for another pass."""
+_MAX_LOSSES = 2
+"""A job whose steps a device did not survive more often than this fails: it may be what kills the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        consume: Consume,
+        decider: Decider,
         *,
         max_num_tokens: int,
         max_prefill_tokens: int,
@@ -83,12 +81,13 @@ class Engine:
         prefix_sharing: bool = True,
     ) -> None:
         self._runner = runner
-        self._consume = consume
+        self._decider = decider
         self._context_len = context_len
         self._prefix_sharing = prefix_sharing
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
-        self._sequences: dict[int, TokenSequence] = {}
+        self._background: list[Job] = []
+        self._sequences: set[TokenSequence] = set()
         self._scheduler = Scheduler(
             self._sequences,
             max_num_tokens=max_num_tokens,
@@ -99,6 +98,7 @@ class Engine:
         self._expected: set[TokenSequence] = set()
         self._wait_until_ns = 0
         self._num_opened = 0
+        self._num_forks = 0
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._num_waiting = 0
         self._num_steps = 0
@@ -117,28 +117,62 @@ class Engine:
         """
         for token_id in params.logit_bias:
             self._check_token(f"logit_bias[{token_id}]", token_id)
+        return self._open(params, prompt_len)
+
+    def open_fork(self, sequence: TokenSequence) -> TokenSequence:
+        """A new sequence of the same stream, empty until its first job, which names its parent, starts."""
+        self._num_forks += 1
+        return self._open(sequence.params, sequence.prompt_len, is_fork=True)
+
+    def _open(self, params: SamplingParams, prompt_len: int, *, is_fork: bool = False) -> TokenSequence:
         self._num_opened += 1
-        sequence = TokenSequence(params, prompt_len, self._runner.new_sequence(), self._num_opened)
-        self._sequences[sequence.order] = sequence
+        cache = self._runner.new_sequence()
+        sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
+        self._sequences.add(sequence)
         return sequence
 
-    async def run(self, job: Job, extra_len: int = 0) -> Any:
+    async def run(self, job: Job, extra_len: int = 0, *, background: bool = False) -> Any:
         """The job's result; `extra_len` tokens may be added to its sequence meanwhile.
+
+        A background job gives way to all others. It is cancelled when another job on its sequence arrives,
+        and fails when memory is short.
 
         Raises:
             SpecwireError: what the job failed with; other jobs are not affected.
         """
+        return await self.submit(job, extra_len, background=background)
+
+    def submit(self, job: Job, extra_len: int = 0, *, background: bool = False) -> asyncio.Future[Any]:
+        """As `run`, without waiting; only the job's own errors come through the future."""
         self._check_job(job, extra_len)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
+        # The thread may have taken it off the job when this returns.
         future = job.future = asyncio.get_running_loop().create_future()
-        self._inbox.put(lambda: self._start(job))
-        return await future  # the thread may have taken it off the job by now
+        self._inbox.put(lambda: self._start(job, background))
+        return future
+
+    def hurry(self, job: Job) -> None:
+        """A background job that somebody waits for now: it is like any other from then on."""
+        self._inbox.put(lambda: self._hurry(job))
+
+    def adopt(self, sequence: TokenSequence, fork: TokenSequence) -> None:
+        """Let a sequence go on from what its fork holds; the fork is closed, and its jobs pass over."""
+        self._forget(fork)
+        self._inbox.put(lambda: self._adopt(sequence, fork))
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Drop the sequence's jobs and free its memory, before the next step."""
-        del self._sequences[sequence.order]
+        self._forget(sequence)
         self._inbox.put(lambda: self._drop(sequence))
+
+    def _forget(self, sequence: TokenSequence) -> None:
+        self._sequences.remove(sequence)
+        self._num_forks -= sequence.is_fork
+
+    def check_device(self) -> None:
+        """Somebody saw the device die: bring it back now rather than when the next job comes."""
+        self._inbox.put(self._check_device)
 
     def close(self) -> None:
         """End the thread after the running step; open jobs fail with ServiceUnavailableError."""
@@ -149,8 +183,8 @@ class Engine:
     def status(self) -> EngineStatus:
         """Counts now."""
         return EngineStatus(
-            len(self._sequences),
-            len(self._jobs),
+            len(self._sequences) - self._num_forks,
+            len(self._jobs) + len(self._background),
             self._num_steps,
             self._num_tokens,
             self._scheduler.num_preemptions,
@@ -188,12 +222,12 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
-            self._take_orders(timeout_s=0 if self._jobs else None)
+            self._take_orders(timeout_s=0 if self._jobs or self._background else None)
             self._gather()
-            if self._jobs:
+            if self._jobs or self._background:
                 self._step()
         self._take_orders(timeout_s=0)
-        for job in self._jobs:
+        for job in self._jobs + self._background:
             self._fail(job, ServiceUnavailableError("the service is shutting down"))
         self._answer()
 
@@ -213,12 +247,17 @@ class Engine:
         Without it streams fall into groups that take turns, and each waits for the steps of all groups. One
         group instead of two saves what a step costs beside its tokens; so long is it worth waiting.
         """
-        while self._jobs and self._expected and not self._closing:
-            left_ns = self._wait_until_ns - time.time_ns()
-            if left_ns <= 0:
-                self._expected.clear()
-            else:
-                self._take_orders(timeout_s=left_ns / 1e9)
+        while wait_s := self._gathering_s():
+            self._take_orders(timeout_s=wait_s)
+
+    def _gathering_s(self) -> float:
+        """How long the next step may still wait for streams that are about to be back, in seconds."""
+        if not self._jobs or not self._expected or self._closing:
+            return 0.0
+        left_ns = self._wait_until_ns - clock.epoch_ns()
+        if left_ns <= 0:
+            self._expected.clear()
+        return max(0, left_ns) / 1e9
 
     def _expect(self, answered: list[TokenSequence], step_ns: int, now_ns: int) -> None:
         """Note who was answered, and how long it is worth waiting for them."""
@@ -229,51 +268,109 @@ class Engine:
         longest_ns = max((sequence.away_ns for sequence in self._expected), default=0)
         self._wait_until_ns = now_ns + min(patience_ns, 2 * longest_ns)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, background: bool) -> None:
         sequence = job.sequence
         if sequence.closed:
             return
-        if sequence.answered_ns:
-            sequence.away_ns = job.arrived_ns - sequence.answered_ns
-        self._expected.discard(sequence)
+        if not background:
+            if sequence.answered_ns:
+                sequence.away_ns = job.arrived_ns - sequence.answered_ns
+            self._expected.discard(sequence)
+            self._cancel(self._background, sequence, "another request came")
         try:
             job.start()
         except SpecwireError as error:
             self._fail(job, error)
         else:
+            (self._background if background else self._jobs).append(job)
+
+    def _adopt(self, sequence: TokenSequence, fork: TokenSequence) -> None:
+        if sequence.closed:
+            fork.cache.release()
+            return
+        self._cancel(self._background, sequence, "the stream went on")
+        sequence.adopt(fork)
+        for job in self._jobs + self._background:
+            if job.sequence is fork:
+                job.sequence = sequence
+
+    def _hurry(self, job: Job) -> None:
+        if job in self._background:
+            self._background.remove(job)
             self._jobs.append(job)
+
+    def _cancel(self, jobs: list[Job], sequence: TokenSequence, why: str) -> None:
+        for job in [job for job in jobs if job.sequence is sequence]:
+            self._fail(job, RequestCancelledError(why))
+            jobs.remove(job)
 
     def _drop(self, sequence: TokenSequence) -> None:
         sequence.closed = True
         self._expected.discard(sequence)
-        for job in [job for job in self._jobs if job.sequence is sequence]:
-            self._fail(job, RequestCancelledError("the stream was closed"))
-            self._jobs.remove(job)
+        for jobs in (self._jobs, self._background):
+            self._cancel(jobs, sequence, "the stream was closed")
         sequence.cache.release()
 
     def _step(self) -> None:
-        started_ns = time.time_ns()
-        step = self._scheduler.plan(self._jobs, started_ns)
+        started_ns = clock.epoch_ns()
+        step = self._begin_step(started_ns)
+        if step is not None:
+            self._end_step(step, started_ns)
+
+    def _begin_step(self, started_ns: int) -> Step | None:
+        """Plan and run it; None when there is nothing that could be run, or when it was lost."""
+        step = self._plan(started_ns)
+        if not step.jobs:
+            for job in self._background:
+                self._fail(job, ResourceExhaustedError("no memory to work ahead in"))
+            self._background.clear()
+            self._answer()
+            return None
         for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
         try:
+            self._run_step(step)
+        except DeviceLostError as error:
+            self._lost(step.jobs, error)
+            return None
+        return step
+
+    def _run_step(self, step: Step) -> None:
+        try:
             self._forward(step.jobs, step.feeds)
+        except DeviceLostError:
+            raise
         except Exception as error:
             self._isolate(step, error)
-        finished_ns = time.time_ns()
+
+    def _end_step(self, step: Step, started_ns: int) -> None:
+        """Learn what it cost, and answer whoever is done."""
+        finished_ns = clock.epoch_ns()
         self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
         self._finish(step.jobs, started_ns, finished_ns)
 
+    def _plan(self, now_ns: int) -> Step:
+        step = self._scheduler.plan(self._jobs, now_ns)
+        if self._background:
+            sequence_ns, token_ns = self._costs.rates
+            usual_ns = self._costs.predict((len(step.jobs), step.num_tokens))
+            spare_ns = _MAX_DELAY * usual_ns if step.jobs else usual_ns
+            job_ns = sequence_ns + token_ns
+            self._scheduler.fill(step, self._background, int(spare_ns / job_ns) if job_ns else step.budget)
+        return step
+
     def _forward(self, jobs: list[Job], feeds: list[Feed]) -> None:
-        logits = self._runner.forward(feeds)
+        ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
+        question = self._decider.ask(ready) if ready else None
+        answer = self._runner.run(feeds, question, self._decider.decide)
         self._num_steps += 1
         self._num_tokens += sum(len(feed.token_ids) for feed in feeds)
         if self._prefix_sharing:
             for job in jobs:
                 job.sequence.cache.remember(job.sequence.tokens)
-        ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
         if ready:
-            self._consume(ready, logits)
+            self._decider.apply(ready, answer)
+        self._runner.end_step()
 
     def _isolate(self, step: Step, error: Exception) -> None:
         """A step failed: run its jobs one by one, so that only those at fault do."""
@@ -289,12 +386,44 @@ class Engine:
         for job, feed in zip(jobs, feeds, strict=True):
             try:
                 self._forward([job], [feed])
+            except DeviceLostError:
+                raise
             except Exception as own_error:
                 self._fail(job, own_error)
 
+    def _lost(self, jobs: Sequence[Job], error: DeviceLostError) -> None:
+        """What the caches held is gone: all sequences begin again from their tokens, when it is back."""
+        log.warning("%s; sequences run their tokens again on a new device", error)
+        for job in jobs:
+            job.num_losses += 1
+            if job.num_losses > _MAX_LOSSES:
+                self._fail(job, ServiceUnavailableError(f"{error}, {job.num_losses} times at this request"))
+        self._recover()
+        self._jobs = [job for job in self._jobs if not job.done]
+        self._background = [job for job in self._background if not job.done]
+        self._answer()
+
+    def _check_device(self) -> None:
+        try:
+            self._runner.check()
+        except DeviceLostError as error:
+            self._lost((), error)
+
+    def _recover(self) -> None:
+        for sequence in list(self._sequences):
+            sequence.cache.truncate(0)
+        self._runner.pool.forget_all()
+        try:
+            self._runner.recover(lambda: not self._closing)
+        except SpecwireError as error:
+            log.error("the device did not come back: %s", error)
+            for job in self._jobs + self._background:
+                self._fail(job, ServiceUnavailableError(f"the device did not come back: {error}"))
+
     def _finish(self, jobs: list[Job], started_ns: int, finished_ns: int) -> None:
         answered = [job for job in jobs if job.done]
-        self._num_waiting = len(self._jobs) - len(answered)
+        awaited = [job for job in answered if job not in self._background]
+        self._num_waiting = len(self._jobs) - len(awaited)
         for job in jobs:
             job.forward_ns += finished_ns - started_ns
             job.finished_ns = finished_ns
@@ -302,8 +431,9 @@ class Engine:
         for job in answered:
             self._resolve(job, job.result)
         self._answer()
-        self._expect([job.sequence for job in answered], finished_ns - started_ns, finished_ns)
+        self._expect([job.sequence for job in awaited], finished_ns - started_ns, finished_ns)
         self._jobs = [job for job in self._jobs if not job.done]
+        self._background = [job for job in self._background if not job.done]
 
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, SpecwireError):

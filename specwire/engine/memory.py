@@ -6,14 +6,31 @@ from pathlib import Path
 
 import torch
 
+from specwire.errors import ModelLoadError
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that could still be taken: of a CUDA device's memory, or of the host's within its cgroup."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left behind is free as well
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_available_bytes(), _cgroup_bytes(_CGROUP))
+
+
+def pages_in_memory(fraction: float, device: torch.device, page_bytes: int) -> int:
+    """Pages in a fraction of the memory that is free now.
+
+    Raises:
+        ModelLoadError: not even one.
+    """
+    num_bytes = int(free_bytes(device) * fraction)
+    if num_bytes < page_bytes:
+        raise ModelLoadError(
+            f"--kv-cache-memory {fraction} is {num_bytes} bytes on {device}, less than a page of {page_bytes}"
+        )
+    return num_bytes // page_bytes
 
 
 def _available_bytes() -> int:

@@ -48,7 +48,9 @@ def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _fits(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    # Weights of a quantised checkpoint may pose as bfloat16: a subclass says how they are stored.
+    is_plain = type(weight.data) is Tensor
+    return is_plain and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def _pack(linear: nn.Linear, *, is_shared: bool) -> None:

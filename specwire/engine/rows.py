@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire import random, sampling
+from specwire import random, sampling, transfer
 from specwire.core import IntArray, Logprobs
 from specwire.sampling import Row
 
 
 def take_rows(rows: Tensor, indices: Sequence[int]) -> Tensor:
     """Rows of a tensor; the tensor itself when all are wanted."""
-    return rows if len(indices) == len(rows) else rows[torch.tensor(indices, device=rows.device)]
+    return rows if len(indices) == len(rows) else rows[transfer.indices(indices, rows.device)]
 
 
 def uniforms_for(rows: Sequence[Row], stream: random.Stream, device: torch.device) -> Tensor:
     """One uniform number a row, float64 [num_rows] in [0, 1)."""
     values = random.uniforms([row.seed for row in rows], stream, [row.position for row in rows])
-    return torch.from_numpy(values).to(device)
+    return transfer.to_device(values, device)
 
 
 def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -34,18 +34,32 @@ def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         int64 [num_rows].
     """
-    chosen = sampling.greedy(log_probs)
+    return sampling.greedy(matched_scores(log_probs, rows))
+
+
+def matched_scores(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
+    """What `choose_matched` takes the highest of: log probabilities, with Gumbel noise where it is asked for.
+
+    Args, shapes as there.
+
+    Returns:
+        [num_rows, vocab_size]; float64 if any row has noise, which changes no order among the others.
+    """
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if noisy:
-        noise = random.gumbel_noise(
-            [rows[i].seed for i in noisy],
-            [rows[i].position for i in noisy],
-            log_probs.shape[1],
-            log_probs.device,
-        )
-        picked = sampling.gumbel_argmax(take_rows(log_probs, noisy), noise)
-        chosen[torch.tensor(noisy, device=chosen.device)] = picked
-    return chosen
+    if not noisy:
+        return log_probs
+    noise = random.gumbel_noise(
+        [rows[i].seed for i in noisy],
+        [rows[i].position for i in noisy],
+        log_probs.shape[1],
+        log_probs.device,
+    )
+    if len(noisy) == len(rows):
+        return sampling.gumbel_scores(log_probs, noise)
+    scores = log_probs.double()
+    index = transfer.indices(noisy, scores.device)
+    scores[index] = sampling.gumbel_scores(log_probs[index], noise)
+    return scores
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:
@@ -56,7 +70,7 @@ def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: i
         candidates: [num_rows] arrays of token ids.
         num_top: likeliest tokens wanted.
     """
-    padded = torch.from_numpy(pad_ids(candidates)).to(logits.device)
+    padded = transfer.to_device(pad_ids(candidates), logits.device)
     values, top_ids, top_values = (t.cpu().numpy() for t in sampling.top_logprobs(logits, padded, num_top))
     return [
         Logprobs(

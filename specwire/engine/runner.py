@@ -8,36 +8,30 @@ one token shows which layers attend, and with what shapes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specwire.core import IntArray
 from specwire.engine import attention
 from specwire.engine.attention import PackedBatch
-from specwire.engine.kv_cache import PageCopy, PagePool, SequenceCache
-from specwire.engine.layer_cache import LayerCache, Scoring, Segment
-from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError, UnsupportedError
+from specwire.engine.batch import Batch, Feed, Packer
+from specwire.engine.device import Decide
+from specwire.engine.graphs import PaddedSteps, Replay
+from specwire.engine.kv_cache import PagePool, SequenceCache
+from specwire.engine.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.probe import Probe
+from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.transfer import indices, to_device
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """What one sequence contributes to a forward pass.
-
-    Attributes:
-        cache: the sequence; the tokens go to positions `cache.length` and on.
-        token_ids: at least one; a list or an int64 array.
-        num_rows: logits are wanted after each of the last `num_rows` tokens; 0 only fills the cache.
-    """
-
-    cache: SequenceCache
-    token_ids: Sequence[int] | IntArray
-    num_rows: int = 1
+_REPLAY_TOLERANCE = 0.1
+"""In half precision kernels for other sizes round otherwise; what is wrong is wrong by about 1."""
 
 
 class ModelRunner:
@@ -47,6 +41,9 @@ class ModelRunner:
         model: a transformers causal language model; it is switched to the engine's attention.
         num_pages: pages of the KV cache, allocated here; or what says it, given the bytes of a page.
         page_size: tokens a page.
+        replay: run steps padded to a few sizes, made repeatable in this way; None runs each as it is.
+        batch_invariant: pad all steps to one size, so that a row of logits is bitwise the same whatever
+            else is in its step, and whether it was decoded, verified or prefilled.
 
     Raises:
         ModelLoadError: the model's attention cannot be served by the engine.
@@ -54,15 +51,26 @@ class ModelRunner:
     Attributes:
         pool: the bookkeeping of the pages.
         vocab_size: width of the logits.
+        num_embeddings: tokens that the model can read.
         context_len: most tokens of one sequence; None when the model does not say.
+        attention_path: `views` on a CPU, else as in `Probe.attention_path`.
         kv_bytes_per_token: memory a cached token takes in all layers.
     """
 
-    def __init__(self, model: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_pages: int | Callable[[int], int],
+        page_size: int = 16,
+        replay: Replay | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
         self.model = model.eval()
         self.device: torch.device = model.device
         self.context_len = context_length(model.config)
-        self._num_embeddings: int = model.get_input_embeddings().weight.shape[0]
+        self.num_embeddings = num_embeddings(model)
+        self._batch_invariant = batch_invariant
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         attention.register()
         if model.config._attn_implementation != attention.ATTENTION_NAME:
@@ -72,13 +80,57 @@ class ModelRunner:
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size)
         self.pool = PagePool(num_pages, page_size)
-        num_slots = num_pages * page_size
+        self.on_loss: Callable[[], None] = lambda: None  # never
+        self._packer = Packer(self.pool, self.num_embeddings, self.context_len)
+        self.attention_path = (
+            probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"
+        )
+        num_slots = (num_pages + (replay is not None)) * page_size  # the last page is for scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
+        self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
+
+    def _make_padded(self, replay: Replay, *, batch_invariant: bool) -> PaddedSteps:
+        page_size, num_pages = self.pool.page_size, self.pool.num_pages
+        most_tokens = min(self.context_len or num_pages * page_size, num_pages * page_size)
+        buckets = Buckets(
+            page_size,
+            max_pages=-(-most_tokens // page_size),
+            gathers=self.attention_path != "paged",
+            batch_invariant=batch_invariant,
+        )
+        if batch_invariant and not buckets.allows_invariance():
+            raise ModelLoadError(
+                f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
+                f"torch does not have on {self.device}; lower --num-kv-tokens"
+            )
+        return PaddedSteps(self._run_padded, buckets, replay, self.device, num_pages * page_size)
 
     @torch.inference_mode()
-    def _probe(self) -> _Probe:
+    def warm(self) -> None:
+        """Get ready for the steps of a single stream; without it the first ones take longer."""
+        if self._padded is None:
+            return
+        self._padded.warm()
+        error = self._replay_error()
+        if not error <= _REPLAY_TOLERANCE:
+            log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
+            self._padded.stop_replaying()
+
+    def _replay_error(self) -> float:
+        """Of a replayed step's logits, against those of the same step run as it is."""
+        num_tokens = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        with self.new_sequence() as cache:
+            replayed = self.forward([Feed(cache, tokens, num_tokens)])
+            cache.truncate(0)
+            with self._packer.packed([Feed(cache, tokens, num_tokens)]) as batch:
+                plain = self._run_packed(batch)
+        return relative_error(replayed, plain.float())
+
+    @torch.inference_mode()
+    def _probe(self) -> Probe:
         """Learn the layers' shapes and the vocabulary from a forward pass of one token."""
-        probe = _Probe()
+        probe = Probe()
         row = np.zeros(1, dtype=np.int64)
         try:
             logits = self._call_model(row, row, probe, [0])
@@ -88,9 +140,26 @@ class ModelRunner:
         probe.check(self.model.config)
         return probe
 
+    @property
+    def num_graphs(self) -> int:
+        """Sizes of steps that are recorded and replayed."""
+        return self._padded.num_recorded if self._padded is not None else 0
+
     def new_sequence(self) -> SequenceCache:
         """An empty sequence of this runner's cache; the caller releases it."""
         return self.pool.new_sequence()
+
+    def end_step(self) -> None:
+        """Nothing: logits on the host are those of a device that is done."""
+
+    def check(self) -> None:
+        """It is there."""
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """Nothing: it is lost together with this process only."""
+
+    def close(self) -> None:
+        """Nothing: memory goes with the object."""
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
@@ -103,95 +172,94 @@ class ModelRunner:
             float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
 
         Raises:
-            InvalidRequestError: an empty feed, a token outside the vocabulary, a sequence given twice.
-            ContextLengthError: a sequence would outgrow the model's context.
-            ResourceExhaustedError: the cache is full.
-            After any error all caches have the lengths they had before.
+            InvalidRequestError, ContextLengthError, ResourceExhaustedError: see `Packer.packed`. After any
+                error all caches have the lengths they had before.
         """
-        tokens = [np.asarray(feed.token_ids, dtype=np.int64) for feed in feeds]
-        self._check(feeds, tokens)
         if not feeds:
             return torch.empty(0, self.vocab_size)
-        with self._unchanged_on_error(feeds):
-            packed, positions = self._pack(feeds, tokens)
-            rows = _wanted_rows(packed.segments, feeds)
-            logits = self._call_model(np.concatenate(tokens), positions, packed, rows)
-        return logits.float()
+        with self._packer.packed(feeds) as batch:
+            return self.compute(batch)
 
-    def _check(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> None:
-        for feed, token_ids in zip(feeds, tokens, strict=True):
-            if token_ids.ndim != 1 or token_ids.size == 0:
-                raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
-            if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
-                raise InvalidRequestError(
-                    "token_ids", feed.token_ids, f"must lie in [0, {self._num_embeddings})"
-                )
-            if not 0 <= feed.num_rows <= token_ids.size:
-                raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {token_ids.size}]")
-            if feed.cache.pool is not self.pool:
-                raise InvalidRequestError("cache", feed.cache, "belongs to another runner")
-            new_len = feed.cache.length + token_ids.size
-            if self.context_len is not None and new_len > self.context_len:
-                raise ContextLengthError(
-                    "token_ids", new_len, f"the model's context is {self.context_len} tokens"
-                )
-        if len({id(feed.cache) for feed in feeds}) != len(feeds):
-            raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
+    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        """See `device.Runner`."""
+        logits = self.forward(feeds)
+        return None if question is None else decide(question, logits)
 
-    @contextmanager
-    def _unchanged_on_error(self, feeds: Sequence[Feed]) -> Iterator[None]:
-        lengths = [feed.cache.length for feed in feeds]
-        try:
-            yield
-        except BaseException:
-            for feed, length in zip(feeds, lengths, strict=True):
-                feed.cache.truncate(length)
-            raise
-
-    def _pack(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> tuple[PackedBatch, IntArray]:
-        """Reserve slots for all feeds; returns the batch and the positions int64 [num_tokens]."""
-        slots, positions, segments, offset = [], [], [], 0
-        for feed, token_ids in zip(feeds, tokens, strict=True):
-            cache, num_query = feed.cache, token_ids.size
-            appended = cache.append(num_query)
-            if appended.copy is not None:
-                # At once: should a later feed fail, this page already stands for the shared one.
-                self._copy_page(appended.copy)
-            slots.append(appended.slots)
-            positions.append(np.arange(cache.length - num_query, cache.length))
-            segments.append(Segment(offset, num_query, cache.length, cache.runs(), cache.pages))
-            offset += num_query
-        row_slots = attention.make_slots(slots, self.device)
-        packed = PackedBatch(row_slots, segments, self._layers, self.pool.page_size)
-        return packed, np.concatenate(positions)
-
-    def _copy_page(self, copy: PageCopy) -> None:
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor:
+        """The pass itself, without any bookkeeping; float32 [len(batch.rows), vocab_size]."""
         size = self.pool.page_size
-        for layer in self._layers.values():
-            layer.copy(copy.src_page * size, copy.dst_page * size, copy.num_tokens)
+        for copy in batch.copies:
+            for layer in self._layers.values():
+                layer.copy(copy.src_page * size, copy.dst_page * size, copy.num_tokens)
+        return self._run_alike(batch) if self._batch_invariant else self._run(batch)
+
+    def _run_alike(self, batch: Batch) -> Tensor:
+        """All of it in passes of one size."""
+        return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+
+    def _run(self, batch: Batch) -> Tensor:
+        logits = self._padded.run(batch) if self._padded is not None else None
+        return self._run_packed(batch).float() if logits is None else logits
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        """Logits [len(batch.rows), vocab_size] of a batch as it is, in the model's dtype."""
+        slots = to_device(batch.slots, self.device)
+        packed = PackedBatch(slots, batch.segments, self._layers, self.pool.page_size)
+        return self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
+
+    def _run_padded(self, inputs: StepInputs) -> Tensor:
+        """Logits of a padded step; reads what lies on the device only, so that it can be recorded."""
+        parts = inputs.on_device
+        packed = TabledBatch(inputs, self._layers, self.pool.page_size)
+        return self._logits(parts.token_ids, parts.positions, packed, parts.rows)
 
     def _call_model(
-        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: list[int]
+        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: Sequence[int]
     ) -> Tensor:
-        """The model's own forward on one packed row; logits [len(rows), vocab_size] in its dtype."""
-        keywords: dict[str, Any] = {}
-        if self._keeps_rows and len(rows) != len(token_ids):
-            keywords["logits_to_keep"] = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        """As `_logits`, for numbers on the host."""
+        some = None if len(rows) == len(token_ids) else indices(rows, self.device)
+        return self._logits(
+            to_device(token_ids, self.device), to_device(positions, self.device), packed, some
+        )
+
+    def _logits(
+        self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, rows: Tensor | None
+    ) -> Tensor:
+        """The model's own forward on one packed row.
+
+        Args:
+            token_ids, positions: int64 [num_tokens].
+            rows: int64, those whose logits are wanted; None for all.
+
+        Returns:
+            [number of rows, vocab_size] in the model's dtype.
+        """
+        keywords = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
         output = self.model(
-            input_ids=torch.from_numpy(token_ids)[None].to(self.device),
-            position_ids=torch.from_numpy(positions)[None].to(self.device),
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
             packed=packed,
             **keywords,
         )
         logits: Tensor = output.logits[0]
-        return logits if logits.shape[0] == len(rows) else logits[rows]
+        return logits if rows is None or keywords else logits[rows]
 
 
-def _wanted_rows(segments: Sequence[Segment], feeds: Sequence[Feed]) -> list[int]:
-    """Indices in the packed row whose logits are wanted."""
-    ends = [segment.query_offset + segment.num_query for segment in segments]
-    return [row for end, feed in zip(ends, feeds, strict=True) for row in range(end - feed.num_rows, end)]
+def num_embeddings(model: Any) -> int:
+    """Tokens that a model can read; its table may be a shard."""
+    table = model.get_input_embeddings()
+    return int(getattr(table, "num_embeddings", table.weight.shape[0]))
+
+
+def relative_error(logits: Tensor, reference: Tensor) -> float:
+    """Largest over rows of the error's root mean square, over that of the reference about its mean."""
+    if logits.shape != reference.shape:
+        return float("inf")
+    spread = reference.std(dim=-1, correction=0).clamp_min(1e-9)
+    error = (logits - reference).square().mean(dim=-1).sqrt() / spread
+    return float(error.max())
 
 
 def context_length(config: Any) -> int | None:
@@ -217,78 +285,3 @@ def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
     if "rope_type" in parameters:
         return [parameters]
     return [value for value in parameters.values() if isinstance(value, dict)]
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerShape:
-    """Shapes of one token's key and value in a layer, [num_kv_heads, dim] each, and the layer's window."""
-
-    key: Tensor
-    value: Tensor
-    sliding_window: int | None
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.key.nbytes + self.value.nbytes
-
-    def allocate(self, num_slots: int) -> LayerCache:
-        return LayerCache(
-            self.key.new_zeros((num_slots, *self.key.shape)),
-            self.value.new_zeros((num_slots, *self.value.shape)),
-        )
-
-
-class _Probe:
-    """Stands in for a `PackedBatch` of one token and notes what each layer hands over."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[nn.Module, _LayerShape] = {}
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        """See `attention.Attend`. A single token attends to itself, so its value is the result."""
-        name = type(module).__name__
-        if module in self.shapes:
-            raise ModelLoadError(f"{name} attends twice in one pass, which the KV cache cannot tell apart")
-        if getattr(module, "is_causal", True) is False:
-            raise ModelLoadError(f"{name} looks ahead (is_causal is False)")
-        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
-            raise ModelLoadError(f"{name} has {query.shape[1]} query and {key.shape[1]} key heads")
-        self.shapes[module] = _LayerShape(key[0, :, 0], value[0, :, 0], scoring.sliding_window)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
-
-    def check(self, config: Any) -> None:
-        """Refuse a model whose layers do not attend in the way that its config announces.
-
-        Raises:
-            ModelLoadError: naming the first difference.
-        """
-        text = config.get_text_config(decoder=True)
-        if not self.shapes:
-            raise ModelLoadError(
-                f"no layer of {text.model_type!r} calls transformers' attention interface; "
-                "recurrent models and models with attention of their own cannot be served"
-            )
-        windows = [shape.sliding_window for shape in self.shapes.values()]
-        expected = getattr(text, "num_hidden_layers", len(windows))
-        if len(windows) != expected:
-            raise ModelLoadError(f"{len(windows)} of {expected} layers call the attention interface")
-        _check_windows(text, windows)
-
-
-def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
-    """A window that lives only in the model's mask would be lost: the layer must pass it on."""
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelLoadError("chunked attention is not supported")
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        announced = getattr(config, "sliding_window", None)
-        if announced and getattr(config, "use_sliding_window", True) and not any(windows):
-            raise ModelLoadError(f"the sliding window of {announced} does not reach the attention layers")
-        return
-    for index, (layer_type, window) in enumerate(zip(layer_types, windows, strict=False)):
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ModelLoadError(f"layer {index} is of type {layer_type!r}, which cannot be served")
-        if (layer_type == "sliding_attention") != (window is not None):
-            raise ModelLoadError(f"layer {index} is {layer_type!r} but its window is {window}")

@@ -1,20 +1,20 @@
 """What goes into the next step: pure choice, no thread, no model.
 
-    step  | oldest sequence | rounds of running streams | prompts, in chunks |      <= max_num_tokens
+    step  | oldest sequence | rounds of running streams | prompts, in chunks | background |  <= max_num_tokens
 
 Rounds come before prompts, and prompts get at most `max_prefill_tokens` beside them, so that a long prompt
 does not hold up running streams, those included that will be back in a moment; without any, prompts get the
-whole step. The oldest sequence
-that has work comes first whatever it has, and takes memory from all others: so somebody always gets on.
+whole step. The oldest sequence that has work comes first whatever it has, and takes memory from all others:
+so somebody always gets on. Background jobs get what costs the others next to nothing, and nobody's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 
+from specwire.engine.batch import Feed
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.runner import Feed
 
 _BACK_WITHIN_NS = 1_000_000_000
 
@@ -43,7 +43,7 @@ class Scheduler:
     """Plans steps within a token budget and the memory there is.
 
     Args:
-        sequences: all open sequences by age; the caller's own, and it may change.
+        sequences: all open ones; the caller's own, and it may change.
         max_num_tokens: in one step.
         max_prefill_tokens: of prompts, in a step that has rounds of running streams too.
         prefix_sharing: begin an empty cache with pages that are known.
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        sequences: Mapping[int, TokenSequence],
+        sequences: Collection[TokenSequence],
         *,
         max_num_tokens: int,
         max_prefill_tokens: int,
@@ -69,8 +69,10 @@ class Scheduler:
         self.num_hit_tokens = 0
 
     def plan(self, jobs: Sequence[Job], now_ns: int) -> Step:
-        """The next step for these jobs, first come first served within each kind; at least one job."""
+        """The next step for these jobs, first come first served within each kind; empty without any."""
         step = Step(self._max_num_tokens)
+        if not jobs:
+            return step
         waiting = {job.sequence.order for job in jobs}
         oldest = min(jobs, key=lambda job: job.sequence.order)
         rounds = [job for job in jobs if job is not oldest and not job.is_prefill]
@@ -90,20 +92,33 @@ class Scheduler:
             prefill -= left - step.budget
         return step
 
+    def fill(self, step: Step, background: Sequence[Job], num_tokens: int) -> None:
+        """Add background jobs, the worthiest first, up to so many tokens; an empty step takes one anyway."""
+        waiting = {job.sequence.order for job in step.jobs}
+        for job in sorted(background, key=lambda job: -job.worth):
+            limit = min(step.budget, num_tokens if step.jobs else step.budget)
+            left = step.budget
+            if limit <= 0 or not self._add(step, job, limit, waiting, may_evict=False):
+                break
+            num_tokens -= left - step.budget
+
     def _anyone_runs(self, waiting: Set[int], now_ns: int) -> bool:
         """Whether a stream was answered of late, and is likely to be back during the step."""
-        sequences = list(self._sequences.values())  # at once: others are opened and closed meanwhile
+        sequences = list(self._sequences)  # at once: others are opened and closed meanwhile
         since_ns = now_ns - _BACK_WITHIN_NS
         return any(s.answered_ns > since_ns and s.order not in waiting for s in sequences)
 
-    def _add(self, step: Step, job: Job, limit: int, waiting: Set[int]) -> bool:
+    def _add(self, step: Step, job: Job, limit: int, waiting: Set[int], *, may_evict: bool = True) -> bool:
         """Put the job, or a piece of it, into the step; False when there is no budget or no memory for it."""
         cache, num_found = job.sequence.cache, self._adopt_prefix(job)
         if num_found:  # a page that a job before was to write in place may be shared since
             step.num_pages = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in step.feeds)
         feed = _next_feed(job, min(limit, step.budget))
         num_pages = cache.pages_needed(len(feed.token_ids)) if feed else 0
-        if feed is None or not self._make_room(job.sequence, step, num_pages, waiting):
+        fits = cache.pool.num_free_pages >= step.num_pages + num_pages
+        if feed is None or not (
+            fits or (may_evict and self._make_room(job.sequence, step, num_pages, waiting))
+        ):
             cache.truncate(cache.length - num_found)
             return False
         step.jobs.append(job)
@@ -131,10 +146,8 @@ class Scheduler:
         has work always gets on, and nobody waits for a stream that does nothing.
         """
         pool, wanted = sequence.cache.pool, step.num_pages + num_pages
-        if pool.num_free_pages >= wanted:
-            return True
         running = {job.sequence.order for job in step.jobs}
-        for victim in sorted(self._sequences.values(), key=lambda other: -other.order):
+        for victim in sorted(self._sequences, key=lambda other: -other.order):
             gives_way = victim.order > sequence.order or victim.order not in waiting
             if victim is sequence or victim.order in running or not gives_way or not victim.cache.length:
                 continue

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specwire.engine.batch import Segment
 from specwire.engine.kv_cache import Run
-from specwire.engine.layer_cache import LayerCache, Scoring, Segment
+from specwire.engine.layer_cache import LayerCache, Scoring
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 # The same kernel as behind `_sdpa` on a CPU, which also returns lse.

@@ -8,20 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("open", "request_id", "base_len", "token_ids", "num_draft_tokens", "traceparent")
+    __slots__ = ("open", "request_id", "base_len", "token_ids", "num_draft_tokens", "traceparent", "prepare")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     open: _common_pb2.OpenSequence
     request_id: int
     base_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_draft_tokens: int
     traceparent: str
-    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    prepare: Preparation
+    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prepare: _Optional[_Union[Preparation, _Mapping]] = ...) -> None: ...
+
+class Preparation(_message.Message):
+    __slots__ = ("num_outcomes", "num_draft_tokens")
+    NUM_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_outcomes: int
+    num_draft_tokens: int
+    def __init__(self, num_outcomes: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("request_id", "base_len", "incarnation", "timings", "proposals", "num_cached_tokens")
@@ -40,16 +50,16 @@ class DraftResponse(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("token_ids", "parent_indices", "supports", "outcome")
+    __slots__ = ("token_ids", "parent_indices", "supports", "prefix_token_ids")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parent_indices: _containers.RepeatedScalarFieldContainer[int]
     supports: _containers.RepeatedCompositeFieldContainer[Support]
-    outcome: Outcome
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., supports: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., supports: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Support(_message.Message):
     __slots__ = ("token_ids", "probs")
@@ -58,14 +68,6 @@ class Support(_message.Message):
     token_ids: bytes
     probs: bytes
     def __init__(self, token_ids: _Optional[bytes] = ..., probs: _Optional[bytes] = ...) -> None: ...
-
-class Outcome(_message.Message):
-    __slots__ = ("num_accepted", "next_token")
-    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    num_accepted: int
-    next_token: int
-    def __init__(self, num_accepted: _Optional[int] = ..., next_token: _Optional[int] = ...) -> None: ...
 
 class DraftServiceGetModelInfoRequest(_message.Message):
     __slots__ = ()

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from specwire.v1 import common_pb2 as specwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecwire/v1/generation.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xb2\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.specwire.v1.TokenIdsH\x00\x12)\n\x08messages\x18\x03 \x01(\x0b\x32\x15.specwire.v1.MessagesH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.specwire.v1.SamplingParams\x12\x34\n\x0fstop_conditions\x18\x05 \x01(\x0b\x32\x1b.specwire.v1.StopConditions\x12\x1d\n\x10num_draft_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x15\n\rcredit_tokens\x18\x07 \x01(\x05\x42\x08\n\x06promptB\x13\n\x11_num_draft_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"2\n\x08Messages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.specwire.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"o\n\x10GenerateResponse\x12#\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x12.specwire.v1.ChunkH\x00\x12-\n\ncompletion\x18\x02 \x01(\x0b\x32\x17.specwire.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"\x93\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x04\x66\x61te\x18\x03 \x01(\x0e\x32\x11.specwire.v1.Fate\x12\x14\n\x07logprob\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x17.specwire.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"f\n\x05\x43hunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x05\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.specwire.v1.Token\x12$\n\x08rejected\x18\x03 \x03(\x0b\x32\x12.specwire.v1.Token\"\x9b\x02\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.specwire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\r\n\x05model\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.specwire.v1.Usage\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.specwire.v1.Speculation\x12-\n\x06timing\x18\x08 \x01(\x0b\x32\x1d.specwire.v1.GenerationTimingB\r\n\x0bstop_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xce\x01\n\x0bSpeculation\x12\x12\n\nnum_rounds\x18\x01 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\x05\x12\x1c\n\x14\x64rafted_per_position\x18\x05 \x03(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x06 \x03(\x05\x12\x19\n\x11\x64raft_unavailable\x18\x07 \x01(\t\"\xa0\x01\n\x10GenerationTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x02 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x03 \x01(\x01\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x0f\n\x07rule_ms\x18\x06 \x01(\x01\x12\x12\n\nnetwork_ms\x18\x07 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\x99\x01\n\x14GetModelInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12\x1d\n\x10num_draft_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x13\n\x11_num_draft_tokens\"\x12\n\x10GetStatusRequest\"\x81\x01\n\x11GetStatusResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x02 \x01(\x03\x12\x19\n\x11\x64raft_unavailable\x18\x03 \x01(\t\x12\x11\n\tuptime_ms\x18\x04 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\x05*f\n\x04\x46\x61te\x12\x14\n\x10\x46\x41TE_UNSPECIFIED\x10\x00\x12\x11\n\rFATE_ACCEPTED\x10\x01\x12\x11\n\rFATE_REJECTED\x10\x02\x12\x12\n\x0e\x46\x41TE_RECOVERED\x10\x03\x12\x0e\n\nFATE_BONUS\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x81\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1c.specwire.v1.GenerateRequest\x1a\x1d.specwire.v1.GenerateResponse(\x01\x30\x01\x12S\n\x0cGetModelInfo\x12 .specwire.v1.GetModelInfoRequest\x1a!.specwire.v1.GetModelInfoResponse\x12J\n\tGetStatus\x12\x1d.specwire.v1.GetStatusRequest\x1a\x1e.specwire.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecwire/v1/generation.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xb2\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.specwire.v1.TokenIdsH\x00\x12)\n\x08messages\x18\x03 \x01(\x0b\x32\x15.specwire.v1.MessagesH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.specwire.v1.SamplingParams\x12\x34\n\x0fstop_conditions\x18\x05 \x01(\x0b\x32\x1b.specwire.v1.StopConditions\x12\x1d\n\x10num_draft_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x15\n\rcredit_tokens\x18\x07 \x01(\x05\x42\x08\n\x06promptB\x13\n\x11_num_draft_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"2\n\x08Messages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.specwire.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"o\n\x10GenerateResponse\x12#\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x12.specwire.v1.ChunkH\x00\x12-\n\ncompletion\x18\x02 \x01(\x0b\x32\x17.specwire.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"\x93\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x04\x66\x61te\x18\x03 \x01(\x0e\x32\x11.specwire.v1.Fate\x12\x14\n\x07logprob\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x17.specwire.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"f\n\x05\x43hunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x05\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.specwire.v1.Token\x12$\n\x08rejected\x18\x03 \x03(\x0b\x32\x12.specwire.v1.Token\"\xbc\x02\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.specwire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\r\n\x05model\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.specwire.v1.Usage\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.specwire.v1.Speculation\x12-\n\x06timing\x18\x08 \x01(\x0b\x32\x1d.specwire.v1.GenerationTiming\x12\x1f\n\x04rule\x18\t \x01(\x0e\x32\x11.specwire.v1.RuleB\r\n\x0bstop_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xe4\x01\n\x0bSpeculation\x12\x12\n\nnum_rounds\x18\x01 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\x05\x12\x1c\n\x14\x64rafted_per_position\x18\x05 \x03(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x06 \x03(\x05\x12\x19\n\x11\x64raft_unavailable\x18\x07 \x01(\t\x12\x14\n\x0cnum_prepared\x18\x08 \x01(\x05\"\xa0\x01\n\x10GenerationTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x02 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x03 \x01(\x01\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x0f\n\x07rule_ms\x18\x06 \x01(\x01\x12\x12\n\nnetwork_ms\x18\x07 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\x99\x01\n\x14GetModelInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12\x1d\n\x10num_draft_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x13\n\x11_num_draft_tokens\"\x12\n\x10GetStatusRequest\"\x81\x01\n\x11GetStatusResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x02 \x01(\x03\x12\x19\n\x11\x64raft_unavailable\x18\x03 \x01(\t\x12\x11\n\tuptime_ms\x18\x04 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\x05*f\n\x04\x46\x61te\x12\x14\n\x10\x46\x41TE_UNSPECIFIED\x10\x00\x12\x11\n\rFATE_ACCEPTED\x10\x01\x12\x11\n\rFATE_REJECTED\x10\x02\x12\x12\n\x0e\x46\x41TE_RECOVERED\x10\x03\x12\x0e\n\nFATE_BONUS\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x81\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1c.specwire.v1.GenerateRequest\x1a\x1d.specwire.v1.GenerateResponse(\x01\x30\x01\x12S\n\x0cGetModelInfo\x12 .specwire.v1.GetModelInfoRequest\x1a!.specwire.v1.GetModelInfoResponse\x12J\n\tGetStatus\x12\x1d.specwire.v1.GetStatusRequest\x1a\x1e.specwire.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FATE']._serialized_start=2102
-  _globals['_FATE']._serialized_end=2204
-  _globals['_FINISHREASON']._serialized_start=2206
-  _globals['_FINISHREASON']._serialized_end=2301
+  _globals['_FATE']._serialized_start=2157
+  _globals['_FATE']._serialized_end=2259
+  _globals['_FINISHREASON']._serialized_start=2261
+  _globals['_FINISHREASON']._serialized_end=2356
   _globals['_GENERATEREQUEST']._serialized_start=72
   _globals['_GENERATEREQUEST']._serialized_end=378
   _globals['_TOKENIDS']._serialized_start=380
@@ -55,21 +55,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_start=927
   _globals['_CHUNK']._serialized_end=1029
   _globals['_COMPLETION']._serialized_start=1032
-  _globals['_COMPLETION']._serialized_end=1315
-  _globals['_USAGE']._serialized_start=1317
-  _globals['_USAGE']._serialized_end=1397
-  _globals['_SPECULATION']._serialized_start=1400
-  _globals['_SPECULATION']._serialized_end=1606
-  _globals['_GENERATIONTIMING']._serialized_start=1609
-  _globals['_GENERATIONTIMING']._serialized_end=1769
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1771
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1792
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1795
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1948
-  _globals['_GETSTATUSREQUEST']._serialized_start=1950
-  _globals['_GETSTATUSREQUEST']._serialized_end=1968
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1971
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2100
-  _globals['_GENERATIONSERVICE']._serialized_start=2304
-  _globals['_GENERATIONSERVICE']._serialized_end=2561
+  _globals['_COMPLETION']._serialized_end=1348
+  _globals['_USAGE']._serialized_start=1350
+  _globals['_USAGE']._serialized_end=1430
+  _globals['_SPECULATION']._serialized_start=1433
+  _globals['_SPECULATION']._serialized_end=1661
+  _globals['_GENERATIONTIMING']._serialized_start=1664
+  _globals['_GENERATIONTIMING']._serialized_end=1824
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1826
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1847
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1850
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2003
+  _globals['_GETSTATUSREQUEST']._serialized_start=2005
+  _globals['_GETSTATUSREQUEST']._serialized_end=2023
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2026
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2155
+  _globals['_GENERATIONSERVICE']._serialized_start=2359
+  _globals['_GENERATIONSERVICE']._serialized_end=2616
 # @@protoc_insertion_point(module_scope)

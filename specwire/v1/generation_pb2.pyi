@@ -121,7 +121,7 @@ class Chunk(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing")
+    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Completion(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -138,7 +139,8 @@ class Completion(_message.Message):
     usage: Usage
     speculation: Speculation
     timing: GenerationTiming
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ...) -> None: ...
+    rule: _common_pb2.Rule
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -151,7 +153,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable")
+    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable", "num_prepared")
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,7 @@ class Speculation(_message.Message):
     DRAFTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREPARED_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -166,7 +169,8 @@ class Speculation(_message.Message):
     drafted_per_position: _containers.RepeatedScalarFieldContainer[int]
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     draft_unavailable: str
-    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ...) -> None: ...
+    num_prepared: int
+    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ...) -> None: ...
 
 class GenerationTiming(_message.Message):
     __slots__ = ("total_ms", "time_to_first_token_ms", "draft_ms", "verify_ms", "queue_ms", "rule_ms", "network_ms")

@@ -1,0 +1,137 @@
+"""`python -m benchmarks.contention`: do the gRPC side and the compute side of a model service fight over the
+interpreter?
+
+The same rounds on the same model, by an engine in a process without gRPC, whose event loop idles while it
+computes, and by a verify service. What a compute process of its own could gain is the difference between the
+two forward passes, less the hop to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.bars import Bar, Report, machine
+from benchmarks.stats import ratios, summarise
+from specwire import SamplingParams, rpc, wire
+from specwire.config import VerifyConfig
+from specwire.engine import boot
+from specwire.supervisor import Service
+from specwire.v1 import verify_pb2, verify_pb2_grpc
+from verify_service.verifier import Verifier, VerifyJob
+
+_PROMPT_LEN = 100
+_PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=1)
+_MODEL = {"dtype": "float32", "num_threads": 1}
+_START_TIMEOUT_S = 120.0
+
+Found = tuple[float, float]
+"""Median forward pass and mean round, in milliseconds."""
+
+
+async def alone(service: boot.ModelService, num_streams: int, num_rounds: int) -> Found:
+    """Rounds of one token for each stream, all streams together, no gRPC in the process."""
+    sequences = [service.engine.open(_PARAMS, _PROMPT_LEN) for _ in range(num_streams)]
+    forward_ms: list[float] = []
+
+    async def run(base_len: int, token_ids: list[int]) -> None:
+        jobs = [VerifyJob(sequence, base_len, token_ids) for sequence in sequences]
+        await asyncio.gather(*(service.engine.run(job) for job in jobs))
+        forward_ms.extend(job.forward_ns / 1e6 for job in jobs)
+
+    await run(0, [5] * _PROMPT_LEN)
+    forward_ms.clear()
+    started_s = time.perf_counter()
+    for number in range(num_rounds):
+        await run(_PROMPT_LEN + number, [7])
+    round_ms = (time.perf_counter() - started_s) / num_rounds * 1e3
+    for sequence in sequences:
+        service.engine.close_sequence(sequence)
+    return median(forward_ms), round_ms
+
+
+async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
+    """The same rounds through the service, each stream at its own pace."""
+    forward_ms: list[float] = []
+    async with rpc.open_channel(address) as channel:
+        stub: Any = verify_pb2_grpc.VerifyServiceStub(channel)
+        calls = [stub.Verify() for _ in range(num_streams)]
+        for i, call in enumerate(calls):
+            opening = wire.open_sequence(_PARAMS, _PROMPT_LEN)
+            # Different prompts: nobody finds his prefix with somebody else.
+            await call.write(verify_pb2.VerifyRequest(open=opening, token_ids=[5 + i] * _PROMPT_LEN))
+            await call.read()
+
+        async def stream(call: Any) -> None:
+            for number in range(num_rounds):
+                await call.write(verify_pb2.VerifyRequest(base_len=_PROMPT_LEN + number, token_ids=[7]))
+                forward_ms.append((await call.read()).timings.forward_ns / 1e6)
+
+        started_s = time.perf_counter()
+        await asyncio.gather(*(stream(call) for call in calls))
+        round_ms = (time.perf_counter() - started_s) / num_rounds * 1e3
+        for call in calls:
+            call.cancel()
+    return median(forward_ms), round_ms
+
+
+def compare(num_streams: int, num_rounds: int, repetitions: int) -> dict[str, list[Found]]:
+    """Both ways by turns."""
+    found: dict[str, list[Found]] = {"alone": [], "over gRPC": []}
+    engine = boot.start(VerifyConfig(**_MODEL), "verify", Verifier())  # type: ignore[arg-type]
+    service = Service(
+        "verify_service", ["--dtype", "float32", "--num-threads", "1", "--address", "127.0.0.1:0"]
+    )
+    try:
+        address = service.ready(_START_TIMEOUT_S)
+        for _ in range(repetitions):
+            found["alone"].append(asyncio.run(alone(engine, num_streams, num_rounds)))
+            found["over gRPC"].append(asyncio.run(over_grpc(address, num_streams, num_rounds)))
+    finally:
+        service.stop()
+        engine.engine.close()
+    return found
+
+
+def _row(num_streams: int, found: dict[str, list[Found]]) -> str:
+    ours, theirs = found["over gRPC"], found["alone"]
+    ratio = summarise(ratios([f for f, _ in ours], [f for f, _ in theirs]))
+    cells = [f"{summarise([pair[i] for pair in side]).text(2)}" for i in (0, 1) for side in (theirs, ours)]
+    return f"| {num_streams} | {cells[0]} | {cells[1]} | {ratio.text(3)} | {cells[2]} | {cells[3]} |"
+
+
+def main() -> None:
+    """Measure for 1 and 16 streams, and write what was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.contention", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    args = parser.parse_args()
+    found = {n: compare(n, args.rounds, args.repetitions) for n in (1, 16)}
+    worst = max(
+        summarise(ratios([f for f, _ in pair["over gRPC"]], [f for f, _ in pair["alone"]])).median
+        for pair in found.values()
+    )
+    head = [
+        "| streams | forward alone (ms) | over gRPC (ms) | ratio | round alone (ms) | over gRPC (ms) |",
+        "|---|---|---|---|---|---|",
+    ]
+    result = Report(
+        name="contention",
+        title="gRPC and compute in one process",
+        machine=machine(),
+        about=f"Embedded target in float32 on one thread; {args.rounds} rounds of one token a stream, "
+        f"{args.repetitions} interleaved repetitions. Median (least to greatest).",
+        bars=[Bar(what="forward pass beside gRPC over alone", measured=worst, limit=1.1)],
+        details="\n".join([*head, *(_row(n, pair) for n, pair in found.items())]),
+        data={"found": {str(n): pair for n, pair in found.items()}},
+    )
+    print(result.write(args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What was measured so far. It is written after every phase: a run that is killed leaves what it has."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stats import Summary, summarise
+
+
+@dataclass
+class Findings:
+    """Everything one run measured; times in milliseconds unless a name says otherwise.
+
+    Attributes:
+        facts: machine, versions, models.
+        bandwidth_gb_s: of the device's memory, bytes read and written together.
+        weights_bytes: of the target that a pass reads.
+        correctness: by what was compared.
+        verify_ms: a target pass by (streams, tokens a stream): medians over repetitions, low and high.
+        draft_ms: a draft step with its sampling, by temperature.
+        gap_ms: what a step takes longer than the device's work, by model.
+        rates: tokens/s by temperature and system, one entry a repetition.
+        same_text: greedy, prompts with plain generate's very tokens, by system.
+        notes: of the systems (tokens a pass, share of prepared rounds), by temperature and system.
+        problems: what could not be measured, and why.
+        seconds: how long each phase took.
+    """
+
+    facts: dict[str, str] = field(default_factory=dict)
+    bandwidth_gb_s: float | None = None
+    weights_bytes: int | None = None
+    correctness: dict[str, float] = field(default_factory=dict)
+    verify_ms: dict[str, Summary] = field(default_factory=dict)
+    draft_ms: dict[str, Summary] = field(default_factory=dict)
+    gap_ms: dict[str, Summary] = field(default_factory=dict)
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    same_text: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, dict[str, str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bound_ms(self) -> float | None:
+        """The time in which the weights can be read once."""
+        if self.bandwidth_gb_s is None or self.weights_bytes is None:
+            return None
+        return self.weights_bytes / self.bandwidth_gb_s / 1e6
+
+    def rate(self, temperature: float, system: str) -> float | None:
+        """Median tokens/s, None where it was not measured."""
+        found = self.rates.get(f"{temperature:g}", {}).get(system)
+        return summarise(found).median if found else None
+
+    def phase(self, name: str, run: Callable[[], Any], say: Callable[[str], None]) -> Any:
+        """Run one part; what it raises becomes a problem, and the others go on.
+
+        Returns:
+            What `run` returns, None when it raised.
+        """
+        started_s = time.perf_counter()
+        say(f"{name} ...")
+        try:
+            return run()
+        except Exception as error:
+            self.problems.append(f"{name}: {type(error).__name__}: {error}")
+            say(traceback.format_exc())
+            return None
+        finally:
+            self.seconds[name] = round(time.perf_counter() - started_s, 1)
+
+    def data(self) -> dict[str, Any]:
+        """For the JSON."""
+        data = {
+            name: {key: vars_of(summary) for key, summary in value.items()}
+            if name.endswith("_ms") and isinstance(value, dict)
+            else value
+            for name, value in vars(self).items()
+        }
+        return data | {"bound_ms": self.bound_ms}
+
+
+def vars_of(summary: Summary) -> dict[str, float]:
+    """A summary as JSON has it."""
+    return {"median": summary.median, "low": summary.low, "high": summary.high}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """All of it or nothing of it, whenever the process is killed."""
+    unfinished = path.with_suffix(path.suffix + ".part")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def to_json(data: Any) -> str:
+    """As the results are stored."""
+    return json.dumps(data, indent=1) + "\n"

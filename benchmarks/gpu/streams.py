@@ -1,0 +1,166 @@
+"""Whole generations of one stream: transformers in a process of its own, and specwire's services."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.findings import Findings
+from benchmarks.names import (
+    ASSISTED,
+    ASSISTED_CONSTANT,
+    LOCKSTEP,
+    NO_SPECULATION,
+    PLAIN,
+    PREPARED,
+)
+from benchmarks.peers import Peer
+from benchmarks.systems import CONSTANT_TOKENS, Sample, SpecwireSystem, System, TransformersSystem, Work
+from specwire import Client
+from specwire.config import UpConfig
+from specwire.flags import flag_words
+from specwire.supervisor import Service, Stack
+
+TEMPERATURES = (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is generated.
+
+    Attributes:
+        deadline_s: no repetition begins after it, on the clock of `time.perf_counter`.
+    """
+
+    target: Path
+    draft: Path
+    device: str
+    dtype: str
+    num_tokens: int
+    num_repetitions: int
+    prompts: Sequence[Sequence[int]]
+    deadline_s: float
+    num_kv_tokens: int = 65536
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of a target; 0 leaves it to torch."""
+        return 1 if self.device == "cpu" else 0
+
+
+def measure(findings: Findings, plan: Plan, save: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Everything on both temperatures, repetition by repetition, saved after each."""
+    with contextlib.ExitStack() as stack:
+        systems: list[System] = []
+        peer = findings.phase("start transformers", lambda: stack.enter_context(_peer(plan)), say)
+        if peer is not None:
+            systems += _transformers(peer)
+        ours = findings.phase("start specwire", lambda: stack.enter_context(_specwire(plan)), say)
+        systems += ours or []
+        for temperature in TEMPERATURES:
+            systems = [system for system in systems if _warm_up(findings, system, plan, temperature, say)]
+        texts: dict[str, list[Sequence[int]]] = {}
+        for repetition in range(plan.num_repetitions):
+            for temperature in TEMPERATURES:
+                if time.perf_counter() > plan.deadline_s:
+                    findings.problems.append(f"time was over after {repetition} repetitions")
+                    return
+                samples = {
+                    system.name: _repetition(system, plan, temperature, repetition) for system in systems
+                }
+                _note(findings, temperature, samples)
+                if temperature == 0:
+                    texts = {name: [s.token_ids for s in of_one] for name, of_one in samples.items()}
+                    _compare_texts(findings, texts)
+                save()
+                rates = findings.rates[f"{temperature:g}"]
+                say(
+                    f"temperature {temperature:g}: " + ", ".join(f"{n} {r[-1]:.1f}" for n, r in rates.items())
+                )
+
+
+def _peer(plan: Plan) -> Peer:
+    return Peer(plan.target, plan.draft, plan.dtype, plan.dtype, plan.num_threads, plan.device)
+
+
+def _transformers(peer: Peer) -> list[System]:
+    return [
+        TransformersSystem(PLAIN, peer, assisted=False),
+        TransformersSystem(ASSISTED, peer, assisted=True),
+        TransformersSystem(ASSISTED_CONSTANT, peer, assisted=True, num_assistant_tokens=CONSTANT_TOKENS),
+    ]
+
+
+@contextlib.contextmanager
+def _specwire(plan: Plan) -> Iterator[list[System]]:
+    """Draft and verify as two processes on the one device, and a coordinator for each way of drafting."""
+    config = UpConfig(
+        target=str(plan.target),
+        draft=str(plan.draft),
+        dtype=plan.dtype,
+        draft_dtype=plan.dtype,
+        device=plan.device,
+        draft_device=plan.device,
+        address="127.0.0.1:0",
+        num_outcomes="0",
+        num_kv_tokens=plan.num_kv_tokens,
+        num_threads=plan.num_threads,
+        grace_s=1.0,
+    )
+    with Stack(config) as stack, contextlib.ExitStack() as others:
+        assert stack.draft is not None
+        flags = {"verify_address": stack.verify.address, "draft_address": stack.draft.address, "grace_s": 1.0}
+        words = [word for name, value in flags.items() for word in flag_words(name, value)]
+        ahead = Service("coordinator", words)
+        others.callback(ahead.stop)
+        ahead.ready(60.0)
+        client, client_ahead = (
+            others.enter_context(Client(address)) for address in (stack.address, ahead.address)
+        )
+        yield [
+            SpecwireSystem(NO_SPECULATION, client, 0),
+            SpecwireSystem(LOCKSTEP, client, None),
+            SpecwireSystem(PREPARED, client_ahead, None),
+        ]
+
+
+def _warm_up(
+    findings: Findings, system: System, plan: Plan, temperature: float, say: Callable[[str], None]
+) -> bool:
+    """Whether the system works; libraries, graphs and what is learnt belong in no measurement."""
+
+    def run() -> Sample:
+        system.generate(_work(plan, plan.prompts[0], temperature, 1000))
+        return system.generate(_work(plan, plan.prompts[-1], temperature, 1001))
+
+    return findings.phase(f"warm up {system.name}, temperature {temperature:g}", run, say) is not None
+
+
+def _work(plan: Plan, prompt: Sequence[int], temperature: float, seed: int) -> Work:
+    return Work(prompt_token_ids=prompt, num_tokens=plan.num_tokens, temperature=temperature, seed=seed)
+
+
+def _repetition(system: System, plan: Plan, temperature: float, repetition: int) -> list[Sample]:
+    samples = [system.generate(_work(plan, prompt, temperature, repetition)) for prompt in plan.prompts]
+    assert all(len(sample.token_ids) == plan.num_tokens for sample in samples), system.name
+    return samples
+
+
+def _note(findings: Findings, temperature: float, samples: dict[str, list[Sample]]) -> None:
+    rates = findings.rates.setdefault(f"{temperature:g}", {})
+    notes = findings.notes.setdefault(f"{temperature:g}", {})
+    for name, of_one in samples.items():
+        num_tokens = sum(len(sample.token_ids) for sample in of_one)
+        rates.setdefault(name, []).append(num_tokens / sum(sample.elapsed_s for sample in of_one))
+        notes[name] = f"{num_tokens / sum(sample.num_passes for sample in of_one):.2f}"
+
+
+def _compare_texts(findings: Findings, texts: dict[str, list[Sequence[int]]]) -> None:
+    plain = texts.get(PLAIN)
+    for name, of_one in texts.items():
+        if plain is not None and name != PLAIN:
+            equal = sum(list(ours) == list(theirs) for ours, theirs in zip(of_one, plain, strict=True))
+            findings.same_text[name] = f"{equal} of {len(plain)}"

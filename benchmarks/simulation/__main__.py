@@ -1,0 +1,44 @@
+"""`python -m benchmarks.simulation validate | controller | plan | report`; results in benchmarks/results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.simulation import controller, planning, report, validation, writing
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one part; its results replace those of the last time, and the report is written anew."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
+    parser.add_argument("part", choices=["validate", "controller", "plan", "whole", "report"])
+    parser.add_argument("--passes", type=int, default=2, help="over the grid in the running system")
+    parser.add_argument("--again", action="store_true", help="add passes to those of the last time")
+    parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream of `controller`")
+    args = parser.parse_args(argv)
+    if args.part == "validate":
+        compared = validation.compare(validation.GRIDS, validation.wait_until_quiet, args.passes, _say)
+        if args.again:
+            compared = [
+                done.faster_of(earlier)
+                for done, earlier in zip(compared, writing.validation_so_far(), strict=True)
+            ]
+        report.save("validation", compared)
+    elif args.part == "controller":
+        grid = controller.explore(controller.STEADY, controller.RTTS_MS, args.tokens, _say)
+        turns = controller.explore(controller.ALTERNATING, controller.RTTS_MS, 3 * args.tokens, _say)
+        report.save("controller", grid + turns)
+    elif args.part == "plan":
+        report.save("planning", planning.plan(planning.studies(), _say))
+    elif args.part == "whole":
+        report.save("whole", planning.plan(planning.whole(), _say))
+    writing.write()
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""How near the chosen number of draft tokens comes to the best fixed one, and to plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+
+from benchmarks.simulation import workload
+from benchmarks.simulation.devices import StepCost
+from benchmarks.simulation.network import Link, Overheads
+from benchmarks.simulation.system import Setting
+from specwire.core import SamplingParams
+from specwire.engine.emulated import EmulatedModel
+
+LEAN = Overheads(message_ms=0.02, wake_ms=0.05, round_ms=0.02, proposal_us=20)
+"""An exchange of messages in 0.2 ms: neighbours, services that are awake."""
+WIDE_VOCAB = 1 << 22
+"""So that no two streams ever come to the same text."""
+ALPHAS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+RTTS_MS = (0.0, 5.0, 20.0, 80.0)
+FIXED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+LEAST_OF_BEST, LEAST_OF_PLAIN = 0.95, 0.98
+LEAST_OF_BEST_ALTERNATING = 1.0
+_PLAIN, _CHOSEN = "0", "auto"
+_TARGET_MS, _DRAFT_MS = 30.0, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """How easy it is: always alike, or in stretches of `period` tokens that alternate."""
+
+    alpha: float
+    hard_alpha: float = 0.0
+    period: int = 0
+
+    @property
+    def model(self) -> EmulatedModel:
+        """A draft for it."""
+        return EmulatedModel(
+            alpha=self.alpha,
+            hard_alpha=self.hard_alpha,
+            period=self.period,
+            runner_up=0.55,
+            vocab_size=WIDE_VOCAB,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.alpha:g} and {self.hard_alpha:g} in turns" if self.period else f"{self.alpha:g}"
+
+
+STEADY = tuple(Text(alpha=alpha) for alpha in ALPHAS)
+ALTERNATING = (Text(alpha=0.95, hard_alpha=0.3, period=300),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Tokens/s of one stream at one point.
+
+    Attributes:
+        plain: without drafts.
+        fixed: by number of draft tokens.
+        chosen: by the adaptive length, once it has seen as many tokens as are counted.
+        young: by the adaptive length, while it saw those.
+    """
+
+    text: Text
+    rtt_ms: float
+    plain: float
+    fixed: dict[int, float]
+    chosen: float
+    young: float
+
+    @property
+    def best_length(self) -> int:
+        """Of the fixed ones."""
+        return max(self.fixed, key=lambda length: self.fixed[length])
+
+    @property
+    def of_best(self) -> float:
+        """Chosen over the best of all fixed ones and plain decoding."""
+        return self.chosen / max(self.plain, *self.fixed.values())
+
+    @property
+    def least_of_best(self) -> float:
+        """What is asked of `of_best`."""
+        return LEAST_OF_BEST_ALTERNATING if self.text.period else LEAST_OF_BEST
+
+    @property
+    def of_plain(self) -> float:
+        """Chosen over plain decoding."""
+        return self.chosen / self.plain
+
+
+def explore(
+    texts: Sequence[Text], rtts_ms: Sequence[float], num_tokens: int, say: Callable[[str], None]
+) -> list[Choice]:
+    """All pairs; the same `num_tokens` are counted of each length, after at least half as many."""
+    found = []
+    names = [_PLAIN, _CHOSEN, *map(str, FIXED)]
+    with ProcessPoolExecutor() as pool:
+        for text in texts:
+            for rtt_ms in rtts_ms:
+                measured = pool.map(rates, repeat(text), repeat(rtt_ms), names, repeat(num_tokens))
+                (_, plain), (young, chosen), *fixed = measured
+                by_length = {n: rate for n, (_, rate) in zip(FIXED, fixed, strict=True)}
+                done = Choice(
+                    text=text, rtt_ms=rtt_ms, plain=plain, fixed=by_length, chosen=chosen, young=young
+                )
+                say(
+                    f"alpha {text}, {rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
+                    f"{done.of_plain:.3f} of plain; young {young / plain:.3f}"
+                )
+                found.append(done)
+    return found
+
+
+def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> list[float]:
+    """Tokens/s of a stream in its warm-up and after it."""
+    setting = Setting(
+        model=text.model,
+        target=StepCost(base_ms=_TARGET_MS),
+        draft=StepCost(base_ms=_DRAFT_MS),
+        num_draft_tokens=num_draft_tokens,
+        link=Link(rtt_ms=rtt_ms),
+        overheads=LEAN,
+    )
+    warm_up = num_tokens if num_draft_tokens == _CHOSEN else num_tokens // 2
+    batches = [[SamplingParams(max_tokens=n, temperature=0, seed=1)] for n in (warm_up, num_tokens)]
+    return [workload.tokens_per_s(batch) for batch in workload.completions(setting, batches)]

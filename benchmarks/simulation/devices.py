@@ -1,0 +1,237 @@
+"""Simulated devices: the real engine and the emulated models, whose passes take simulated time.
+
+The law is that of `specwire.engine.emulated`, token for token. With `Exact` what is made of it is the real
+services' own code; with `Fast`, for greedy decoding only, a short cut that comes to the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from draft_service.drafter import DraftJob
+from specwire import clock
+from specwire.core import IntArray, Verdict
+from specwire.engine.batch import Feed
+from specwire.engine.device import Decider
+from specwire.engine.emulated import EmulatedModel, EmulatedRunner
+from specwire.engine.jobs import Job
+from specwire.engine.loop import Engine
+from specwire.engine.thread import ComputeThread
+from specwire.forecast import NUM_RANKS
+from verify_service.verifier import VerifyJob
+
+_NUM_PAGES = 1 << 18
+_PAGE_SIZE = 16
+_NUM_LIKELY = 4
+_MAX_NUM_TOKENS = 2048
+"""As the services' default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Of a forward pass: `base_ms` for one token of one sequence, and more for each one beyond."""
+
+    base_ms: float
+    sequence_us: float = 0.0
+    token_us: float = 0.0
+
+    def seconds(self, num_sequences: int, num_tokens: int) -> float:
+        """Of a pass over so many tokens of so many sequences."""
+        beyond_us = self.sequence_us * (num_sequences - 1) + self.token_us * (num_tokens - 1)
+        return self.base_ms / 1e3 + beyond_us / 1e6
+
+
+class Rows(NamedTuple):
+    """Instead of logits: where a law is asked for, int64 [n] each."""
+
+    positions: IntArray
+    tokens_before: IntArray
+
+
+class VirtualRunner(EmulatedRunner):
+    """The emulated runner without its sleep.
+
+    Attributes:
+        step_s: what the last pass costs.
+        num_rows: of logits in it.
+    """
+
+    def __init__(self, model: EmulatedModel, cost: StepCost, *, exact: bool) -> None:
+        super().__init__(model, num_pages=_NUM_PAGES, page_size=_PAGE_SIZE)
+        self._cost, self._exact = cost, exact
+        self.step_s = 0.0
+        self.num_rows = 0
+
+    def forward(self, feeds: Sequence[Feed]) -> Any:
+        """The logits, or just `Rows` where nobody looks at logits."""
+        rows = Rows(*self._append(feeds))
+        self.num_rows = len(rows.positions)
+        self.step_s = self._cost.seconds(len(feeds), sum(len(feed.token_ids) for feed in feeds))
+        return torch.from_numpy(self._model.laws(*rows)) if self._exact else rows
+
+    def end_step(self) -> None:
+        """The engine lets the time pass."""
+
+
+class Device:
+    """Computes one pass at a time. Where a draft shares it, the target's pass waits until all have drafted,
+    as in an engine that does both.
+
+    Attributes:
+        turn: held during a pass.
+        drafts: whether a draft that shares the device has something to do.
+        busy_s: seconds of computing.
+    """
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.drafts: Callable[[], bool] = lambda: False
+        self.busy_s = 0.0
+        self._stepped = asyncio.Event()
+
+    async def compute(self, seconds: float) -> None:
+        """A pass."""
+        self.busy_s += seconds
+        await asyncio.sleep(seconds)
+
+    def step_is_over(self) -> None:
+        """Whoever waits for drafts looks again."""
+        self._stepped.set()
+
+    async def drafted(self) -> None:
+        """Wait until nothing is left to draft."""
+        while self.drafts():
+            self._stepped.clear()
+            await self._stepped.wait()
+
+
+class _Inbox(queue.SimpleQueue[Callable[[], None]]):
+    """Orders to the engine, which a task waits for instead of a thread."""
+
+    def __init__(self) -> None:
+        self._filled = asyncio.Event()
+
+    def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        self._filled.set()
+
+    async def arrival(self, timeout_s: float | None = None) -> None:
+        """Wait for an order, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s if self.empty() else 0):
+                self._filled.clear()
+                await self._filled.wait()
+
+
+class _NoThread(ComputeThread):
+    def __init__(self) -> None:
+        """Nothing is started."""
+
+    def start(self, function: Callable[[], None]) -> None:
+        """The engine's task does its work."""
+
+
+class VirtualEngine(Engine):
+    """The real engine: only its thread is a task, and its waits are in simulated time."""
+
+    def __init__(
+        self,
+        runner: VirtualRunner,
+        decider: Decider,
+        device: Device,
+        host_s: Callable[[int], float],
+        context_len: int,
+    ) -> None:
+        """`host_s` says for a number of rows in how many seconds from now the host is done with them."""
+        super().__init__(
+            runner,
+            decider,
+            max_num_tokens=_MAX_NUM_TOKENS,
+            max_prefill_tokens=256,
+            context_len=context_len,
+            thread=_NoThread(),
+            prefix_sharing=False,
+        )
+        self._inbox: _Inbox = _Inbox()
+        self._device = device
+        self._virtual_runner, self._host_s = runner, host_s
+        self.shares_device = False
+        self.task = asyncio.create_task(self._live())
+
+    def share_device(self) -> None:
+        """The device is a target's, which this engine drafts for."""
+        self.shares_device = True
+        self._device.drafts = lambda: bool(self._jobs) or not self._inbox.empty()
+
+    async def _live(self) -> None:
+        """As `Engine._run` and `Engine._gather`."""
+        while True:
+            self._take_orders(timeout_s=0)
+            while wait_s := self._gathering_s():
+                await self._inbox.arrival(wait_s)
+                self._take_orders(timeout_s=0)
+            if self._jobs or self._background:
+                if not self.shares_device:
+                    await self._device.drafted()
+                async with self._device.turn:
+                    await self._timed_step()
+                self._device.step_is_over()
+            else:
+                await self._inbox.arrival()
+
+    async def _timed_step(self) -> None:
+        self._take_orders(timeout_s=0)  # it may have been another engine's turn before
+        if not self._jobs and not self._background:
+            return
+        started_ns = clock.epoch_ns()
+        with torch.inference_mode():
+            step = self._begin_step(started_ns)
+        if step is not None:
+            runner = self._virtual_runner
+            step_s = max(runner.step_s, self._host_s(runner.num_rows))
+            await self._device.compute(step_s)
+            self._end_step(step, started_ns)
+
+
+class GreedyDrafts:
+    """As `Drafter.consume` under greedy decoding, from the emulated law's numbers instead of its logits."""
+
+    def __init__(self, model: EmulatedModel) -> None:
+        self._model = model
+
+    def consume(self, jobs: Sequence[Job], rows: Any) -> None:
+        """One draft token for each job."""
+        half = self._model.vocab_size // 2
+        first = self._model.likeliest(*rows).tolist()
+        agrees = self._model.agrees(*rows).tolist()
+        num_wrong = self._model.num_wrong(*rows).tolist() if self._model.runner_up else [half] * len(first)
+        for i, job in enumerate(jobs):
+            assert isinstance(job, DraftJob)
+            likely = [(first[i] + k) % half for k in range(_NUM_LIKELY)]
+            if not agrees[i]:
+                wrong = [token_id + half for token_id in likely[: num_wrong[i]]]
+                likely = wrong + likely if len(wrong) < _NUM_LIKELY else wrong
+            job.add(likely[0], None, likely[: NUM_RANKS + 1])
+
+
+class GreedyVerdicts:
+    """As `verifier.consume` under greedy decoding, likewise."""
+
+    def __init__(self, model: EmulatedModel) -> None:
+        self._model = model
+
+    def consume(self, jobs: Sequence[Job], rows: Any) -> None:
+        """The target's own token at each row."""
+        first = self._model.likeliest(*rows).tolist()
+        start = 0
+        for job in jobs:
+            assert isinstance(job, VerifyJob)
+            job.result = Verdict(job.committed_len, first[start : start + job.num_rows])
+            start += job.num_rows

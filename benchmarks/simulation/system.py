@@ -1,0 +1,263 @@
+"""Coordinators, verify and draft services put together in one simulated world."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.simulation.devices import (
+    Device,
+    GreedyDrafts,
+    GreedyVerdicts,
+    StepCost,
+    VirtualEngine,
+    VirtualRunner,
+)
+from benchmarks.simulation.network import Handler, Hosts, Link, Overheads, Process, VirtualCall
+from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.servicer import GenerationServicer
+from coordinator.streams import Call
+from draft_service.drafter import Drafter
+from draft_service.servicer import DraftServicer
+from specwire import tracing
+from specwire.config import CoordinatorConfig, DraftConfig
+from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
+from specwire.engine.boot import ModelService
+from specwire.engine.device import Decider, LogitsDecider
+from specwire.engine.emulated import EmulatedModel
+from specwire.v1 import generation_pb2
+from verify_service.servicer import VerifyServicer
+from verify_service.verifier import Verifier
+
+_NO_TRACING = tracing.NoTracing()
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A world to be simulated.
+
+    Attributes:
+        model: the emulated draft; the target is the same with alpha 1.
+        target, draft: costs of a pass of each.
+        num_draft_tokens: a round; `auto` lets the coordinators choose.
+        num_outcomes: to prepare for; `auto` lets them find out.
+        link: between coordinators and drafts; coordinators and their verify services are neighbours.
+        num_groups: verify services, each with a coordinator of its own.
+        num_drafts: draft services, which the streams of all groups take in turn; 0 for none.
+        colocated: drafts run on their group's target device, in the same process: one for each group, with
+            no messages to pay for.
+        exact: real sampling code; needed for any rule but greedy.
+    """
+
+    model: EmulatedModel
+    target: StepCost
+    draft: StepCost
+    num_draft_tokens: str = "auto"
+    num_outcomes: str = "auto"
+    link: Link = field(default_factory=Link)
+    overheads: Overheads = field(default_factory=Overheads)
+    num_groups: int = 1
+    num_drafts: int = 1
+    colocated: bool = False
+    exact: bool = False
+
+
+class _Service:
+    """A model service in a process of its own."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        hosts: Hosts,
+        model: EmulatedModel,
+        decider: Decider,
+        cost: StepCost,
+        device: Device,
+    ) -> None:
+        runner = VirtualRunner(model, cost, exact=setting.exact)
+        self.device = device
+        self.process = hosts.process()
+        self._overheads = setting.overheads
+        self.engine = VirtualEngine(runner, decider, device, self._host_s, model.context_len)
+        self.info = ModelInfo(
+            name=f"alpha={model.alpha:g}",
+            vocab_size=model.vocab_size,
+            context_len=model.context_len,
+            prepares_outcomes=True,
+        )
+        self.service = ModelService(self.engine, runner, self.info, _UNLIMITED)
+
+    def _host_s(self, num_rows: int) -> float:
+        """Seconds until the process has worked on so many rows."""
+        work_ms = self._overheads.step_ms + num_rows * self._overheads.row_us / 1e3
+        now_s = asyncio.get_running_loop().time()
+        return self.process.work(now_s, work_ms / 1e3) - now_s
+
+
+class VerifyService(_Service):
+    """The real servicer and engine, on a simulated device."""
+
+    def __init__(self, setting: Setting, hosts: Hosts) -> None:
+        model = replace(setting.model, alpha=1.0, period=0)
+        fast = LogitsDecider(GreedyVerdicts(model).consume)
+        decider = Verifier() if setting.exact else fast
+        super().__init__(setting, hosts, model, decider, setting.target, Device())
+        self.handler = _untranslated(VerifyServicer(self.service, _NO_TRACING).Verify)
+
+
+class DraftService(_Service):
+    """The real servicer, lookahead and engine, on a simulated device: its own, or a target's."""
+
+    def __init__(self, setting: Setting, hosts: Hosts, device: Device) -> None:
+        fast = LogitsDecider(GreedyDrafts(setting.model).consume)
+        decider = Drafter(DraftConfig()) if setting.exact else fast
+        super().__init__(setting, hosts, setting.model, decider, setting.draft, device)
+        self.handler = _untranslated(DraftServicer(self.service, _NO_TRACING, MAX_NUM_OUTCOMES).Draft)
+
+
+class _VerifyPeer(VerifyPeer):
+    def __init__(self, info: ModelInfo, open_call: Callable[[], Call]) -> None:
+        """No channel: the stream is a simulated one."""
+        self._info = info
+        self._open_call = open_call
+
+    def open_stream(self, timeout_s: float | None) -> Call:
+        return self._open_call()
+
+
+class _DraftPeer(DraftPeer):
+    def __init__(self, target: ModelInfo, info: ModelInfo | None, open_call: Callable[[], Call]) -> None:
+        super().__init__("", target)
+        self.info = info
+        self.unavailable = "" if info else self.unavailable
+        self._open_call = open_call
+
+    def open_stream(self, timeout_s: float | None) -> Call:
+        return self._open_call()
+
+
+class Group:
+    """A coordinator and its verify service; `drafts` are what its streams take in turn."""
+
+    def __init__(
+        self, setting: Setting, hosts: Hosts, drafts: list[DraftService], tracer: tracing.Tracing
+    ) -> None:
+        self._setting = setting
+        self.verify = VerifyService(setting, hosts)
+        if setting.colocated:
+            drafts = [DraftService(setting, hosts, self.verify.device)]
+            drafts[0].engine.share_device()
+        self._process, self._client_process = hosts.process(), hosts.process()
+        self._turns = itertools.cycle(drafts)
+        config = CoordinatorConfig(
+            verify_address="127.0.0.1:1",
+            num_draft_tokens=setting.num_draft_tokens,
+            num_outcomes=setting.num_outcomes,
+            max_running=_UNLIMITED,
+        )
+        info = drafts[0].info if drafts else None
+        servicer = GenerationServicer(
+            config,
+            _VerifyPeer(self.verify.info, self._open_verify),
+            _DraftPeer(self.verify.info, info, self._open_draft),
+            None,
+            tracer,
+        )
+        self._generate = _untranslated(servicer.Generate)
+
+    def _open_verify(self) -> Call:
+        overheads = self._setting.overheads
+        return VirtualCall(
+            self._process,
+            self.verify.process,
+            self.verify.handler,
+            link=Link(),
+            overheads=overheads,
+            later_ms=overheads.round_ms,
+        )
+
+    def _open_draft(self) -> Call:
+        draft, setting = next(self._turns), self._setting
+        if setting.colocated:
+            free = Overheads()
+            at_home = Hosts(free).process()
+            return VirtualCall(at_home, at_home, draft.handler, link=Link(), overheads=free)
+        return VirtualCall(
+            self._process, draft.process, draft.handler, link=setting.link, overheads=setting.overheads
+        )
+
+    async def generate(self, request: generation_pb2.GenerateRequest, client: Client) -> None:
+        """One generation, to its end."""
+
+        async def requests() -> AsyncIterator[generation_pb2.GenerateRequest]:
+            yield request
+
+        client.through = self._process, self._client_process
+        client.token_s = self._setting.overheads.token_us / 1e6
+        await self._generate(requests(), client)
+
+
+class Client:
+    """Reads one generation: the context of `Generate`, without a network in between.
+
+    Attributes:
+        through: processes that each message costs time, and each of its tokens `token_s` more.
+        arrivals: moment in seconds and number of tokens of each chunk.
+        completion: None while it runs.
+    """
+
+    def __init__(self) -> None:
+        self.through: tuple[Process, ...] = ()
+        self.token_s = 0.0
+        self.arrivals: list[tuple[float, int]] = []
+        self.completion: generation_pb2.Completion | None = None
+
+    async def write(self, message: generation_pb2.GenerateResponse) -> None:
+        """A chunk, or the completion."""
+        now_s = asyncio.get_running_loop().time()
+        for process in self.through:
+            process.handle_message(now_s)
+            process.work(now_s, len(message.chunk.tokens) * self.token_s)
+        if message.HasField("completion"):
+            self.completion = message.completion
+        elif message.chunk.tokens:
+            self.arrivals.append((now_s, len(message.chunk.tokens)))
+
+    def time_remaining(self) -> None:
+        """No deadline."""
+
+    def peer(self) -> str:
+        """All are one client."""
+        return "simulation"
+
+    def invocation_metadata(self) -> tuple[()]:
+        """None."""
+        return ()
+
+
+class World:
+    """All groups and drafts of a setting, on a virtual loop; the coordinators' spans go to `tracer`."""
+
+    def __init__(self, setting: Setting, tracer: tracing.Tracing = _NO_TRACING) -> None:
+        self.drafts: list[DraftService] = []
+        hosts = Hosts(setting.overheads)
+        if not setting.colocated:
+            self.drafts = [DraftService(setting, hosts, Device()) for _ in range(setting.num_drafts)]
+        self.groups = [Group(setting, hosts, self.drafts, tracer) for _ in range(setting.num_groups)]
+
+    def check(self) -> None:
+        """Raise what ended an engine, if anything did."""
+        for service in (*self.drafts, *(group.verify for group in self.groups)):
+            if service.engine.task.done():
+                service.engine.task.result()
+
+
+def _untranslated(method: Any) -> Handler:
+    """A servicer's method as it was before `rpc.translate_errors`: our errors travel as they are."""
+    inner, owner = method.__wrapped__, method.__self__
+    handler: Callable[..., Awaitable[None]] = inner.__get__(owner)
+    return handler

@@ -1,0 +1,245 @@
+"""The draft service of one sequence, which may be far away, late, or not there at all."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from coordinator.generation import Cost, Plan
+from coordinator.mirror import Mirror
+from coordinator.peers import DraftPeer
+from coordinator.prepared import Prepared
+from coordinator.streams import Call, attributes, cost_of
+from specwire import clock, tracing, wire
+from specwire.core import Preparation, Proposal, SamplingParams
+from specwire.errors import (
+    DeadlineExceededError,
+    InternalError,
+    PrefixMismatchError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
+from specwire.v1 import draft_pb2
+
+_RETRY_AFTER_MS = 1000
+
+
+class _DraftStream:
+    """Requests go out, and whatever comes back is kept by the tokens that it follows.
+
+    Attributes:
+        prepared: proposals that nobody has used yet.
+        error: why nothing more will come.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._mirror = Mirror()
+        self._num_requests = self._num_answered = self._num_late = 0
+        self._sent: draft_pb2.DraftRequest | None = None
+        self._sent_ns = 0
+        self._sending: asyncio.Task[None] | None = None
+        self._arrived = asyncio.Event()
+        self._receiving = asyncio.create_task(self._receive())
+        self.prepared = Prepared()
+        self.error: SpecwireError | None = None
+        self._cost = Cost()
+
+    @property
+    def late_s(self) -> float:
+        """How long an answer has been waited for that nobody waits for any longer; 0 when it has come."""
+        is_late = self._num_answered < self._num_late
+        return (clock.stopwatch_ns() - self._sent_ns) / 1e9 if is_late else 0.0
+
+    def give_up(self) -> None:
+        """The last answer is late: whoever waited for it goes on without."""
+        self._num_late = self._num_requests
+
+    async def ask(self, committed: Sequence[int], request: draft_pb2.DraftRequest) -> tuple[Proposal, Cost]:
+        """Commit tokens, and wait for what follows them, whether it is the answer or had been prepared.
+
+        Raises:
+            SpecwireError: why there is nothing.
+        """
+        self._num_requests += 1
+        request.request_id = self._num_requests
+        self._sent, self._sent_ns = request, clock.stopwatch_ns()
+        self._send(committed, request)
+        while (found := self.prepared.take(committed)) is None:
+            if self.error is not None:
+                raise self.error
+            if self._num_answered == request.request_id:
+                raise InternalError(f"the draft answered with nothing that follows {len(committed)} tokens")
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._mirror.extend(committed, found.token_ids)
+        if self._num_answered == request.request_id:
+            return found, self._cost
+        return found, cost_of(request, draft_pb2.DraftResponse(), self._sent_ns)
+
+    def tell(self, committed: Sequence[int], proposal: Proposal, request: draft_pb2.DraftRequest) -> None:
+        """Commit tokens and let the draft go on from a proposal that it had prepared; waits for nothing."""
+        self._send(committed, request)
+        self._mirror.extend(committed, proposal.token_ids)
+
+    def _send(self, committed: Sequence[int], request: draft_pb2.DraftRequest) -> None:
+        """In the order of the calls; what fails is seen by the receiver."""
+        request.base_len, request.token_ids[:] = self._mirror.advance(committed)
+        self._sending = asyncio.create_task(self._send_after(self._sending, request))
+
+    async def _send_after(self, before: asyncio.Task[None] | None, request: draft_pb2.DraftRequest) -> None:
+        if before is not None:
+            await before
+        await self._call.send(request)
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._take(await self._call.read())
+        except SpecwireError as error:
+            self.error = error
+        self._arrived.set()
+
+    def _take(self, response: draft_pb2.DraftResponse) -> None:
+        if response.request_id:
+            self._num_answered = response.request_id
+            if response.request_id == self._num_requests:
+                self._cost = cost_of(self._sent, response, self._sent_ns)
+        for message in response.proposals:
+            proposal = wire.proposal_from_proto(message, response.base_len)
+            self.prepared.add(list(message.prefix_token_ids), proposal)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Cancel the stream; the peer frees its memory, and the receiver sees the end."""
+        self._call.cancel()
+
+
+class RemoteDrafter:
+    """The draft service, which may fail: then proposals are empty, and `unavailable` says why."""
+
+    def __init__(
+        self,
+        peer: DraftPeer,
+        params: SamplingParams,
+        prompt_len: int,
+        *,
+        vocab_limit: int,
+        timeout_s: float,
+        deadline_s: float | None,
+        tracer: tracing.Tracing,
+    ) -> None:
+        self._peer = peer
+        self._open = wire.open_sequence(params, prompt_len, vocab_limit)
+        self._timeout_s = timeout_s
+        self._deadline_s = deadline_s
+        self._tracer = tracer
+        self._stream: _DraftStream | None = None
+        self._retry_at_s = 0.0
+        self.unavailable = ""
+
+    async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+        """See `generation.Drafter`."""
+        wanted = min(plan.num_draft_tokens, self._peer.room(len(committed)))
+        nothing = Proposal(len(committed)), Cost()
+        if wanted <= 0 or clock.stopwatch_ns() / 1e9 < self._retry_at_s:
+            return nothing
+        if not self._peer.available:
+            self.unavailable = self.unavailable or self._peer.unavailable
+            return nothing
+        try:
+            prepared = self._prepared(committed, wanted, plan, parent)
+            if prepared is not None:
+                return prepared, Cost(prepared=True)
+            if self._is_late():
+                return nothing
+            with self._tracer.span("draft", parent=parent) as span:
+                proposal, cost = await self._ask(committed, wanted, plan, span.traceparent)
+                span.set(attributes(proposal, cost))
+            return proposal, cost
+        except (SpecwireError, TimeoutError) as error:
+            self._lose(error)
+            return nothing
+
+    def _prepared(self, committed: Sequence[int], wanted: int, plan: Plan, parent: str) -> Proposal | None:
+        """What is there already; the draft is told, and works on from it."""
+        stream = self._stream
+        found = stream.prepared.take(committed) if stream else None
+        if stream is None or found is None:
+            return None
+        proposal = found.first(wanted)
+        preparation = self._preparation(plan)
+        if preparation is not None:
+            request = draft_pb2.DraftRequest(traceparent=parent, prepare=preparation)
+            stream.tell(committed, proposal, request)
+        return proposal
+
+    def _is_late(self) -> bool:
+        """Whether the answer to an earlier request is still to come: then nothing more is asked.
+
+        Raises:
+            TimeoutError: it has been for too long.
+            SpecwireError: it never will.
+        """
+        if self._stream is None:
+            return False
+        if self._stream.error:
+            raise self._stream.error
+        if self._stream.late_s > self._timeout_s:
+            raise TimeoutError
+        return self._stream.late_s > 0
+
+    async def _ask(
+        self, committed: Sequence[int], wanted: int, plan: Plan, traceparent: str
+    ) -> tuple[Proposal, Cost]:
+        opening = self._stream is None
+        if self._stream is None:
+            self._stream = _DraftStream(self._peer.open_stream(self._deadline_s))
+        stream = self._stream
+        request = draft_pb2.DraftRequest(
+            open=self._open if opening else None,
+            num_draft_tokens=wanted,
+            traceparent=traceparent,
+            prepare=self._preparation(plan),
+        )
+        # Nobody knows beforehand how long a prompt takes; after it, waiting is worth so much and no more.
+        patience_s = self._timeout_s if opening else min(plan.patience_s, self._timeout_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                found, cost = await stream.ask(committed, request)
+        except TimeoutError:
+            if patience_s == self._timeout_s:
+                raise
+            stream.give_up()
+            return Proposal(len(committed)), Cost()
+        return found.first(wanted), cost
+
+    def _preparation(self, plan: Plan) -> draft_pb2.Preparation | None:
+        info = self._peer.info
+        if not plan.num_outcomes or info is None or not info.prepares_outcomes:
+            return None
+        return wire.preparation_to_proto(Preparation(plan.num_outcomes, plan.num_draft_tokens))
+
+    def _lose(self, error: Exception) -> None:
+        """Decode plainly until the draft answers again; a stale prefix just re-opens the stream."""
+        self.close()
+        if isinstance(error, PrefixMismatchError):
+            return
+        if isinstance(error, ResourceExhaustedError):  # full, not lost: others may go on with it
+            self.unavailable = str(error)
+            self._retry_at_s = clock.stopwatch_ns() / 1e9 + (error.retry_after_ms or _RETRY_AFTER_MS) / 1e3
+            return
+        hung = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceededError)
+        self.unavailable = f"no proposal within {self._timeout_s * 1e3:.0f} ms" if hung else str(error)
+        if hung or isinstance(error, ServiceUnavailableError | InternalError):
+            self._peer.lost(self.unavailable)
+        else:  # our own deadline, or a request it refuses: nothing that others would suffer from
+            self._retry_at_s = math.inf
+
+    def close(self) -> None:
+        """End the stream."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,123 @@
+"""One rank: a process that holds a shard and does in every step what the driver says, as all others do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from specwire.config import ModelServiceConfig
+from specwire.engine.group import control, placement
+from specwire.engine.group.control import ControlGroup
+from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.sharding import load_shard
+from specwire.engine.memory import pages_in_memory
+from specwire.engine.runner import ModelRunner
+
+
+class Rank:
+    """What a Ray actor runs. Any error ends it, and with it the group: no rank goes on alone."""
+
+    def place(self) -> Place:
+        """Where it runs."""
+        host, node_id, device = placement.devices()
+        return Place(host, node_id, os.getpid(), device)
+
+    def load(self, assignment: Assignment, host: str) -> Loaded:
+        """Join the others and load this rank's shard.
+
+        Args:
+            host: this machine's address, as the others reach it.
+
+        Raises:
+            ModelLoadError: naming the model and the reason.
+            RuntimeError: another rank did not join, or was lost.
+        """
+        disable_progress_bar()
+        config, self._rank = assignment.config, assignment.rank
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        store = control.reach_store(assignment.host, assignment.port, config.load_timeout_s)
+        self._join(assignment, control.part_of(store, assignment.key), host)
+        model, description = load_shard(
+            assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
+        )
+        self._runner = ModelRunner(model, num_pages=_num_pages(config, model), page_size=config.page_len)
+        return Loaded(
+            description=description,
+            context_len=self._runner.context_len,
+            vocab_size=self._runner.vocab_size,
+            num_embeddings=self._runner.num_embeddings,
+            num_pages=self._runner.pool.num_pages,
+        )
+
+    def _join(self, assignment: Assignment, store: Any, host: str) -> None:
+        config = assignment.config
+        # transformers reads these to find its place; Ray shows a rank its own device only, the first one.
+        os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(assignment.num_ranks), "LOCAL_RANK": "0"}
+        is_cuda = config.device.startswith("cuda")
+        if is_cuda:
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=control.part_of(store, "model"),
+            rank=self._rank,
+            world_size=assignment.num_ranks,
+            timeout=timedelta(seconds=config.load_timeout_s),
+            device_id=torch.device("cuda", 0) if is_cuda else None,
+        )
+        self._control = ControlGroup(
+            control.part_of(store, "control"),
+            self._rank + 1,
+            assignment.num_ranks,
+            host=host,
+            timeout_s=config.load_timeout_s,
+        )
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Step after step, until the driver says that it was the last one or somebody is lost."""
+        number = 0
+        while (order := pickle.loads(self._control.hear())) is not None:
+            if order.number != number:
+                raise RuntimeError(f"rank {self._rank} heard step {order.number} instead of {number}")
+            logits = self._runner.compute(order.batch)
+            if self._rank == 0:
+                self._control.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
+            number += 1
+
+
+def _answer(order: Order, logits: Tensor) -> Answer:
+    """Deciding needs no other rank: when it fails the group goes on."""
+    if order.question is None:
+        return Answer(order.number, None)
+    try:
+        return Answer(order.number, order.decide(order.question, logits))
+    except Exception:
+        return Answer(order.number, None, traceback.format_exc())
+
+
+def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
+    """The pages that every rank has room for."""
+    if not config.kv_cache_memory:
+        return config.num_pages
+
+    def agreed(page_bytes: int) -> int:
+        num_pages = pages_in_memory(config.kv_cache_memory / _sharers(model.device), model.device, page_bytes)
+        least = torch.tensor(num_pages, device=model.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
+    return agreed
+
+
+def _sharers(device: torch.device) -> int:
+    """Ranks that take from the same memory: on CPUs all of them, as if they were on one machine."""
+    return dist.get_world_size() if device.type == "cpu" else 1

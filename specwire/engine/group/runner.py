@@ -1,0 +1,338 @@
+"""The driver's side of a group of ranks: the books of the caches, the steps, and who is still alive."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from specwire.config import ModelServiceConfig
+from specwire.engine.batch import Batch, Feed, Packer
+from specwire.engine.device import Decide, DeviceLostError
+from specwire.engine.group import control, placement
+from specwire.engine.group.control import ControlGroup
+from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.placement import Placement
+from specwire.engine.group.rank import Rank
+from specwire.engine.kv_cache import PagePool, SequenceCache
+from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_STARTS = 2
+"""Tries to bring a group back: the first one may meet what ended the group before."""
+_POLL_S = 0.2
+_REASON_WAIT_S = 2.0
+"""How long Ray may take to say who died, when a broken connection said that somebody did."""
+
+
+class GroupRunner:
+    """Stands in for a `ModelRunner` whose model lies on several devices.
+
+    Args:
+        config: of the service; `tensor_parallel_size` ranks.
+        source: directory or hub id of the model.
+        dtype: of the weights, see `loading.load_model`.
+
+    Raises:
+        ModelLoadError: naming rank, device and reason.
+        ConfigError, ServiceUnavailableError: no devices, see `Placement`.
+
+    Attributes:
+        pool, vocab_size: as a `ModelRunner` has them.
+        description: see `loading.describe`.
+        on_loss: called on a thread of its own when a rank was lost.
+    """
+
+    def __init__(self, config: ModelServiceConfig, source: str, dtype: str) -> None:
+        self._config, self._source, self._dtype = config, source, dtype
+        self._closing = False
+        self._num_groups = 0
+        self.on_loss: Callable[[], None] = lambda: None
+        self._placement = Placement(
+            config.ray_address,
+            config.tensor_parallel_size,
+            is_cuda=config.device.startswith("cuda"),
+            timeout_s=config.load_timeout_s,
+        )
+        try:
+            self._store = control.open_store(self._placement.host)
+            self._group = self._start(lambda: True)
+        except BaseException:
+            self._placement.close()
+            raise
+        loaded = self._group.loaded
+        # A group that comes back must have room for what this one has.
+        self._config = replace(config, num_kv_tokens=loaded.num_pages * config.page_len, kv_cache_memory=0.0)
+        self.pool = PagePool(loaded.num_pages, config.page_len)
+        self._packer = Packer(self.pool, loaded.num_embeddings, loaded.context_len)
+        self.vocab_size = loaded.vocab_size
+        self.description = loaded.description
+
+    def new_sequence(self) -> SequenceCache:
+        """An empty sequence."""
+        return self.pool.new_sequence()
+
+    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        """See `device.Runner`; errors of the feeds as for `Packer.packed`."""
+        with self._packer.packed(feeds) as batch:
+            return self._group.step(batch, question, decide)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the ranks run now, in order."""
+        return self._group.places
+
+    def end_step(self) -> None:
+        """Nothing: the answer came after the step."""
+
+    def check(self) -> None:
+        """See `device.Runner`."""
+        self._group.check()
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """See `device.Runner`: all ranks start again."""
+        self._packer.forget_copies()
+        self._group.end()
+        started_s = time.monotonic()
+        for left in reversed(range(_STARTS)):
+            try:
+                self._group = self._start(is_wanted)
+            except SpecwireError as error:
+                if not left or not is_wanted():
+                    raise
+                log.warning("the group did not start: %s", error)
+            else:
+                log.warning("the group is back after %.1f s", time.monotonic() - started_s)
+                return
+
+    def close(self) -> None:
+        """End the ranks, and Ray if it is ours."""
+        self._closing = True
+        self._group.end()
+        self._placement.close()
+
+    def _start(self, is_wanted: Callable[[], bool]) -> _Group:
+        self._num_groups += 1
+        key = f"group{self._num_groups}"
+        group = _Group(self._placement, self._config, is_wanted)
+        try:
+            group.load(self._store, key, self._source, self._dtype)
+        except BaseException:
+            group.end()
+            raise
+        group.serve(self._lost)
+        return group
+
+    def _lost(self) -> None:
+        if not self._closing:
+            self.on_loss()
+
+
+class _Group:
+    """One set of ranks, from start to end; nobody joins it later."""
+
+    def __init__(
+        self, placement: Placement, config: ModelServiceConfig, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._placement, self._config, self._is_wanted = placement, config, is_wanted
+        self._host = placement.host
+        self._control: ControlGroup | None = None
+        self._number = 0
+        self._ended = False
+        self._lost = ""
+        self._is_lost = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._actors = placement.start(Rank)
+        self.places: list[Place] = []  # of the ranks, once they are in order
+
+    def load(self, store: Any, key: str, source: str, dtype: str) -> None:
+        """Put the ranks in order, let them find each other and load.
+
+        Raises:
+            ModelLoadError: naming rank, device and reason.
+            ServiceUnavailableError: it took too long, or nobody wants it any more.
+        """
+        deadline_s = time.monotonic() + self._config.load_timeout_s
+        places = self._gather([actor.place.remote() for actor in self._actors], deadline_s)
+        order = sorted(range(len(places)), key=lambda i: (*self._placement.nearness(places[i].node_id), i))
+        self.places = [places[i] for i in order]
+        self._actors = [self._actors[i] for i in order]
+        num_ranks = len(order)
+        assignment = Assignment(
+            rank=0,
+            num_ranks=num_ranks,
+            host=store.host,
+            port=store.port,
+            key=key,
+            config=self._config,
+            source=source,
+            dtype=dtype,
+        )
+        joined = _in_background(
+            lambda: ControlGroup(
+                control.part_of(control.part_of(store, key), "control"),
+                0,
+                num_ranks,
+                host=self._host,
+                timeout_s=self._config.load_timeout_s,
+                answer_timeout_s=self._config.step_timeout_s,
+            )
+        )
+        loading = [
+            actor.load.remote(assignment._replace(rank=rank), self.places[rank].host)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self.loaded: Loaded = self._gather(loading, deadline_s)[0]
+        self._control = joined.result()  # it was there before any rank could load
+
+    def serve(self, on_loss: Callable[[], None]) -> None:
+        """Let the ranks wait for steps, and watch them."""
+        serving = [actor.serve.remote() for actor in self._actors]
+        self._watcher = threading.Thread(
+            target=self._watch, args=(serving, on_loss), name="group-watcher", daemon=True
+        )
+        self._watcher.start()
+
+    def step(self, batch: Batch, question: Any, decide: Decide) -> Any:
+        """One step on all ranks.
+
+        Raises:
+            DeviceLostError: a rank was lost, before or meanwhile.
+            RuntimeError: `decide` failed; the group goes on.
+        """
+        self.check()
+        assert self._control is not None
+        message = pickle.dumps(Order(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
+        try:
+            self._control.say(message)
+            answer: Answer = pickle.loads(self._control.await_answer())
+        except RuntimeError as error:
+            self._is_lost.wait(_REASON_WAIT_S)
+            self._lose(f"a rank does not answer: {_first_line(error)}")
+            raise DeviceLostError(self._lost) from error
+        self._number += 1
+        if answer.problem:
+            raise RuntimeError(answer.problem)
+        return answer.answer
+
+    def check(self) -> None:
+        """Raises:
+        DeviceLostError: a rank was lost.
+        """
+        if self._lost:
+            raise DeviceLostError(self._lost)
+
+    def end(self) -> None:
+        """Let the ranks end, or else end them."""
+        self._ended = True
+        if self._control is not None and not self._lost:
+            try:
+                self._control.say(pickle.dumps(None))
+                if self._watcher is not None:
+                    self._watcher.join(_REASON_WAIT_S)
+            except RuntimeError:
+                log.debug("the group was lost while it ended")
+        placement.kill(self._actors)
+
+    def _lose(self, reason: str) -> None:
+        """The first reason counts. Whoever waits for the others, here or there, is to wait no longer."""
+        if not self._lost:
+            self._lost = reason
+        placement.kill(self._actors)
+        if self._control is not None:
+            self._control.abort()
+        self._is_lost.set()
+
+    def _watch(self, serving: list[Any], on_loss: Callable[[], None]) -> None:
+        import ray
+
+        done, _ = ray.wait(serving, num_returns=1)
+        if self._ended:
+            return
+        failures = _failures(serving, done)
+        rank, problem = next(iter(failures.items()), (0, "ended by itself"))
+        self._lose(f"{self._name(rank)} was lost: {problem}")
+        on_loss()
+
+    def _gather(self, refs: list[Any], deadline_s: float) -> list[Any]:
+        """What all ranks return.
+
+        Raises: see `load`.
+        """
+        import ray
+
+        waiting = list(refs)
+        while waiting:
+            if not self._is_wanted():
+                raise ServiceUnavailableError("the service is shutting down")
+            if time.monotonic() > deadline_s:
+                late = ", ".join(self._name(refs.index(ref)) for ref in waiting)
+                limit = f"--load-timeout-s {self._config.load_timeout_s:g}"
+                raise ServiceUnavailableError(f"{late} not ready within {limit}")
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=_POLL_S)
+            if failures := _failures(refs, done):
+                rank, problem = next(iter(_failures_soon(refs, failures).items()))
+                raise ModelLoadError(f"{self._name(rank)}: {problem}")
+        results: list[Any] = ray.get(refs)
+        return results
+
+    def _name(self, rank: int) -> str:
+        if rank >= len(self.places):
+            return f"rank {rank}"
+        place = self.places[rank]
+        return f"rank {rank} on {place.device} of {place.host}"
+
+
+def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
+    """Why calls that are done failed, by rank."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    failures = {}
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            is_ours = isinstance(cause, SpecwireError)
+            failures[refs.index(ref)] = (
+                str(cause) if is_ours else f"{type(cause).__name__}: {_first_line(cause)}"
+            )
+        except RayActorError:
+            failures[refs.index(ref)] = "its process died"
+    return failures
+
+
+def _failures_soon(refs: list[Any], failures: dict[int, str]) -> dict[int, str]:
+    """A rank that fails takes the others along, and one of those may say so first: causes come first."""
+    import ray
+
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
+    failures = failures | _failures(refs, done)
+    consequences = ("RuntimeError", "Dist")
+    return dict(sorted(failures.items(), key=lambda item: item[1].startswith(consequences)))
+
+
+def _in_background(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function on a thread that keeps no process alive."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="group-joiner", daemon=True).start()
+    return future
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,328 @@
+"""Spans as OpenTelemetry writes them to files: OTLP in protobuf's JSON, or what Jaeger's page downloads.
+
+OTLP: one `ExportTraceServiceRequest` a line (the collector's file exporter), or one of them, or an array
+of them, as the whole file. Unlike in other protobuf JSON, ids are hex.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from specwire.errors import ConfigError
+
+Value = str | bool | int | float | Sequence[Any] | Mapping[str, Any] | None
+
+_ERROR_CODES = (2, "STATUS_CODE_ERROR")
+_NON_FINITE = ("NaN", "Infinity", "-Infinity")
+_SPANS_A_LINE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A span as its process recorded it.
+
+    Attributes:
+        trace_id, span_id, parent_id: lower-case hex; `parent_id` of a root is empty.
+        start_ns, end_ns: since the epoch, by the clock of the process.
+        resource: what the process says about itself, `service.name` among it.
+    """
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value]
+    resource: Mapping[str, Value]
+    is_error: bool = False
+
+    @property
+    def service_name(self) -> str:
+        """Empty when the process did not name itself."""
+        return str(self.resource.get("service.name", ""))
+
+    @property
+    def duration_ns(self) -> int:
+        """Nanoseconds from start to end."""
+        return self.end_ns - self.start_ns
+
+
+def read(path: Path) -> list[Span]:
+    """All spans of a file.
+
+    Raises:
+        ConfigError: naming file, line, field and what is wrong with it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
+    return [span for n, document in _documents(path, text) for span in _spans(document, f"{path}, line {n}")]
+
+
+def _documents(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Each JSON value of the file with its line: one a line when the first line is whole, else one in all."""
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    try:
+        json.loads(lines[0][1])
+    except (ValueError, RecursionError):
+        lines = [(1, text)]
+    for n, line in lines:
+        try:
+            yield n, json.loads(line)
+        except json.JSONDecodeError as error:
+            number, column = n + error.lineno - 1, error.colno
+            raise ConfigError(f"{path}, line {number}, column {column}: is not JSON ({error.msg})") from None
+        except (ValueError, RecursionError):  # a number of thousands of digits, or nesting as deep
+            raise ConfigError(f"{path}, line {n}: is not JSON of a sensible size") from None
+
+
+def _spans(document: Any, where: str) -> Iterator[Span]:
+    if isinstance(document, list):
+        for i, item in enumerate(document):
+            yield from _spans_of_object(item, f"{where}: [{i}]")
+    else:
+        yield from _spans_of_object(document, f"{where}: ")
+
+
+def _spans_of_object(document: Any, where: str) -> Iterator[Span]:
+    document = _as(dict, document, where.removesuffix(": "))
+    if "data" in document:
+        return _jaeger_spans(document, where)
+    if document and "resourceSpans" not in document:
+        raise ConfigError(f"{where.removesuffix(': ')}: has no resourceSpans, so it is not OTLP's traces")
+    return _otlp_spans(document, where)
+
+
+def _otlp_spans(request: dict[str, Any], where: str) -> Iterator[Span]:
+    for group, at in _items(request, "resourceSpans", where):
+        resource = _attributes(_get(group, "resource", dict, at, {}), f"{at}.resource")
+        for scope, in_scope in _items(group, "scopeSpans", f"{at}."):
+            for span, of_span in _items(scope, "spans", f"{in_scope}."):
+                yield _otlp_span(span, resource, of_span)
+
+
+def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value], where: str) -> Span:
+    status = _get(span, "status", dict, where, {})
+    return _checked(
+        Span(
+            name=_get(span, "name", str, where, ""),
+            trace_id=_id(span, "traceId", 16, where),
+            span_id=_id(span, "spanId", 8, where),
+            parent_id=_id(span, "parentSpanId", 8, where) if span.get("parentSpanId") else "",
+            start_ns=_time_ns(span, "startTimeUnixNano", where),
+            end_ns=_time_ns(span, "endTimeUnixNano", where),
+            attributes=_attributes(span, where),
+            resource=resource,
+            is_error=status.get("code") in _ERROR_CODES,
+        ),
+        where,
+    )
+
+
+def _checked(span: Span, where: str) -> Span:
+    if span.end_ns < span.start_ns:
+        raise ConfigError(f"{where}: ends before it starts")
+    return span
+
+
+def _attributes(of: dict[str, Any], where: str) -> dict[str, Value]:
+    return {
+        _get(pair, "key", str, at): _value(_get(pair, "value", dict, at, {}), f"{at}.value")
+        for pair, at in _items(of, "attributes", f"{where}.")
+    }
+
+
+def _value(typed: dict[str, Any], where: str) -> Value:
+    """`{"intValue": "5"}` to 5."""
+    if not typed:
+        return None
+    [(kind, value), *others] = typed.items()
+    if others or kind not in _VALUES:
+        raise ConfigError(f"{where}: is not one of {', '.join(_VALUES)}")
+    return _VALUES[kind](value, f"{where}.{kind}")
+
+
+def _int_value(value: Any, where: str) -> int:
+    """A number, or, since JSON's are doubles, one in a string."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
+        return int(value)
+    return int(_as(int, value, where))
+
+
+def _double_value(value: Any, where: str) -> float:
+    return float(value) if value in _NON_FINITE else float(_as(float, value, where))
+
+
+def _array_value(value: Any, where: str) -> list[Value]:
+    return [_value(item, at) for item, at in _items(_as(dict, value, where), "values", f"{where}.")]
+
+
+def _kvlist_value(value: Any, where: str) -> dict[str, Value]:
+    return _attributes({"attributes": _get(_as(dict, value, where), "values", list, where, [])}, where)
+
+
+_VALUES: dict[str, Callable[[Any, str], Value]] = {
+    "stringValue": lambda value, where: _as(str, value, where),
+    "boolValue": lambda value, where: _as(bool, value, where),
+    "intValue": _int_value,
+    "doubleValue": _double_value,
+    "arrayValue": _array_value,
+    "kvlistValue": _kvlist_value,
+    "bytesValue": lambda value, where: _as(str, value, where),
+}
+
+
+def _items(of: dict[str, Any], key: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The objects of a list that may be missing, each with its place."""
+    for i, item in enumerate(_as(list, of.get(key, []), f"{where}{key}")):
+        at = f"{where}{key}[{i}]"
+        yield _as(dict, item, at), at
+
+
+_REQUIRED: Any = object()
+_KINDS = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _get(of: dict[str, Any], key: str, kind: type[Any], where: str, default: Any = _REQUIRED) -> Any:
+    value = of.get(key, default)
+    if value is _REQUIRED:
+        raise ConfigError(f"{where}: has no {key}")
+    return _as(kind, value, f"{where}.{key}")
+
+
+def _as(kind: type[Any], value: Any, where: str) -> Any:
+    kinds = (int, float) if kind is float else (kind,)
+    if type(value) not in kinds:
+        raise ConfigError(f"{where}: is not {_KINDS[kind]}")
+    return value
+
+
+def _id(of: dict[str, Any], key: str, num_bytes: int, where: str) -> str:
+    text: str = _get(of, key, str, where)
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * num_bytes}}}", text):
+        raise ConfigError(f"{where}.{key}: is not {num_bytes} bytes in hex")
+    return text.lower()
+
+
+def _time_ns(of: dict[str, Any], key: str, where: str) -> int:
+    value = _int_value(of.get(key), f"{where}.{key}")
+    if not 0 <= value < 1 << 64:
+        raise ConfigError(f"{where}.{key}: is not a time in nanoseconds")
+    return value
+
+
+def _jaeger_spans(document: dict[str, Any], where: str) -> Iterator[Span]:
+    for trace, in_trace in _items(document, "data", where):
+        processes = _get(trace, "processes", dict, in_trace, {})
+        for span, at in _items(trace, "spans", f"{in_trace}."):
+            process = _get(processes, _get(span, "processID", str, at), dict, f"{in_trace}.processes")
+            yield _jaeger_span(span, process, at)
+
+
+def _jaeger_span(span: dict[str, Any], process: dict[str, Any], where: str) -> Span:
+    tags = _tags(span, where)
+    parents = [
+        _id(reference, "spanID", 8, at)
+        for reference, at in _items(span, "references", f"{where}.")
+        if reference.get("refType") == "CHILD_OF"
+    ]
+    start_ns = 1000 * _int_value(span.get("startTime"), f"{where}.startTime")
+    return _checked(
+        Span(
+            name=_get(span, "operationName", str, where),
+            trace_id=_id(span, "traceID", 16, where),
+            span_id=_id(span, "spanID", 8, where),
+            parent_id=parents[0] if parents else "",
+            start_ns=start_ns,
+            end_ns=start_ns + 1000 * _int_value(span.get("duration"), f"{where}.duration"),
+            attributes=tags,
+            resource={"service.name": process.get("serviceName", ""), **_tags(process, where)},
+            is_error=tags.get("error") is True,
+        ),
+        where,
+    )
+
+
+def _tags(of: dict[str, Any], where: str) -> dict[str, Value]:
+    return {_get(tag, "key", str, at): tag.get("value") for tag, at in _items(of, "tags", f"{where}.")}
+
+
+def save(path: Path, spans: Iterable[Span]) -> None:
+    """Write OTLP JSON lines that `read` reads back.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("w", encoding="utf-8") as out:
+        for _, group in itertools.groupby(spans, attrgetter("resource")):
+            for batch in _batches(group):
+                out.write(json.dumps(_request(batch), allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    remaining = iter(spans)
+    while batch := list(itertools.islice(remaining, _SPANS_A_LINE)):
+        yield batch
+
+
+def _request(spans: list[Span]) -> dict[str, Any]:
+    """One `ExportTraceServiceRequest` of spans that share a resource."""
+    resource = {"attributes": _pairs(spans[0].resource)}
+    scope = {"scope": {"name": "specwire"}, "spans": [_otlp(span) for span in spans]}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
+
+
+def _otlp(span: Span) -> dict[str, Any]:
+    return {
+        "traceId": span.trace_id,
+        "spanId": span.span_id,
+        "parentSpanId": span.parent_id,
+        "name": span.name,
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _pairs(span.attributes),
+        "status": {"code": 2} if span.is_error else {},
+    }
+
+
+def _pairs(values: Mapping[str, Value]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _typed(value)} for key, value in values.items()]
+
+
+def _typed(value: Value) -> dict[str, Any]:  # noqa: PLR0911
+    match value:
+        case None:
+            return {}
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float() if math.isfinite(value):
+            return {"doubleValue": value}
+        case float():
+            return {"doubleValue": {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")}
+        case str():
+            return {"stringValue": value}
+        case Mapping():
+            return {"kvlistValue": {"values": _pairs(value)}}
+        case _:
+            return {"arrayValue": {"values": [_typed(item) for item in value]}}

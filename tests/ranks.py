@@ -1,0 +1,61 @@
+"""Plain processes as ranks of a gloo group, without Ray: for what has nothing to do with placing them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_LIMIT_S = 100.0
+_END_S = 5.0
+
+
+def all_logits(question: object, logits: torch.Tensor) -> np.ndarray:
+    """As a `device.Decide`: everything."""
+    return logits.numpy()
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(num_ranks, *args)` on every rank; what it returns on rank 0."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, num_ranks, store.port, results, function, args))
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        while results.empty():
+            multiprocessing.connection.wait([process.sentinel for process in ranks], 0.1)
+            failed = [process.exitcode for process in ranks if process.exitcode]
+            assert not failed, f"ranks ended with status {failed}"
+        return results.get()
+    finally:
+        for process in ranks:
+            process.join(_END_S)
+            process.kill()
+
+
+def _rank(
+    rank: int, num_ranks: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = timedelta(seconds=_LIMIT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    with torch.inference_mode():
+        result = function(num_ranks, *args)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

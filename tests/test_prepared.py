@@ -1,0 +1,110 @@
+"""Proposals at hand: found by the tokens they follow, and by nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.mirror import Mirror
+from coordinator.prepared import Prepared
+from specwire.core import Proposal, Support
+from specwire.forecast import Forecast, SharedForecast
+
+PROMPT = [1, 2, 3]
+
+
+def support(token_id: int) -> Support:
+    return Support(np.array([token_id]), np.array([1.0], np.float32))
+
+
+def proposal(base_len: int, *token_ids: int) -> Proposal:
+    return Proposal(base_len, list(token_ids), [support(token_id) for token_id in token_ids])
+
+
+class TestPrepared:
+    @pytest.fixture
+    def prepared(self) -> Prepared:
+        made = Prepared()
+        made.add([7, 8], proposal(3, 20, 21))
+        made.add([7, 9], proposal(3, 30, 31))
+        return made
+
+    def test_it_is_found_when_its_path_was_committed(self, prepared: Prepared) -> None:
+        found = prepared.take([*PROMPT, 7, 9])
+        assert found is not None
+        assert (found.base_len, found.token_ids) == (5, [30, 31])
+        assert [each.token_ids[0] for each in found.supports] == [30, 31]
+
+    def test_it_waits_for_the_rest_of_its_path(self, prepared: Prepared) -> None:
+        assert prepared.take([*PROMPT, 7]) is None
+        assert prepared.take([*PROMPT, 7, 8]) is not None
+
+    def test_what_was_not_foreseen_drops_it_for_good(self, prepared: Prepared) -> None:
+        assert prepared.take([*PROMPT, 6]) is None
+        assert prepared.take([*PROMPT, 7, 8]) is None
+
+    def test_what_is_committed_by_now_is_cut_off(self, prepared: Prepared) -> None:
+        found = prepared.take([*PROMPT, 7, 8, 20])
+        assert found is not None
+        assert (found.base_len, found.token_ids) == (6, [21])
+        assert [each.token_ids[0] for each in found.supports] == [21]
+        assert prepared.take([*PROMPT, 7, 8, 20, 21]) is None
+
+    def test_the_longest_is_taken(self, prepared: Prepared) -> None:
+        prepared.add([], proposal(5, 20, 21, 22))
+        found = prepared.take([*PROMPT, 7, 8])
+        assert found is not None
+        assert found.token_ids == [20, 21, 22]
+
+    def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
+        prepared = Prepared()
+        prepared.add([], proposal(9, 1, 2))
+        assert prepared.take(PROMPT) is None
+
+
+class TestMirror:
+    def test_only_what_the_peer_lacks_is_told(self) -> None:
+        mirror = Mirror()
+        assert mirror.advance(PROMPT) == (0, PROMPT)
+        mirror.extend(PROMPT, [7, 8, 9])
+        assert mirror.advance([*PROMPT, 7, 8, 4]) == (5, [4])
+
+    def test_tokens_of_a_proposal_that_was_passed_over_do_not_count(self) -> None:
+        """The peer was told of more since: it has rolled its own draft tokens back."""
+        mirror = Mirror()
+        mirror.advance(PROMPT)
+        mirror.advance([*PROMPT, 7])
+        mirror.extend(PROMPT, [7, 8])
+        assert mirror.advance([*PROMPT, 7, 8]) == (4, [8])
+
+
+class TestForecast:
+    def test_outcomes_are_a_law(self) -> None:
+        """With every rank named, nothing is left but that no candidate follows."""
+        forecast = Forecast(SharedForecast())
+        for num_accepted in (0, 1, 2, 3, 3, 3):
+            forecast.add(3, num_accepted, 0)
+        candidates = [[10 * k + r for r in range(8)] for k in range(4)]
+        outcomes = forecast.outcomes(3, candidates, least=0.0)
+        assert 0.8 < sum(likely.probability for likely in outcomes) <= 1 + 1e-9
+        assert outcomes == sorted(outcomes, reverse=True)
+        assert {likely.num_accepted for likely in outcomes} == {0, 1, 2, 3}
+        assert all(likely.next_token // 10 == likely.num_accepted for likely in outcomes)
+
+    def test_it_follows_the_text(self) -> None:
+        shared = SharedForecast()
+        easy, hard = Forecast(shared), Forecast(shared)
+        for _ in range(30):
+            easy.add(4, 4, 0)
+            hard.add(4, 0, 1)
+        names = [range(8)] * 5
+        assert easy.outcomes(4, names, 0.0)[0].num_accepted == 4
+        assert hard.outcomes(4, names, 0.0)[0].num_accepted == 0
+        assert sum(easy.after_all(4)) > 5 * sum(hard.after_all(4))
+
+    def test_the_unlikely_is_left_out(self) -> None:
+        forecast = Forecast(SharedForecast())
+        names = [range(8)] * 5
+        every = forecast.outcomes(4, names, least=0.0)
+        assert len(every) == 40
+        assert forecast.outcomes(4, names, least=0.01) == [each for each in every if each.probability >= 0.01]

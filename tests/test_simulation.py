@@ -1,0 +1,132 @@
+"""The simulator: deterministic, true to the closed forms, and near the running system."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.simulation import validation, virtual_time, workload
+from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
+from benchmarks.simulation.devices import StepCost
+from benchmarks.simulation.network import Link
+from benchmarks.simulation.system import Setting
+from coordinator.draft_length import best_length, tokens_by_length
+from specwire import SamplingParams, clock
+from specwire.engine.emulated import EmulatedModel
+
+TARGET_MS, DRAFT_MS = 30.0, 3.0
+
+
+def setting(alpha: float, num_draft_tokens: str = "4", **fields) -> Setting:
+    defaults = {
+        "model": EmulatedModel(alpha=alpha, runner_up=0.55, vocab_size=WIDE_VOCAB),
+        "target": StepCost(base_ms=TARGET_MS),
+        "draft": StepCost(base_ms=DRAFT_MS),
+        "num_outcomes": "0",
+    }
+    return Setting(num_draft_tokens=num_draft_tokens, **defaults | fields)
+
+
+def one_stream(world: Setting, num_tokens: int = 1500):
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, seed=0)
+    return workload.completions(world, [[params]])[0][0]
+
+
+def expected_length(alpha: float, num_draft_tokens: int) -> float:
+    """Leviathan et al. 2023, equation 1."""
+    return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
+
+
+def test_time_passes_only_where_something_waits_for_it() -> None:
+    async def main() -> list[float]:
+        loop, moments = asyncio.get_running_loop(), []
+
+        async def wait(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            moments.append(loop.time())
+
+        await asyncio.gather(wait(3600.0), wait(0.5), wait(7.25))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await asyncio.Event().wait()
+        assert clock.stopwatch_ns() == clock.epoch_ns() == 3660 * 10**9
+        return moments
+
+    assert virtual_time.run(main()) == [0.5, 7.25, 3600.0]
+    assert clock.epoch_ns() > 10**18, "the machine's clock is back"
+
+
+def test_what_would_wait_for_ever_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="wait"):
+        virtual_time.run(asyncio.Event().wait())
+
+
+def test_a_simulation_repeats_itself() -> None:
+    world = setting(0.7, "auto", num_outcomes="auto", link=Link(rtt_ms=20, jitter_ms=4), overheads=LEAN)
+    first, again = (workload.steady(world, 4, warm_up_s=1, measured_s=1) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize(("alpha", "num_draft_tokens"), [(0.5, 2), (0.7, 4), (0.9, 6)])
+def test_rounds_are_those_of_the_closed_form(alpha: float, num_draft_tokens: int) -> None:
+    """Tokens a round, and the speed-up of theorem 3.8: no overhead, no distance."""
+    done = one_stream(setting(alpha, str(num_draft_tokens)))
+    num_rounds = done.speculation.num_rounds
+    length = done.usage.completion_tokens / num_rounds
+    spread = num_draft_tokens / math.sqrt(num_rounds)  # at most three standard errors of a length
+    assert length == pytest.approx(expected_length(alpha, num_draft_tokens), abs=spread)
+    round_ms = done.timing.total_ms / num_rounds
+    assert round_ms == pytest.approx(num_draft_tokens * DRAFT_MS + TARGET_MS, rel=0.01)
+
+
+def test_the_best_length_is_that_of_the_closed_form() -> None:
+    alpha, lengths = 0.7, (1, 4, 9)
+    rates = [1e3 / (done := one_stream(setting(alpha, str(n)))).timing.total_ms * 1500 for n in lengths]
+    best = best_length(tokens_by_length([alpha] * 10), [TARGET_MS + n * DRAFT_MS for n in range(11)])
+    promised = [expected_length(alpha, n) / (TARGET_MS + n * DRAFT_MS) for n in lengths]
+    assert abs(lengths[int(np.argmax(rates))] - best) <= 1
+    np.testing.assert_allclose(np.array(rates) / 1e3, promised, rtol=0.06)
+    assert done.usage.completion_tokens == 1500
+
+
+def test_exact_sampling_and_the_short_cut_come_to_the_same() -> None:
+    found = []
+    for exact in (False, True):
+        model = EmulatedModel(alpha=0.7, runner_up=0.55)
+        done = one_stream(setting(0.7, model=model, exact=exact, num_outcomes="16"), 100)
+        found.append((list(done.speculation.acceptance_histogram), done.timing.total_ms))
+    assert found[0] == found[1]
+
+
+def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
+    far = Link(rtt_ms=20)
+    devices = {"link": far, "overheads": LEAN, "draft": StepCost(base_ms=2)}
+    lockstep = one_stream(setting(0.8, **devices), 600)
+    prepared = one_stream(setting(0.8, num_outcomes="16", **devices), 600)
+    assert prepared.speculation.num_prepared > 0.6 * prepared.speculation.num_rounds
+    assert prepared.timing.total_ms < lockstep.timing.total_ms / 1.4
+
+
+def test_a_full_target_is_never_slower_for_speculation() -> None:
+    """A token costs as much in a batch as by itself: nothing is to be won, and next to nothing is lost."""
+    full = {"target": StepCost(base_ms=2, token_us=1000), "overheads": LEAN}
+    plain = workload.steady(setting(0.7, "0", **full), 64, warm_up_s=1, measured_s=3)
+    chosen = workload.steady(setting(0.7, "auto", **full), 64, warm_up_s=7, measured_s=3)
+    assert chosen.tokens_per_s > 0.97 * plain.tokens_per_s
+    assert chosen.num_draft_tokens < 0.3
+
+
+def test_the_running_system_is_near() -> None:
+    """A generous bound: others may use the machine while this runs."""
+    grid = validation.Grid(
+        alpha=0.8,
+        draft_ms=2,
+        rtt_ms=0,
+        num_outcomes=0,
+        points=(validation.Point(num_draft_tokens=3, num_tokens=60),),
+    )
+    (compared,) = validation.compare([grid], lambda: None, 1, lambda _: None)
+    assert 0.9 < compared.ratio < 1.4
