@@ -77,8 +77,8 @@ class SharedMeasurements:
         self.acceptance = shared_acceptance()
         self._num_streams = num_streams
         self._fixed_outcomes = num_outcomes
-        self._caps = Trials(CAPS, FIRST_CAP, self._tokens)
-        self._outcomes = Trials((0, MAX_OUTCOMES), MAX_OUTCOMES, self._tokens, advantage=1.0)
+        self._caps = Trials(CAPS, lambda: FIRST_CAP, self._tokens)
+        self._outcomes = Trials((0, MAX_OUTCOMES), self._first_outcomes, self._tokens, advantage=1.0)
         self._hit_rate = 0.0
         self._draft_costs = CostModel(2)  # of a proposal: its tokens, and those that the draft had to be told
         self._load = Load()
@@ -107,16 +107,28 @@ class SharedMeasurements:
     @property
     def num_outcomes(self) -> int:
         """Outcomes to prepare for in the rounds that begin now."""
-        fixed = self._fixed_outcomes
-        return self._outcomes.option(self._num_streams()) if fixed is None else fixed
+        if self._fixed_outcomes is not None:
+            return self._fixed_outcomes
+        return 0 if self._is_new else self._outcomes.option(self._num_streams())
+
+    def _first_outcomes(self) -> int:
+        """Before any trial: to prepare takes work, which a draft that answers at once need not do."""
+        return MAX_OUTCOMES if self._waits_long else 0
 
     @property
     def draft_is_far(self) -> bool:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
+        if self._is_new:
+            return False
         fixed = self._fixed_outcomes
         prepares = self._outcomes.best(self._num_streams()) if fixed is None else fixed
+        return bool(prepares) and self._waits_long
+
+    @property
+    def _waits_long(self) -> bool:
+        """Whether a proposal that was not prepared takes a good part of a pass."""
         usual = round(self._num_drafted)
-        return bool(prepares) and self._draft_costs.predict((usual, 1)) > _FAR * self._pass_ns(usual)
+        return self._draft_costs.predict((usual, 1)) > _FAR * self._pass_ns(usual)
 
     @property
     def on_trial(self) -> bool:

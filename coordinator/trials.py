@@ -138,7 +138,7 @@ class Trials:
 
     Args:
         options: ascending; the first one is 0, for nothing at all.
-        first: the one to begin with.
+        first: the one to begin with, asked when the first rounds are counted.
         tokens: what a round brings, by number of draft tokens, as far as is known now.
         advantage: so many times the tokens of a smaller option must a larger one bring.
     """
@@ -146,7 +146,7 @@ class Trials:
     def __init__(
         self,
         options: Sequence[int],
-        first: int,
+        first: Callable[[], int],
         tokens: Callable[[], Sequence[float]],
         *,
         advantage: float = _ADVANTAGE,
@@ -206,7 +206,7 @@ class Trials:
         key = max(1, num_streams).bit_length()
         if key not in self._levels:
             near = min(self._levels, key=lambda known: abs(known - key), default=None)
-            best = self._first if near is None else self._levels[near].best
+            best = self._first() if near is None else self._levels[near].best
             arms = {option: _Arm() for option in self._options}
             self._levels[key] = level = _Level(arms, best, best)
             if near is not None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specwire import sampling
 from specwire.config import DraftConfig
-from specwire.core import Proposal, Support
+from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.engine.rows import matched_scores, take_rows, uniforms_for
 from specwire.random import Stream
 from specwire.sampling import Row
-from specwire.transfer import indices
+from specwire.transfer import indices, to_host
 
 
 @dataclass(eq=False)
@@ -133,8 +133,14 @@ class Drafter:
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
         drawn = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
-        answer = dict(zip(matched, self._match(question, log_probs, matched), strict=True))
-        answer |= zip(drawn, self._draw(question, log_probs, drawn), strict=True)
+        on_device = [*self._match(question, log_probs, matched), *self._draw(question, log_probs, drawn)]
+        found = iter(to_host(*on_device))
+        answer: dict[int, Drawn] = {}
+        if matched:
+            answer |= zip(matched, _matched(*(next(found) for _ in range(3))), strict=True)
+        if drawn:
+            supports = _supports(*(next(found) for _ in range(4)), num_ranked=question.num_ranked)
+            answer |= zip(drawn, supports, strict=True)
         return [answer[i] for i in range(len(rows))]
 
     def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
@@ -143,36 +149,38 @@ class Drafter:
         for job, drawn in zip(drafts, answer, strict=True):
             job.add(*drawn)
 
-    def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> Iterator[Drawn]:
-        if places:
-            scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
-            token_ids = sampling.greedy(scores).tolist()
-            for token_id, ranked in zip(token_ids, _ranked(scores, question.num_ranked), strict=True):
-                yield Drawn(token_id, None, ranked)
-
-    def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> Iterator[Drawn]:
-        """Truncate first, then sample from exactly the numbers that are sent."""
+    def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
+        """What `_matched` reads; nothing for no rows."""
         if not places:
-            return
+            return []
+        scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
+        top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
+        return [sampling.greedy(scores), top.indices, (top.values > float("-inf")).sum(dim=-1)]
+
+    def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
+        """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent."""
+        if not places:
+            return []
         probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
         uniforms = uniforms_for([question.rows[i] for i in places], Stream.DRAFT, probs.device)
         columns = sampling.draw(support_probs, uniforms)
-        token_ids = ids.gather(1, columns[:, None])[:, 0].tolist()
-        ids_host, probs_host = ids.cpu().numpy(), support_probs.cpu().numpy()
-        for row, (token_id, n) in enumerate(zip(token_ids, lengths.tolist(), strict=True)):
-            # A support is sorted, likeliest first.
-            ranked = ids_host[row, : min(n, question.num_ranked)].tolist()
-            yield Drawn(token_id, Support(ids_host[row, :n], probs_host[row, :n]), ranked)
+        return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
 
 
-def _ranked(scores: Tensor, num_ranked: int) -> list[list[int]]:
-    """[num_rows][num_ranked] token ids by score, the highest first; fewer where no more are possible."""
-    if not num_ranked:
-        return [[] for _ in range(len(scores))]
-    top = scores.topk(min(num_ranked, scores.shape[1]), dim=-1)
-    lengths = (top.values > float("-inf")).sum(dim=-1).tolist()
-    return [ids[:n] for ids, n in zip(top.indices.tolist(), lengths, strict=True)]
+def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray) -> Iterator[Drawn]:
+    """Of rows where tokens are matched; ranked [num_rows, num_ranked] by score, so many of them possible."""
+    for token_id, ids, n in zip(token_ids.tolist(), ranked.tolist(), lengths.tolist(), strict=True):
+        yield Drawn(token_id, None, ids[:n])
+
+
+def _supports(
+    token_ids: IntArray, ids: IntArray, probs: FloatArray, lengths: IntArray, *, num_ranked: int
+) -> Iterator[Drawn]:
+    """Of rows that were sampled from a support, which is sorted, likeliest first."""
+    for row, (token_id, n) in enumerate(zip(token_ids.tolist(), lengths.tolist(), strict=True)):
+        ranked = ids[row, : min(n, num_ranked)].tolist()
+        yield Drawn(token_id, Support(ids[row, :n], probs[row, :n]), ranked)
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:

@@ -174,7 +174,7 @@ def run_trials(trials: Trials, num_rounds: int, round_ns: dict[int, float]) -> C
 
 def test_trials_find_the_best_cap_and_cost_little() -> None:
     for best in CAPS:
-        trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
+        trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
         run_trials(trials, 2000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS})
         assert trials.option(4) == best or trials.on_trial(4)
         spent = run_trials(
@@ -185,7 +185,7 @@ def test_trials_find_the_best_cap_and_cost_little() -> None:
 
 
 def test_the_cap_follows_when_things_change() -> None:
-    trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
+    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
     run_trials(trials, 3000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
     assert trials.option(4) == 0 or trials.on_trial(4)
     spent = run_trials(trials, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
@@ -193,7 +193,7 @@ def test_the_cap_follows_when_things_change() -> None:
 
 
 def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:
-    trials = Trials(CAPS, FIRST_CAP, lambda: [1.0])
+    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
     run_trials(trials, 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
     assert trials.option(9) == 0
     assert not trials.on_trial(9)

@@ -10,7 +10,10 @@ from specwire.engine import packing
 from specwire.engine.packing import pack_linears
 from tests import tiny_models
 
+packs = pytest.mark.skipif(not packing.can_pack(), reason="this processor has no bfloat16 kernels")
 
+
+@packs
 @pytest.mark.parametrize("num_tokens", [1, 5, 80, 300])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
@@ -22,6 +25,7 @@ def test_the_products_are_the_same(num_tokens: int, bias: bool) -> None:
     torch.testing.assert_close(plain(tokens), expected, rtol=1e-2, atol=1e-2)
 
 
+@packs
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @torch.inference_mode()
 def test_a_packed_model_says_the_same(family: str) -> None:
@@ -36,6 +40,7 @@ def test_a_packed_model_says_the_same(family: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == num_parameters
 
 
+@packs
 def test_a_weight_of_its_own_is_freed_and_a_shared_one_kept() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -54,12 +59,18 @@ def test_a_weight_of_its_own_is_freed_and_a_shared_one_kept() -> None:
 
 
 @torch.inference_mode()
-def test_other_formats_and_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_formats_and_other_layers_are_left_alone() -> None:
     class Doubled(nn.Linear):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(tokens)
 
     model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8, dtype=torch.bfloat16))
     assert pack_linears(model) == 0
-    monkeypatch.setattr(packing, "_can_pack", lambda: False)
-    assert pack_linears(nn.Linear(8, 8, dtype=torch.bfloat16)) == 0
+
+
+@torch.inference_mode()
+def test_where_nothing_is_packed_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "can_pack", lambda: False)
+    plain = nn.Linear(8, 8, dtype=torch.bfloat16)
+    assert pack_linears(plain) == 0
+    assert plain(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 8)

@@ -21,7 +21,7 @@ from specwire.engine.rows import choose_matched, pad_ids, position_logprobs, tak
 from specwire.errors import InternalError
 from specwire.random import Stream
 from specwire.sampling import Row
-from specwire.transfer import to_device
+from specwire.transfer import to_device, to_host
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)
@@ -122,14 +122,11 @@ class Verifier:
         rows = [row for case in cases for row in case.rows()]
         supports = [support for case in cases for support in case.row_supports()]
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        found = _Rows(np.zeros(len(rows), np.int64), np.zeros(len(rows)), [_NO_PROBS] * len(rows))
-        _match_tokens(found, log_probs, rows)
-        _judge_supports(found, log_probs, rows, supports)
-        finite = torch.isfinite(logits.amax(dim=1)).tolist()  # NaN and +inf reach the maximum; -inf may occur
+        found = _find(log_probs, rows, supports, logits.amax(dim=1).float())
         judged, start = [], 0
         for case in cases:
             here = slice(start, start + case.num_rows)
-            judged.append(_judged(case, found, here, logits[here], is_finite=all(finite[here])))
+            judged.append(_judged(case, found, here, logits[here]))
             start += case.num_rows
         return judged
 
@@ -150,42 +147,56 @@ class Verifier:
                 job.result = _not_finite()
 
 
-@dataclass(slots=True)
-class _Rows:
-    """One entry a row; `target_probs` and `tail_mass` stay empty where tokens are matched."""
+class _Found(NamedTuple):
+    """One entry a row; `target_probs` and `tail_mass` mean nothing where tokens are matched.
+
+    Attributes:
+        maxima: NaN and +inf among the logits reach their maximum; -inf may occur.
+    """
 
     token_ids: IntArray
+    maxima: FloatArray
     tail_mass: npt.NDArray[np.float64]
     target_probs: list[FloatArray]
 
 
-def _match_tokens(found: _Rows, log_probs: Tensor, rows: list[Row]) -> None:
-    """Greedy and Gumbel: the target's own choice at each row."""
-    indices = [i for i, row in enumerate(rows) if row.params.matches_tokens]
-    if indices:
-        chosen = choose_matched(take_rows(log_probs, indices), [rows[i] for i in indices])
-        found.token_ids[indices] = chosen.cpu().numpy()
-
-
-def _judge_supports(found: _Rows, log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> None:
-    """Rejection: probabilities on the support, and one token drawn from outside it."""
-    indices = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
-    if not indices:
-        return
-    probs = take_rows(log_probs, indices).exp()
-    uniforms = uniforms_for([rows[i] for i in indices], Stream.TARGET, probs.device)
-    on_support, tail_mass, tail_tokens = sampling.judge_support(
-        probs,
-        to_device(pad_ids([supports[i] for i in indices]), probs.device),
-        uniforms,
-    )
-    found.token_ids[indices] = tail_tokens.cpu().numpy()
-    found.tail_mass[indices] = tail_mass.cpu().numpy()
-    for i, row_probs in zip(indices, on_support.cpu().numpy(), strict=True):
+def _find(log_probs: Tensor, rows: list[Row], supports: list[IntArray], maxima: Tensor) -> _Found:
+    """All that is asked of the device, in one copy back."""
+    matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
+    sampled = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
+    chosen = _chosen(log_probs, rows, matched)
+    on_support, tail_mass, tail_tokens = _judge(log_probs, rows, supports, sampled)
+    host = to_host(chosen, on_support, tail_mass, tail_tokens, maxima)
+    found = _Found(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
+    found.token_ids[matched], found.token_ids[sampled] = host[0], host[3]
+    found.tail_mass[sampled] = host[2]
+    for i, row_probs in zip(sampled, host[1], strict=True):
         found.target_probs[i] = row_probs[: len(supports[i])]
+    return found
 
 
-def _judged(case: Case, found: _Rows, here: slice, logits: Tensor, *, is_finite: bool) -> Judged:
+def _chosen(log_probs: Tensor, rows: list[Row], places: list[int]) -> Tensor:
+    """Greedy and Gumbel: the target's own choice at each of some rows, int64 [num_places]."""
+    if not places:
+        return torch.zeros(0, dtype=torch.int64, device=log_probs.device)
+    return choose_matched(take_rows(log_probs, places), [rows[i] for i in places])
+
+
+def _judge(
+    log_probs: Tensor, rows: list[Row], supports: list[IntArray], places: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection: probabilities on the support, and one token drawn from outside it; `judge_support`'s own."""
+    if not places:
+        none = torch.zeros(0, device=log_probs.device)
+        return none, none, none
+    probs = take_rows(log_probs, places).exp()
+    uniforms = uniforms_for([rows[i] for i in places], Stream.TARGET, probs.device)
+    padded = to_device(pad_ids([supports[i] for i in places]), probs.device)
+    return sampling.judge_support(probs, padded, uniforms)
+
+
+def _judged(case: Case, found: _Found, here: slice, logits: Tensor) -> Judged:
+    is_finite = bool(np.isfinite(found.maxima[here]).all())
     token_ids = found.token_ids[here].tolist()
     logprobs = _logprobs(case, logits, token_ids)
     if case.params.matches_tokens:

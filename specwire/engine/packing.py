@@ -18,14 +18,14 @@ _TYPICAL_TOKENS = 64
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack the bfloat16 linear layers of a model on a CPU, where torch can; others are left as they are.
+    """Pack the bfloat16 linear layers of a model on a CPU, where torch and it can; others are left alone.
 
     A weight that no other module shares is freed: then the packed one is all there is.
 
     Returns:
         How many layers were packed.
     """
-    if not _can_pack():
+    if not can_pack():
         return 0
     users = Counter(id(parameter) for parameter in _all_parameters(model))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -35,11 +35,13 @@ def pack_linears(model: nn.Module) -> int:
     return len(chosen)
 
 
-def _can_pack() -> bool:
+def can_pack() -> bool:
+    """Whether this torch has the operators, and this processor what their bfloat16 kernels are made of."""
     operators: Any = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise")
     has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_kernels and all(hasattr(operators, name) for name in names)
+    has_operators: bool = all(hasattr(operators, name) for name in names)
+    return has_kernels and has_operators and operators._is_mkldnn_bf16_supported()
 
 
 def _all_parameters(model: nn.Module) -> list[nn.Parameter]:

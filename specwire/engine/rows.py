@@ -71,7 +71,7 @@ def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: i
         num_top: likeliest tokens wanted.
     """
     padded = transfer.to_device(pad_ids(candidates), logits.device)
-    values, top_ids, top_values = (t.cpu().numpy() for t in sampling.top_logprobs(logits, padded, num_top))
+    values, top_ids, top_values = transfer.to_host(*sampling.top_logprobs(logits, padded, num_top))
     return [
         Logprobs(
             np.concatenate([ids, top_ids[i]]),
