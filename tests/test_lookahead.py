@@ -131,7 +131,6 @@ def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
     stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
     proposal = stream.answer()
     assert_same(proposal, fresh(stub, params, PROMPT))
-    rng = np.random.default_rng(5)
     depths = set()
     for number in range(12):
         pushes = stream.pushed() + stream.pushed()  # after rejections; after all was accepted
@@ -139,8 +138,7 @@ def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
             assert_same(prepared, fresh(stub, params, [*stream.committed, *path]))
         kind = number % 3 if pushes else 2
         if kind < 2:
-            longest = max(pushes, key=lambda push: len(push[0]))
-            path, prepared = longest if number % 2 else pushes[rng.integers(len(pushes))]
+            path, prepared = (max if number % 2 else min)(pushes, key=lambda push: len(push[0]))
             depths.add(len(path))
             stream.send(path, NUM_DRAFT_TOKENS if kind else 0, PREPARATION)
             if kind:
