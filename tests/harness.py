@@ -26,6 +26,8 @@ from specwire.engine import boot
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 LOOPBACK = "127.0.0.1:0"
+_START_TIMEOUT_S = 240
+"""Ranks of a group import torch each in a process of its own, on a machine that may be busy."""
 
 
 class LoopThread:
@@ -51,7 +53,7 @@ class LoopThread:
     def entered(self, make: Callable[[], Any]) -> Iterator[Any]:
         """Enter an async context manager on the loop."""
         context = self.call(make)
-        value = self.run(context.__aenter__())
+        value = self.run(context.__aenter__(), _START_TIMEOUT_S)
         try:
             yield value
         finally:
