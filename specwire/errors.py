@@ -8,6 +8,7 @@
     ├── ConfigError                 a flag, environment variable or address that cannot be used
     ├── HandshakeError              draft and target that cannot work together
     ├── PrefixMismatchError         a stream request that does not extend what the receiver holds
+    ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
     ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
     ├── ServiceUnavailableError     the peer is not there, or went away
     ├── DeadlineExceededError       the deadline passed
@@ -112,6 +113,13 @@ class PrefixMismatchError(SpecwireError):
 
     def details(self) -> dict[str, str]:
         return {"base_len": str(self.base_len), "held_len": str(self.held_len)}
+
+
+class UnauthenticatedError(SpecwireError):
+    """The service asks for a bearer token, and none came, or one that it does not know, or an expired one."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
 
 
 class ResourceExhaustedError(SpecwireError):

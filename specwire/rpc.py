@@ -25,8 +25,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from specwire import errors
+from specwire import channel, doors, errors
 from specwire.config import ServiceConfig, split_address
+from specwire.credentials import PLAINTEXT, Credentials
 from specwire.errors import ConfigError, SpecwireError
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class Server:
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
         ]
-        self.grpc = grpc.aio.server(options=options)
+        self.grpc = grpc.aio.server(options=options, interceptors=doors.interceptors(config, _abort))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -165,13 +166,10 @@ class Server:
             HOST:PORT that clients can use.
 
         Raises:
-            ConfigError: when the address cannot be bound.
+            ConfigError: when the address cannot be bound, or a TLS file cannot be used.
         """
         host, _ = split_address("address", self._config.address)
-        try:
-            port = self.grpc.add_insecure_port(self._config.address)
-        except RuntimeError:
-            port = 0
+        port = doors.add_port(self.grpc, self._config)
         if port == 0:
             raise ConfigError(
                 f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
@@ -232,8 +230,10 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
 # --- channels -------------------------------------------------------------------------------------
 
 
-def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
-    """A plaintext channel that notices a silent peer within about two seconds."""
+def open_channel(
+    address: str, max_message_bytes: int = 64 << 20, *, credentials: Credentials = PLAINTEXT
+) -> grpc.aio.Channel:
+    """A channel that notices a silent peer within about two seconds. Errors as for `channel.open_channel`."""
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -243,7 +243,7 @@ def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Ch
         ("grpc.max_reconnect_backoff_ms", 2_000),
         *_KEEPALIVE,
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return channel.open_channel(address, options, credentials)
 
 
 async def send(call: Any, request: Any) -> None:
