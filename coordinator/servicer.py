@@ -18,7 +18,7 @@ from coordinator.generation import Generation, Planner
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.session import Session
 from coordinator.verifying import RemoteVerifier
-from specwire import rpc, tracing, wire
+from specwire import doors, rpc, tracing, wire
 from specwire.config import CoordinatorConfig
 from specwire.core import Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
@@ -59,8 +59,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         window = wire.opening_credit(request)
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
+        caller = doors.caller(context)
+        caller.check(params)
         planner = self._planner(params)
-        async with self._admission.place(context.peer()):
+        async with self._admission.place(caller):
             try:
                 async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
                     await self._generate(prompt, params, planner, credit, context)

@@ -122,5 +122,7 @@ class _Method:
         channel = self._channel.current()
         if channel is not self._made_for:
             self._made_for, self._method = channel, self._make(channel)
-        metadata = [*(metadata or ()), *self._channel.metadata()]
+        metadata = list(metadata or ())
+        if all(key != "authorization" for key, _ in metadata):  # the call's own token comes first
+            metadata += self._channel.metadata()
         return self._method(*args, metadata=metadata, **kwargs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
-from specwire.credentials import TLS, Credentials, is_loopback
+from specwire.credentials import TLS, Credentials, is_loopback, read_token
 from specwire.errors import ConfigError
 from specwire.flags import flag_name, option, refuse_unknown_variables, secret
 
@@ -409,16 +409,20 @@ class ClientConfig:
         _check_duration("timeout_s", self.timeout_s)
 
     @property
-    def credentials(self) -> Credentials:
-        """What is shown to the server, and expected of it."""
+    def credentials(self) -> dict[str, Any]:
+        """What is shown to the server and expected of it: arguments of `Client`.
+
+        Raises:
+            ConfigError: the token file cannot be used.
+        """
         named = (self.tls_ca, self.client_cert, self.server_name)
         tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
-        return Credentials(
-            tls=tls if self.tls or any(named) else None,
-            token=self.token,
-            token_file=self.token_file,
-            allow_plaintext=self.allow_plaintext,
-        )
+        token = read_token(self.token_file) if self.token_file else self.token
+        return {
+            "tls": tls if self.tls or any(named) else None,
+            "token": token,
+            "allow_plaintext": self.allow_plaintext,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from specwire.errors import ConfigError, UnauthenticatedError
+from specwire.core import SamplingParams
+from specwire.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from specwire.watched import Watched, read_file
 
 _PREFIX = "sw_"
@@ -46,6 +48,16 @@ class Holder:
     max_waiting: int | None = None
     max_tokens: int | None = None
     expires: datetime | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        """Whether it may ask for that.
+
+        Raises:
+            InvalidRequestError: more tokens than it may.
+        """
+        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
+            problem = f"is over the {self.max_tokens} that the bearer token allows"
+            raise InvalidRequestError("max_tokens", params.max_tokens, problem)
 
 
 class Tokens:
@@ -103,6 +115,21 @@ def make_token(name: str, **limits: Any) -> tuple[str, str]:
     line = {"name": name, "sha256": _digest(token).hex(), **given}
     _parse(line)
     return token, json.dumps(line)
+
+
+def add_line(path: str, line: str) -> None:
+    """Add a line to a tokens file, which only its owner may read when it is new.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
+        ) as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise ConfigError(f"--tokens {path}: cannot be written ({error.strerror})") from None
 
 
 def _digest(token: str) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.admission import Admission
 from specwire import ResourceExhaustedError
+from specwire.tokens import Holder
 
 
 class Work:
@@ -17,6 +18,7 @@ class Work:
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.started: list[str] = []
+        self.limits: dict[str, Holder] = {}
         self.finish: dict[str, asyncio.Event] = {}
 
     def submit(self, client: str, name: str) -> asyncio.Task[None]:
@@ -24,7 +26,7 @@ class Work:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(client):
+        async with self.admission.place(self.limits.get(client, Holder(name=client))):
             self.started.append(name)
             await self.finish[name].wait()
 
