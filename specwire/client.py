@@ -250,8 +250,7 @@ class AsyncClient:
         ours = rpc.from_rpc_error(error)
         text = str(ours)
         if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
-            why = text.rpartition(": ")[2]
-            return ServiceUnavailableError(f"nothing serves at {self._address} ({why})")
+            return ServiceUnavailableError(_why_not_connected(self._address, text))
         if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
             sizes = text.partition("(")[2].partition(")")[0]
             return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
@@ -400,6 +399,16 @@ async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a plain function on the loop's thread."""
     return function(*args, **kwargs)
+
+
+def _why_not_connected(address: str, text: str) -> str:
+    """gRPC's words for a failed connection, down to what the caller can do something about."""
+    why = text.partition("last error: ")[2].removesuffix(": OK")
+    if "handshake failed" in why or "Verification" in why:
+        return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"
+    if why.endswith("Socket closed"):
+        return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
+    return f"nothing serves at {address} ({why.rpartition(': ')[2]})"
 
 
 def _task_is_cancelled() -> bool:
