@@ -255,6 +255,7 @@ class CoordinatorConfig(ServiceConfig):
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
+    max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
     peer_ca: str = option(
@@ -268,6 +269,8 @@ class CoordinatorConfig(ServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_peers()
+        most = self.max_prompt_bytes
+        _check(most >= 1, "max_prompt_bytes", most, "must be at least 1")
         parse_num_draft_tokens(self.num_draft_tokens)
         parse_num_outcomes(self.num_outcomes)
         _check_choice("rule", self.rule, RULES)

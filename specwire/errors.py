@@ -22,7 +22,10 @@ knows no grpc; `specwire.rpc` translates.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import ClassVar
+
+_MAX_SHOWN_LEN = 200
 
 
 class SpecwireError(Exception):
@@ -43,7 +46,7 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     Attributes:
         field: dotted name of the parameter, as the caller wrote it (`top_p`, `prompt_token_ids[3]`).
-        value: the offending value, as text.
+        value: the offending value, as text; cut where it is long.
     """
 
     status = "INVALID_ARGUMENT"
@@ -51,12 +54,20 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
-        self.value = value if isinstance(value, str) else repr(value)
+        self.value = _shown(value)
         self.problem = problem
         super().__init__(f"{field}={self.value}: {problem}")
 
     def details(self) -> dict[str, str]:
         return {"field": self.field, "value": self.value, "problem": self.problem}
+
+
+def _shown(value: object) -> str:
+    """Errors travel as metadata, for which there is little room."""
+    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_SHOWN_LEN:
+        return f"{len(value)} entries"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_SHOWN_LEN else text[:_MAX_SHOWN_LEN] + "..."
 
 
 class ContextLengthError(InvalidRequestError):

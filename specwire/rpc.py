@@ -53,9 +53,21 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CONNECT_TIMEOUT_MS = 5_000
+# Our own clients ping once a second; after a stall several may arrive at once. A peer that keeps pinging
+# faster than four times a second is disconnected.
 _PERMIT_KEEPALIVE = [
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 250),
+    ("grpc.http2.max_ping_strikes", 20),
+]
+# Streams that wait for their first request cost memory that no other limit counts. Over the first limit a
+# client's further streams wait, over the second one all are refused with RESOURCE_EXHAUSTED.
+_MAX_STREAMS_OF_A_CONNECTION = 8_192
+_MAX_STREAMS = 16_384
+_MAX_METADATA_BYTES = 16 << 10
+_STREAM_LIMITS = [
+    ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
 ]
 
 
@@ -152,8 +164,13 @@ class Server:
             ("grpc.max_send_message_length", -1),
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
+            *_STREAM_LIMITS,
         ]
-        self.grpc = grpc.aio.server(options=options, interceptors=doors.interceptors(config, _abort))
+        self.grpc = grpc.aio.server(
+            options=options,
+            interceptors=doors.interceptors(config, _abort),
+            maximum_concurrent_rpcs=_MAX_STREAMS,
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
