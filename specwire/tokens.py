@@ -133,7 +133,7 @@ def add_line(path: str, line: str) -> None:
 
 
 def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
 def _read(path: str) -> list[tuple[bytes, Holder]]:
