@@ -308,6 +308,7 @@ class Client:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
         except BaseException:
             self._end_thread()
+            self._loop.close()
             raise
 
     def __enter__(self) -> Self:
@@ -325,12 +326,12 @@ class Client:
             with self._calling:  # calls that came before are on the loop, and none comes after
                 self._closed = True
             self._end_thread()
+            self._cancel_late_calls()
+            self._loop.close()
 
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._cancel_late_calls()
-        self._loop.close()
 
     def _cancel_late_calls(self) -> None:
         """End what other threads asked for while the loop was ending: they would wait for ever."""

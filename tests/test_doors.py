@@ -24,9 +24,11 @@ from specwire import (
     Client,
     ConfigError,
     InvalidRequestError,
+    ResourceExhaustedError,
     SamplingParams,
     ServiceUnavailableError,
     UnauthenticatedError,
+    cli,
     rpc,
 )
 from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
@@ -346,6 +348,73 @@ class TestRotation:
         messages = [record.getMessage() for record in caplog.records if record.name == "specwire.watched"]
         assert len(messages) == 2  # once for each, not at every connection
         assert keys.token not in str(messages)
+
+
+class TestCommandLine:
+    WORDS = ("generate", "--token-ids", "1,2,3", "--max-tokens", "4", "--seed", "1")
+
+    def words(self, address: str, keys: Keys) -> list[str]:
+        cert, key = keys.client
+        shown = ["--client-cert", cert, "--client-key", key]
+        return [*self.WORDS, "--server", address, "--tls-ca", keys.ours.path, *shown]
+
+    def test_token_from_a_file_or_a_variable(
+        self,
+        worlds: dict[str, dict[str, str]],
+        keys: Keys,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        words = self.words(worlds["locked"]["coordinator"], keys)
+        assert cli.main([*words, "--token-file", keys.token_file]) == 0
+        monkeypatch.setenv("SPECWIRE_TOKEN", keys.token)
+        assert cli.main(words) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert first == second
+        assert cli.main([*words, "--token-file", keys.token_file]) == 2, "one of them only"
+        monkeypatch.setenv("SPECWIRE_TOKEN", keys.expired_token)
+        assert cli.main(words) == 1
+        assert "the bearer token expired" in capsys.readouterr().err
+
+    def test_no_flag_takes_a_token(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            cli.main([*self.WORDS, "--token=x"])
+        assert "unrecognized arguments: --token=x" in capsys.readouterr().err
+
+
+class TestHolders:
+    """What the coordinator does with the limits of a token."""
+
+    @pytest.fixture
+    def few(self, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
+        """An address, and two tokens for it, the first one with limits."""
+        token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
+        other, other_line = make_token("other")
+        (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
+        with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
+            yield stack.address, token, other
+
+    async def test_limits_of_a_token(self, few: tuple[str, str, str]) -> None:
+        address, token, other = few
+        params, prompt = SamplingParams(max_tokens=200, ignore_eos=True), [1]
+        async with (
+            AsyncClient(address, token=token) as client,
+            AsyncClient(address, token=other) as free,
+            client.stream(params=params, prompt_token_ids=prompt) as running,
+        ):
+            await anext(running)  # and no further: it pauses, and keeps its place
+            both = [
+                asyncio.create_task(client.generate(params=params, prompt_token_ids=prompt)) for _ in range(2)
+            ]
+            done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            with pytest.raises(ResourceExhaustedError, match="1 generations of few run, 1 wait"):
+                await done.pop()
+            with pytest.raises(InvalidRequestError, match="max_tokens=201: is over the 200"):
+                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=prompt)
+            assert len((await free.generate(params=params, prompt_token_ids=prompt)).token_ids) == 200
+            async for _ in running:
+                pass
+            assert len((await waiting.pop()).token_ids) == 200
 
 
 class TestPlaintext:
