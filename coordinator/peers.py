@@ -11,6 +11,7 @@ import grpc
 from coordinator.streams import Call, GrpcCall
 from specwire import rpc, wire
 from specwire.core import PROTOCOL_VERSION, ModelInfo
+from specwire.credentials import PLAINTEXT, Credentials
 from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
@@ -59,10 +60,10 @@ def check_version(info: ModelInfo) -> None:
 class VerifyPeer:
     """The verify service; without it nothing can be generated."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, *, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(address, credentials=credentials)
         self.stub: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
         self._info: ModelInfo | None = None
 
@@ -120,14 +121,14 @@ class VerifyPeer:
 class DraftPeer:
     """The draft service; generation goes on without it, and takes it up again when it is back."""
 
-    def __init__(self, address: str, target: ModelInfo) -> None:
+    def __init__(self, address: str, target: ModelInfo, *, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
         self._target = target
         self.info: ModelInfo | None = None
         self.unavailable = "" if address else "no draft service is configured"
         self._watcher: asyncio.Task[None] | None = None
         if address:
-            self._channel = rpc.open_channel(address)
+            self._channel = rpc.open_channel(address, credentials=credentials)
             self.stub: Any = draft_pb2_grpc.DraftServiceStub(self._channel)
 
     @property

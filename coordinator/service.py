@@ -24,10 +24,11 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-coordinator")
         stack.callback(tracer.shutdown)
-        verify = VerifyPeer(config.verify_address, config.connect_timeout_s)
+        credentials = config.peer_credentials
+        verify = VerifyPeer(config.verify_address, config.connect_timeout_s, credentials=credentials)
         stack.push_async_callback(verify.close)
         await verify.connect()
-        draft = DraftPeer(config.draft_address, verify.info)
+        draft = DraftPeer(config.draft_address, verify.info, credentials=credentials)
         stack.push_async_callback(draft.close)
         await draft.connect()
         text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)

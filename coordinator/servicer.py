@@ -18,7 +18,7 @@ from coordinator.generation import Generation, Planner
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.session import Session
 from coordinator.verifying import RemoteVerifier
-from specwire import rpc, tracing, wire
+from specwire import doors, rpc, tracing, wire
 from specwire.config import CoordinatorConfig
 from specwire.core import Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
@@ -57,10 +57,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request = await anext(aiter(requests), generation_pb2.GenerateRequest())
         params = self._with_seed_and_rule(wire.generate_params(request))
         window = wire.opening_credit(request)
+        wire.check_prompt_size(request, self._config.max_prompt_bytes)
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
+        caller = doors.caller(context)
+        caller.check(params)
         planner = self._planner(params)
-        async with self._admission.place(context.peer()):
+        async with self._admission.place(caller):
             try:
                 async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
                     await self._generate(prompt, params, planner, credit, context)
@@ -215,12 +218,6 @@ def check_fit(
         ContextLengthError: prompt and max_tokens do not fit.
         UnsupportedError: stop strings without a tokenizer.
     """
-    named = [(f"prompt_token_ids[{i}]", token_id) for i, token_id in enumerate(prompt)]
-    named += [(f"stop_token_ids[{i}]", token_id) for i, token_id in enumerate(params.stop_token_ids)]
-    named += [(f"logit_bias[{token_id}]", token_id) for token_id in params.logit_bias]
-    for name, token_id in named:
-        if not 0 <= token_id < target.vocab_size:
-            raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
     length = len(prompt) + params.max_tokens
     if length > target.context_len:
         raise ContextLengthError(
@@ -228,6 +225,12 @@ def check_fit(
             params.max_tokens,
             f"with a prompt of {len(prompt)} tokens is over the context of {target.context_len}",
         )
+    named = [(f"prompt_token_ids[{i}]", token_id) for i, token_id in enumerate(prompt)]
+    named += [(f"stop_token_ids[{i}]", token_id) for i, token_id in enumerate(params.stop_token_ids)]
+    named += [(f"logit_bias[{token_id}]", token_id) for token_id in params.logit_bias]
+    for name, token_id in named:
+        if not 0 <= token_id < target.vocab_size:
+            raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
     if params.stop and tokenizer is None:
         raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
 
@@ -235,7 +238,7 @@ def check_fit(
 def _traceparent(context: Any) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
-            return str(value)
+            return wire.checked_traceparent(str(value))
     return ""
 
 

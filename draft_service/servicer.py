@@ -40,7 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
                 preparation = self._preparation(request)
-                answers.traceparent = request.traceparent
+                answers.traceparent = wire.checked_traceparent(request.traceparent)
                 answer = await lookahead.draft(
                     request.base_len,
                     request.token_ids,

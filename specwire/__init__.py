@@ -25,6 +25,7 @@ from specwire.core import (
     Token,
     Usage,
 )
+from specwire.credentials import TLS
 from specwire.errors import (
     ConfigError,
     ContextLengthError,
@@ -38,6 +39,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
+    UnauthenticatedError,
     UnsupportedError,
 )
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "AsyncClient",
     "AsyncStream",
     "Chunk",
@@ -73,6 +76,7 @@ __all__ = [
     "Stream",
     "Timing",
     "Token",
+    "UnauthenticatedError",
     "UnsupportedError",
     "Usage",
 ]

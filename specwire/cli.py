@@ -1,4 +1,4 @@
-"""The command line: `specwire up | demo | generate | bench | timeline | proxy`, and the services by name."""
+"""The command line: `specwire up | demo | generate | bench | timeline | ...`, and the services by name."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ examples:
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
   specwire bench serve --rate 4                         measure a running server under load
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        stand in for a network in front of a service
+  specwire token alice --tokens tokens.txt              let somebody in
   specwire timeline --live                              draw who works when in one generation
 
 Every flag that names a variable can be set through it; the flag wins.
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     bench.add_command(commands)
     _add_proxy(commands)
+    _add_token(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -126,6 +128,20 @@ def _add_generate(commands: Any) -> None:
 def _add_proxy(commands: Any) -> None:
     about = "add latency, jitter and a bandwidth limit between two services"
     _add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
+
+
+def _add_token(commands: Any) -> None:
+    about = "make a bearer token; what services keep is its hash"
+    token = commands.add_parser(
+        "token", help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
+    )
+    token.add_argument("name", help="whose it is; tokens of one name share the limits")
+    token.add_argument("--tokens", metavar="FILE", help="add the hash to this file (default: print its line)")
+    token.add_argument("--expires", metavar="DATE", help="refuse it from 2027-01-31 or 2027-01-31T18:00Z on")
+    token.add_argument("--max-running", type=int, metavar="N", help="generations of that name at a time")
+    token.add_argument("--max-waiting", type=int, metavar="N", help="generations of that name that wait")
+    token.add_argument("--max-tokens", type=int, metavar="N", help="tokens that one generation may ask for")
+    token.set_defaults(run=_token)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +202,7 @@ def _generate(args: argparse.Namespace) -> int:
     settings = read_config(ClientConfig, args, os.environ)
     params = _sampling_params(args)
     with (
-        Client(settings.server, timeout_s=settings.timeout_s) as client,
+        Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client,
         client.stream(args.prompt, params, prompt_token_ids=args.token_ids) as stream,
     ):
         for chunk in stream:
@@ -199,6 +215,19 @@ def _generate(args: argparse.Namespace) -> int:
         print()
     else:
         print(*completion.token_ids)
+    return 0
+
+
+def _token(args: argparse.Namespace) -> int:
+    from specwire import tokens
+
+    limits = {name: getattr(args, name) for name in ("max_running", "max_waiting", "max_tokens", "expires")}
+    token, line = tokens.make_token(args.name, **limits)
+    if args.tokens:
+        tokens.add_line(args.tokens, line)
+        print(token)
+    else:
+        print(f"token, shown this once: {token}\nline for the tokens file: {line}")
     return 0
 
 

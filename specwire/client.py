@@ -25,6 +25,7 @@ from specwire.core import (
     SamplingParams,
     Token,
 )
+from specwire.credentials import TLS, Credentials
 from specwire.errors import (
     ConfigError,
     InvalidRequestError,
@@ -126,16 +127,29 @@ class AsyncClient:
     Args:
         address: `HOST:PORT` of the coordinator.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+        tls: speak TLS, with these files; None speaks plaintext.
+        token: bearer token shown with every request.
+        allow_plaintext: send the token without TLS beyond this machine.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
+        ConfigError: on construction, a file that cannot be used.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        tls: TLS | None = None,
+        token: str = "",
+        allow_plaintext: bool = False,
+    ) -> None:
         _check_address(address)
         self._address = address
         self._timeout_s = _checked_timeout(timeout_s)
-        self._channel = rpc.open_channel(address)
+        credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
+        self._channel = rpc.open_channel(address, credentials=credentials)
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -236,8 +250,7 @@ class AsyncClient:
         ours = rpc.from_rpc_error(error)
         text = str(ours)
         if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
-            why = text.rpartition(": ")[2]
-            return ServiceUnavailableError(f"nothing serves at {self._address} ({why})")
+            return ServiceUnavailableError(_why_not_connected(self._address, text))
         if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
             sizes = text.partition("(")[2].partition(")")[0]
             return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
@@ -280,9 +293,10 @@ class Client:
     Args:
         address: `HOST:PORT` of the coordinator.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+        options: others of `AsyncClient`; errors too.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **options: Any) -> None:
         _check_address(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
@@ -290,7 +304,12 @@ class Client:
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
-        self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s))
+        try:
+            self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
+        except BaseException:
+            self._end_thread()
+            self._loop.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -306,10 +325,13 @@ class Client:
             self._run(self._end())
             with self._calling:  # calls that came before are on the loop, and none comes after
                 self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._end_thread()
             self._cancel_late_calls()
             self._loop.close()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _cancel_late_calls(self) -> None:
         """End what other threads asked for while the loop was ending: they would wait for ever."""
@@ -378,6 +400,16 @@ async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a plain function on the loop's thread."""
     return function(*args, **kwargs)
+
+
+def _why_not_connected(address: str, text: str) -> str:
+    """gRPC's words for a failed connection, down to what the caller can do something about."""
+    why = text.partition("last error: ")[2].removesuffix(": OK")
+    if "handshake failed" in why or "Verification" in why:
+        return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"
+    if why.endswith("Socket closed"):
+        return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
+    return f"nothing serves at {address} ({why.rpartition(': ')[2]})"
 
 
 def _task_is_cancelled() -> bool:

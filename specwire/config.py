@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+from specwire.credentials import TLS, Credentials, is_loopback, read_token
 from specwire.errors import ConfigError
-from specwire.flags import flag_name, option, refuse_unknown_variables
+from specwire.flags import flag_name, option, refuse_unknown_variables, secret
 
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
@@ -23,6 +24,13 @@ RULES = (AUTO, *Rule)
 RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft"
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
+TLS_CERT_HELP = "PEM certificate, with its chain, that clients are shown; empty serves plaintext"
+TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
+TLS_CLIENT_CA_HELP = "PEM authorities; clients must show a certificate of theirs"
+TLS_CA_HELP = "PEM authorities that vouch for the server; empty for public ones"
+PEER_CA_HELP = "PEM authorities that vouch for draft and verify; empty for plaintext"
+TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
+ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -104,17 +112,49 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _check_file(name: str, path: str) -> None:
+    _check(not path or Path(path).is_file(), name, path, "no such file")
+
+
+def _check_plaintext(name: str, address: str, *, allowed: bool) -> None:
+    """Whoever is on the way reads plaintext, and can be whoever he wants to be."""
+    host, _ = split_address(name, address)
+    problem = "would be plaintext beyond this machine; give TLS files, or --allow-plaintext"
+    _check(allowed or is_loopback(host), name, address, problem)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
-    """What all three services share."""
+class DoorConfig:
+    """Who may come in at an address: TLS and tokens, from files that are read again when they change."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one")
+    tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
+    tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
+    tls_client_ca: str = option("", TLS_CLIENT_CA_HELP, metavar="FILE")
+    tokens: str = option("", TOKENS_HELP, metavar="FILE")
+    allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
+
+    def __post_init__(self) -> None:
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens"):
+            _check_file(name, getattr(self, name))
+        both = bool(self.tls_cert) == bool(self.tls_key)
+        _check(both, "tls_cert", self.tls_cert, "is of use together with --tls-key only")
+        encrypted = bool(self.tls_cert)
+        ca = self.tls_client_ca
+        _check(encrypted or not ca, "tls_client_ca", ca, "is of use together with --tls-cert only")
+        _check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(DoorConfig):
+    """What all three services share."""
+
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes")
     log_level: str = option("warning", "least severe log records shown on standard error")
 
     def __post_init__(self) -> None:
-        split_address("address", self.address)
+        super().__post_init__()
         _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
         _check(
             self.max_message_bytes >= 4096,
@@ -215,19 +255,50 @@ class CoordinatorConfig(ServiceConfig):
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
+    max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
+    peer_ca: str = option(
+        "", "PEM authorities that vouch for draft and verify; empty for plaintext", metavar="FILE"
+    )
+    peer_cert: str = option("", "PEM certificate shown to draft and verify", metavar="FILE")
+    peer_key: str = option("", "PEM private key of --peer-cert", metavar="FILE")
+    peer_server_name: str = option("", "name in the certificates of draft and verify; empty for their hosts")
+    peer_token_file: str = option("", "file with the bearer token shown to draft and verify", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        split_address("verify_address", self.verify_address)
-        if self.draft_address:
-            split_address("draft_address", self.draft_address)
+        self._check_peers()
+        most = self.max_prompt_bytes
+        _check(most >= 1, "max_prompt_bytes", most, "must be at least 1")
         parse_num_draft_tokens(self.num_draft_tokens)
         parse_num_outcomes(self.num_outcomes)
         _check_choice("rule", self.rule, RULES)
         _check_duration("draft_timeout_ms", self.draft_timeout_ms)
         _check_duration("connect_timeout_s", self.connect_timeout_s)
+
+    def _check_peers(self) -> None:
+        for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):
+            _check_file(name, getattr(self, name))
+        both = bool(self.peer_cert) == bool(self.peer_key)
+        _check(both, "peer_cert", self.peer_cert, "is of use together with --peer-key only")
+        for name in ("peer_cert", "peer_server_name"):
+            value = getattr(self, name)
+            _check(bool(self.peer_ca) or not value, name, value, "is of use together with --peer-ca only")
+        allowed = bool(self.peer_ca) or self.allow_plaintext
+        _check_plaintext("verify_address", self.verify_address, allowed=allowed)
+        if self.draft_address:
+            _check_plaintext("draft_address", self.draft_address, allowed=allowed)
+
+    @property
+    def peer_credentials(self) -> Credentials:
+        """What is shown to draft and verify, and expected of them."""
+        tls = TLS(ca=self.peer_ca, cert=self.peer_cert, key=self.peer_key, server_name=self.peer_server_name)
+        return Credentials(
+            tls=tls if self.peer_ca else None,
+            token_file=self.peer_token_file,
+            allow_plaintext=self.allow_plaintext,
+        )
 
     @property
     def fixed_draft_tokens(self) -> int | None:
@@ -246,8 +317,8 @@ class CoordinatorConfig(ServiceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig:
-    """`specwire up` and `specwire demo`: the three services on this machine."""
+class StackConfig:
+    """The three services on this machine."""
 
     target: str = option(EMBEDDED, "directory or hub id of the target model")
     draft: str = option(EMBEDDED, "directory or hub id of the draft model; none decodes plainly")
@@ -295,8 +366,19 @@ class UpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(UpConfig):
-    """`specwire up` on a free port, and too short for trying out which length pays."""
+class UpConfig(StackConfig, DoorConfig):
+    """`specwire up`: the doors are the coordinator's, since the model services listen on loopback."""
+
+    address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
+
+    def __post_init__(self) -> None:
+        StackConfig.__post_init__(self)
+        DoorConfig.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(StackConfig):
+    """`specwire demo`: a free port, and too short for trying out which length pays."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one")
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP)
@@ -308,10 +390,42 @@ class ClientConfig:
 
     server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator")
     timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
+    tls: bool = option(False, "speak TLS; --tls-ca, --client-cert and --server-name say so too")
+    tls_ca: str = option(
+        "", "PEM authorities that vouch for the server; empty for public ones", metavar="FILE"
+    )
+    client_cert: str = option("", "PEM certificate shown to the server", metavar="FILE")
+    client_key: str = option("", "PEM private key of --client-cert", metavar="FILE")
+    server_name: str = option("", "name in the server's certificate; empty for its host")
+    token: str = secret("bearer token shown to the server")
+    token_file: str = option("", "file with the bearer token, instead of SPECWIRE_TOKEN", metavar="FILE")
+    allow_plaintext: bool = option(False, "send the token without TLS beyond this machine")
 
     def __post_init__(self) -> None:
         split_address("server", self.server)
+        for name in ("tls_ca", "client_cert", "client_key", "token_file"):
+            _check_file(name, getattr(self, name))
+        both = bool(self.client_cert) == bool(self.client_key)
+        _check(both, "client_cert", self.client_cert, "is of use together with --client-key only")
+        either = not (self.token and self.token_file)
+        _check(either, "token_file", self.token_file, "and SPECWIRE_TOKEN are both given")
         _check_duration("timeout_s", self.timeout_s)
+
+    @property
+    def credentials(self) -> dict[str, Any]:
+        """What is shown to the server and expected of it: arguments of `Client`.
+
+        Raises:
+            ConfigError: the token file cannot be used.
+        """
+        named = (self.tls_ca, self.client_cert, self.server_name)
+        tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
+        token = read_token(self.token_file) if self.token_file else self.token
+        return {
+            "tls": tls if self.tls or any(named) else None,
+            "token": token,
+            "allow_plaintext": self.allow_plaintext,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,9 @@ MAX_NUM_DRAFT_TOKENS = 64
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LEN = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 4096
 # Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
 # tokens a client may keep back without acknowledging them (see proto/specwire/v1/generation.proto).
 MIN_CREDIT_TOKENS = 64
@@ -174,6 +177,10 @@ class SamplingParams:
         )
         for text in self.stop:
             _check(isinstance(text, str) and text != "", "stop", text, "must be non-empty strings")
+            _check(len(text) <= MAX_STOP_LEN, "stop", text, f"is over {MAX_STOP_LEN} characters long")
+        num_ids = len(self.stop_token_ids)
+        most = f"more than {MAX_STOP_TOKEN_IDS} ids"
+        _check(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, most)
         for token_id in self.stop_token_ids:
             _check(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "must be token ids")
 
@@ -190,6 +197,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, name, value, "must lie in [-2, 2]")
+        num_biases = len(self.logit_bias)
+        _check(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"more than {MAX_LOGIT_BIASES} ids")
         for token_id, bias in self.logit_bias.items():
             name = f"logit_bias[{token_id!r}]"
             _check(_is_int(token_id) and token_id >= 0, name, token_id, "must be keyed by token ids")

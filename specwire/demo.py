@@ -12,7 +12,7 @@ import sys
 from typing import TextIO
 
 from specwire.client import Client
-from specwire.config import UpConfig
+from specwire.config import StackConfig
 from specwire.core import Chunk, Completion, Fate, SamplingParams, Token
 from specwire.supervisor import Stack
 
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def run(config: UpConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
+def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
     """Generate with and without speculation and show both; no process is left behind.
 
     Raises:

@@ -8,6 +8,7 @@
     ├── ConfigError                 a flag, environment variable or address that cannot be used
     ├── HandshakeError              draft and target that cannot work together
     ├── PrefixMismatchError         a stream request that does not extend what the receiver holds
+    ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
     ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
     ├── ServiceUnavailableError     the peer is not there, or went away
     ├── DeadlineExceededError       the deadline passed
@@ -21,7 +22,10 @@ knows no grpc; `specwire.rpc` translates.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import ClassVar
+
+_MAX_SHOWN_LEN = 200
 
 
 class SpecwireError(Exception):
@@ -42,7 +46,7 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     Attributes:
         field: dotted name of the parameter, as the caller wrote it (`top_p`, `prompt_token_ids[3]`).
-        value: the offending value, as text.
+        value: the offending value, as text; cut where it is long.
     """
 
     status = "INVALID_ARGUMENT"
@@ -50,12 +54,20 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
-        self.value = value if isinstance(value, str) else repr(value)
+        self.value = _shown(value)
         self.problem = problem
         super().__init__(f"{field}={self.value}: {problem}")
 
     def details(self) -> dict[str, str]:
         return {"field": self.field, "value": self.value, "problem": self.problem}
+
+
+def _shown(value: object) -> str:
+    """Errors travel as metadata, for which there is little room."""
+    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_SHOWN_LEN:
+        return f"{len(value)} entries"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_SHOWN_LEN else text[:_MAX_SHOWN_LEN] + "..."
 
 
 class ContextLengthError(InvalidRequestError):
@@ -112,6 +124,13 @@ class PrefixMismatchError(SpecwireError):
 
     def details(self) -> dict[str, str]:
         return {"base_len": str(self.base_len), "held_len": str(self.held_len)}
+
+
+class UnauthenticatedError(SpecwireError):
+    """The service asks for a bearer token, and none came, or one that it does not know, or an expired one."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
 
 
 class ResourceExhaustedError(SpecwireError):

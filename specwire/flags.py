@@ -14,12 +14,18 @@ from typing import Any, TypeVar
 from specwire.errors import ConfigError
 
 ENV_PREFIX = "SPECWIRE_"
+_MAX_SHOWN_LEN = 24
 Config = TypeVar("Config")
 
 
-def option(default: Any, doc: str) -> Any:
+def option(default: Any, doc: str, *, metavar: str = "") -> Any:
     """A config field with its default and the sentence that documents it."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+    return dataclasses.field(default=default, metadata={"doc": doc, "metavar": metavar})
+
+
+def secret(doc: str) -> Any:
+    """A text that comes from its variable alone: everybody on the machine can read a command line."""
+    return dataclasses.field(default="", repr=False, metadata={"doc": doc, "secret": True})
 
 
 def flag_name(name: str) -> str:
@@ -42,6 +48,8 @@ def env_name(name: str) -> str:
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
     """One flag a field; absent flags leave no trace, so that the variable or the default counts."""
     for field in dataclasses.fields(config):
+        if "secret" in field.metadata:
+            continue
         kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
         if isinstance(field.default, bool):
             kwargs["action"] = argparse.BooleanOptionalAction
@@ -58,6 +66,8 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
     """What stands for the value in the help: by the type, or by what the name ends in."""
+    if field.metadata["metavar"]:
+        return str(field.metadata["metavar"])
     if not isinstance(field.default, str):
         return {int: "N", float: "X"}[type(field.default)]
     endings = {
@@ -111,7 +121,11 @@ def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str,
     known = {env_name(field.name) for config in configs for field in dataclasses.fields(config)}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
-            raise ConfigError(f"environment variable {name}={environ[name]!r} is not known")
+            short = (
+                len(environ[name]) <= _MAX_SHOWN_LEN
+            )  # what is longer may be a secret under a misspelt name
+            value = f"={environ[name]!r}" if short else ""
+            raise ConfigError(f"environment variable {name}{value} is not known")
 
 
 def _parse_env(field: dataclasses.Field[Any], text: str) -> Any:

@@ -25,8 +25,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from specwire import errors
+from specwire import channel, doors, errors
 from specwire.config import ServiceConfig, split_address
+from specwire.credentials import PLAINTEXT, Credentials
 from specwire.errors import ConfigError, SpecwireError
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,21 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CONNECT_TIMEOUT_MS = 5_000
+# Our own clients ping once a second; after a stall several may arrive at once. A peer that keeps pinging
+# faster than four times a second is disconnected.
 _PERMIT_KEEPALIVE = [
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 250),
+    ("grpc.http2.max_ping_strikes", 20),
+]
+# Streams that wait for their first request cost memory that no other limit counts. Over the first limit a
+# client's further streams wait, over the second one all are refused with RESOURCE_EXHAUSTED.
+_MAX_STREAMS_OF_A_CONNECTION = 8_192
+_MAX_STREAMS = 16_384
+_MAX_METADATA_BYTES = 16 << 10
+_STREAM_LIMITS = [
+    ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
 ]
 
 
@@ -151,8 +164,13 @@ class Server:
             ("grpc.max_send_message_length", -1),
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
+            *_STREAM_LIMITS,
         ]
-        self.grpc = grpc.aio.server(options=options)
+        self.grpc = grpc.aio.server(
+            options=options,
+            interceptors=doors.interceptors(config, _abort),
+            maximum_concurrent_rpcs=_MAX_STREAMS,
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -165,13 +183,10 @@ class Server:
             HOST:PORT that clients can use.
 
         Raises:
-            ConfigError: when the address cannot be bound.
+            ConfigError: when the address cannot be bound, or a TLS file cannot be used.
         """
         host, _ = split_address("address", self._config.address)
-        try:
-            port = self.grpc.add_insecure_port(self._config.address)
-        except RuntimeError:
-            port = 0
+        port = doors.add_port(self.grpc, self._config)
         if port == 0:
             raise ConfigError(
                 f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
@@ -232,8 +247,10 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
 # --- channels -------------------------------------------------------------------------------------
 
 
-def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
-    """A plaintext channel that notices a silent peer within about two seconds."""
+def open_channel(
+    address: str, max_message_bytes: int = 64 << 20, *, credentials: Credentials = PLAINTEXT
+) -> grpc.aio.Channel:
+    """A channel that notices a silent peer within about two seconds. Errors as for `channel.open_channel`."""
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -243,7 +260,7 @@ def open_channel(address: str, max_message_bytes: int = 64 << 20) -> grpc.aio.Ch
         ("grpc.max_reconnect_backoff_ms", 2_000),
         *_KEEPALIVE,
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return channel.open_channel(address, options, credentials)
 
 
 async def send(call: Any, request: Any) -> None:

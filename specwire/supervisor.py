@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Self
 
-from specwire.config import EMBEDDED, NO_DRAFT, UpConfig, split_address
+from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, split_address
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.flags import env_name, flag_words
 
@@ -151,7 +151,7 @@ def wait_ready(services: Sequence[Service], timeout_s: float) -> None:
 class Stack:
     """Draft, verify and coordinator together; a context manager that leaves no process behind."""
 
-    def __init__(self, config: UpConfig, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, config: StackConfig, environ: Mapping[str, str] | None = None) -> None:
         """Start all three and wait until they serve.
 
         Raises:
@@ -170,7 +170,7 @@ class Stack:
         """`HOST:PORT` of the coordinator."""
         return self.coordinator.address
 
-    def _start(self, config: UpConfig, environ: Mapping[str, str] | None) -> None:
+    def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
         _check_free(config.address)  # now, rather than after the models were loaded
         self.verify = self._service("verify_service", _verify_flags(config), environ, "--target")
         self.draft = (
@@ -257,7 +257,7 @@ def _flags(**values: object) -> list[str]:
     return [text for name, value in values.items() for text in flag_words(name, value)]
 
 
-def _verify_flags(config: UpConfig) -> list[str]:
+def _verify_flags(config: StackConfig) -> list[str]:
     return _flags(
         model=config.target,
         dtype=config.dtype,
@@ -269,12 +269,12 @@ def _verify_flags(config: UpConfig) -> list[str]:
     )
 
 
-def _default_threads(config: UpConfig) -> int:
+def _default_threads(config: StackConfig) -> int:
     """The embedded target's matrices are too small to share: a second thread made a pass 9 to 17 % slower."""
     return 1 if config.target == EMBEDDED else 0
 
 
-def _draft_flags(config: UpConfig) -> list[str]:
+def _draft_flags(config: StackConfig) -> list[str]:
     return _flags(
         model=config.draft,
         dtype=config.draft_dtype,
@@ -284,11 +284,11 @@ def _draft_flags(config: UpConfig) -> list[str]:
     )
 
 
-def _proxy_flags(config: UpConfig, draft_address: str) -> list[str]:
+def _proxy_flags(config: StackConfig, draft_address: str) -> list[str]:
     return ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
 
 
-def _coordinator_flags(config: UpConfig, verify_address: str, draft_address: str) -> list[str]:
+def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: str) -> list[str]:
     return _flags(
         address=config.address,
         num_draft_tokens=config.num_draft_tokens,
@@ -298,10 +298,16 @@ def _coordinator_flags(config: UpConfig, verify_address: str, draft_address: str
         log_level=config.log_level,
         verify_address=verify_address,
         draft_address=draft_address,
+        **_doors(config),
     )
 
 
-def _shared(config: UpConfig) -> dict[str, object]:
+def _doors(config: StackConfig) -> dict[str, object]:
+    names = [field.name for field in fields(DoorConfig)] if isinstance(config, DoorConfig) else []
+    return {name: getattr(config, name) for name in names if name != "address"}
+
+
+def _shared(config: StackConfig) -> dict[str, object]:
     return {
         "address": "127.0.0.1:0",
         "num_kv_tokens": config.num_kv_tokens,

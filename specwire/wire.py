@@ -50,6 +50,9 @@ _FINISH_REASONS = {
 }
 _FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
 
+MAX_TRACEPARENT_LEN = 256
+MAX_MESSAGES = 4096
+
 _WARPS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -110,6 +113,17 @@ def _law(message: common_pb2.SamplingParams) -> dict[str, Any]:
     return fields
 
 
+def checked_traceparent(value: str) -> str:
+    """A caller's trace context.
+
+    Raises:
+        InvalidRequestError: too long to be one.
+    """
+    if len(value) > MAX_TRACEPARENT_LEN:
+        raise InvalidRequestError("traceparent", f"{len(value)} characters", f"over {MAX_TRACEPARENT_LEN}")
+    return value
+
+
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
     """Parameters of a model-service stream.
 
@@ -154,8 +168,10 @@ def preparation_from_proto(message: draft_pb2.Preparation) -> Preparation:
     return Preparation(message.num_outcomes, message.num_draft_tokens)
 
 
-def refuse_trees(parent_indices: Sequence[int]) -> None:
+def refuse_trees(parent_indices: Sequence[int], num_tokens: int) -> None:
     """Trees are in the contract, but no service announces CAPABILITY_TREES yet."""
+    if parent_indices and len(parent_indices) != num_tokens:
+        raise InvalidRequestError("parent_indices", len(parent_indices), f"must be none or {num_tokens}")
     if any(parent != i - 1 for i, parent in enumerate(parent_indices)):
         raise UnsupportedError("parent_indices", list(parent_indices), "only chains are served")
 
@@ -174,7 +190,7 @@ def proposal_to_proto(proposal: Proposal, path: Sequence[int] = ()) -> draft_pb2
 
 def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
     """A chain with its supports; refuses trees and supports that do not fit their ids."""
-    refuse_trees(message.parent_indices)
+    refuse_trees(message.parent_indices, len(message.token_ids))
     supports = [_support_from_proto(support) for support in message.supports]
     if supports and len(supports) != len(message.token_ids):
         raise InvalidRequestError("supports", len(supports), "must be one for each draft token")
@@ -330,6 +346,23 @@ def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
         out.append(generation_pb2.Message(**message))
     return out
+
+
+def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -> None:
+    """Whether the prompt's text is worth encoding, which takes time that others wait.
+
+    Raises:
+        InvalidRequestError: naming the form of the prompt.
+    """
+    form = request.WhichOneof("prompt")
+    messages = request.messages.messages
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError("messages", len(messages), f"more than {MAX_MESSAGES} messages")
+    num_bytes = {"text": len(request.text.encode()), "messages": request.messages.ByteSize()}.get(
+        form or "", 0
+    )
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(str(form), f"{num_bytes} bytes", f"is over the limit of {max_bytes} bytes")
 
 
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.admission import Admission
 from specwire import ResourceExhaustedError
+from specwire.tokens import Holder
 
 
 class Work:
@@ -17,6 +18,7 @@ class Work:
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.started: list[str] = []
+        self.limits: dict[str, Holder] = {}
         self.finish: dict[str, asyncio.Event] = {}
 
     def submit(self, client: str, name: str) -> asyncio.Task[None]:
@@ -24,7 +26,7 @@ class Work:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(client):
+        async with self.admission.place(self.limits.get(client, Holder(name=client))):
             self.started.append(name)
             await self.finish[name].wait()
 
@@ -112,3 +114,37 @@ async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place():
     last = work.submit("a", "4")
     work.finish["4"].set()
     await last
+
+
+async def test_a_client_with_limits_of_its_own_waits_while_others_pass():
+    work = Work(Admission(max_running=4, max_waiting=8))
+    work.limits["few"] = Holder(name="few", max_running=1, max_waiting=2)
+    few = [work.submit("few", f"f{i}") for i in range(3)]
+    await settle()
+    assert work.started == ["f0"]
+    other = work.submit("other", "o")
+    await settle()
+    assert work.started == ["f0", "o"]
+    with pytest.raises(ResourceExhaustedError, match="1 generations of few run, 2 wait") as refused:
+        await work.submit("few", "f3")
+    assert refused.value.retry_after_ms is not None
+    work.finish["o"].set()
+    await settle()
+    assert work.started == ["f0", "o"], "a place that is free is still not for a client at its limit"
+    for name in ("f0", "f1", "f2"):
+        work.finish[name].set()
+        await settle()
+    assert work.started == ["f0", "o", "f1", "f2"]
+    await asyncio.gather(*few, other)
+    assert work.admission.num_running == work.admission.num_waiting == 0
+
+
+async def test_a_client_that_may_not_wait_is_refused_at_once():
+    work = Work(Admission(max_running=4, max_waiting=8))
+    work.limits["one"] = Holder(name="one", max_running=1, max_waiting=0)
+    first = work.submit("one", "1")
+    await settle()
+    with pytest.raises(ResourceExhaustedError):
+        await work.submit("one", "2")
+    work.finish["1"].set()
+    await first

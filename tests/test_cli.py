@@ -24,7 +24,7 @@ import draft_service.__main__
 import verify_service.__main__
 from specwire import Rule, SamplingParams, cli, demo, supervisor
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
-from specwire.flags import env_name, flag_name
+from specwire.flags import env_name, flag_name, flag_words
 from tests import texts
 from tests.harness import LocalStack, local_stack
 from tests.pairs import save_target
@@ -227,6 +227,11 @@ class TestUsage:
             prefix_sharing=False,
             grace_s=1.5,
             log_level="error",
+            tls_cert=__file__,
+            tls_key=supervisor.__file__,
+            tls_client_ca=os.__file__,
+            tokens=dataclasses.__file__,
+            allow_plaintext=True,
         )
 
         said = [
@@ -238,7 +243,7 @@ class TestUsage:
         for field in dataclasses.fields(UpConfig):
             value = getattr(changed, field.name)
             if field.name != "start_timeout_s":
-                word = "--no-" + field.name.replace("_", "-") if value is False else str(value)
+                word = flag_words(field.name, value)[-1]
                 assert word in said, field.name
 
 

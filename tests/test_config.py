@@ -25,8 +25,24 @@ from specwire.config import (
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, env_name, flag_name, flag_words, read_config
 
-FIELDS = [(kind, field) for kind in ALL_CONFIGS for field in dataclasses.fields(kind)]
+FIELDS = [
+    (kind, field)
+    for kind in ALL_CONFIGS
+    for field in dataclasses.fields(kind)
+    if "secret" not in field.metadata
+]
 IDS = [f"{kind.__name__}.{field.name}" for kind, field in FIELDS]
+
+GO_TOGETHER = {
+    "tls_cert": ["tls_key"],
+    "tls_key": ["tls_cert"],
+    "tls_client_ca": ["tls_cert", "tls_key"],
+    "peer_cert": ["peer_key", "peer_ca"],
+    "peer_key": ["peer_cert", "peer_ca"],
+    "peer_server_name": ["peer_ca"],
+    "client_cert": ["client_key"],
+    "client_key": ["client_cert"],
+}
 
 
 def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
@@ -43,10 +59,16 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
         return not field.default
     if isinstance(field.default, int | float):
         return field.default + 1
+    return another_text(field)
+
+
+def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5"}
     named = {"log_level": "error", "rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
     if field.name.endswith("dtype"):
         return "bfloat16"
+    if field.metadata["metavar"] == "FILE":
+        return __file__
     if field.name.endswith(("address", "server", "listen", "to")):
         return "localhost:81"
     return named.get(field.name, "org/model")
@@ -61,13 +83,19 @@ class TestSources:
             (ProxyConfig, "jitter_ms"): {"rtt_ms": 2.0},
             **{(one, "ray_address"): {"tensor_parallel_size": 2} for one in (DraftConfig, VerifyConfig)},
             (UpConfig, "ray_address"): {"tensor_parallel_size": 2},
+            **{
+                (kind, name): dict.fromkeys(others, __file__)
+                for kind in ALL_CONFIGS
+                for name, others in GO_TOGETHER.items()
+            },
         }
         extra = needed.get((kind, field.name), {})
         expected = kind(**extra | {field.name: value})
         fixed = [part for name, text in extra.items() for part in flag_words(name, text)]
         by_flag = read_config(kind, parse(kind, *fixed, *flag_words(field.name, value)), {})
         by_variable = read_config(kind, parse(kind, *fixed), {env_name(field.name): str(value)})
-        assert by_flag == by_variable == expected != kind(**extra)
+        assert by_flag == by_variable == expected
+        assert getattr(expected, field.name) != field.default
         assert field.metadata["doc"]
 
     def test_names(self) -> None:

@@ -112,14 +112,14 @@ def test_a_loss_between_steps_is_mended_before_the_next_request(losing: Losing, 
 
 def test_a_request_that_kills_the_device_again_and_again_fails(losing: Losing, undisturbed) -> None:
     losing.runner.dies = {0, 1, 2}
-    with pytest.raises(ServiceUnavailableError, match="rank 1 was lost, 3 times at this request"):
+    with pytest.raises(ServiceUnavailableError, match="the device was lost, 3 times at this request"):
         losing.verify(0, PROMPT, [5, 6])
     assert losing.verify(0, PROMPT, [5, 6]) == undisturbed[0]
 
 
 def test_a_device_that_stays_away_fails_requests_until_it_is_back(losing: Losing, undisturbed) -> None:
     losing.runner.dies, losing.runner.comes_back = {0}, False
-    with pytest.raises(ServiceUnavailableError, match="the device did not come back: no devices"):
+    with pytest.raises(ServiceUnavailableError, match=r"the device did not come back$"):
         losing.verify(0, PROMPT, [5, 6])
     losing.runner.comes_back = True
     assert losing.verify(0, PROMPT, [5, 6]) == undisturbed[0]

@@ -36,7 +36,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
                 job = self._job(sequence, request)
                 verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
-                if request.traceparent:
+                if wire.checked_traceparent(request.traceparent):
                     boot.record_spans(self._tracer, "verify", job, request.traceparent)
                 await context.write(self._response(request, job, verdict))
 
@@ -49,7 +49,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     def _job(self, sequence: TokenSequence, request: verify_pb2.VerifyRequest) -> VerifyJob:
-        wire.refuse_trees(request.parent_indices)
+        wire.refuse_trees(request.parent_indices, len(request.draft_token_ids))
         wire.check_num_draft_tokens("draft_token_ids", len(request.draft_token_ids))
         vocab_size = self._service.info.vocab_size
         for i, token_id in enumerate(request.draft_token_ids):

@@ -220,7 +220,8 @@ class _Session:
         from specwire.client import AsyncClient
 
         config, args = self._config, self._args
-        async with AsyncClient(config.server, timeout_s=config.timeout_s) as client:
+        credentials = config.credentials
+        async with AsyncClient(config.server, timeout_s=config.timeout_s, **credentials) as client:
             self._models = await client.get_model_info()
             texts = self._prompts or prompts.built_in(self._models[0])
             progress = report.Progress(sys.stderr, self._load.num_requests)

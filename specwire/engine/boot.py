@@ -48,8 +48,11 @@ class ModelService:
         if not message.HasField("sampling"):
             raise InvalidRequestError("open", "unset", "the first request of a stream must open it")
         params = wire.opened_params(message)
-        if message.prompt_len < 1:
-            raise InvalidRequestError("prompt_len", message.prompt_len, "must be at least 1")
+        context_len = self.info.context_len
+        if not 1 <= message.prompt_len <= context_len:
+            raise InvalidRequestError("prompt_len", message.prompt_len, f"must lie in [1, {context_len}]")
+        if message.vocab_limit < 0:
+            raise InvalidRequestError("vocab_limit", message.vocab_limit, "must be at least 0")
         if self.engine.status().num_sequences >= self.max_sequences:
             raise ResourceExhaustedError(f"{self.max_sequences} streams are open", _RETRY_AFTER_MS)
         sequence = self.engine.open(params, message.prompt_len)

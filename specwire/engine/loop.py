@@ -397,7 +397,8 @@ class Engine:
         for job in jobs:
             job.num_losses += 1
             if job.num_losses > _MAX_LOSSES:
-                self._fail(job, ServiceUnavailableError(f"{error}, {job.num_losses} times at this request"))
+                problem = f"the device was lost, {job.num_losses} times at this request"
+                self._fail(job, ServiceUnavailableError(problem))
         self._recover()
         self._jobs = [job for job in self._jobs if not job.done]
         self._background = [job for job in self._background if not job.done]
@@ -418,7 +419,7 @@ class Engine:
         except SpecwireError as error:
             log.error("the device did not come back: %s", error)
             for job in self._jobs + self._background:
-                self._fail(job, ServiceUnavailableError(f"the device did not come back: {error}"))
+                self._fail(job, ServiceUnavailableError("the device did not come back"))
 
     def _finish(self, jobs: list[Job], started_ns: int, finished_ns: int) -> None:
         answered = [job for job in jobs if job.done]

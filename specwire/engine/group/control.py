@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,16 @@ _dist: Any = dist
 
 
 def open_store(host: str) -> Any:
-    """A store of this process, in which others meet; it has the attributes `host` and `port`."""
-    return _dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    """A store of this process, in which others meet; it has the attributes `host` and `port`.
+
+    It has no lock, so it listens at this address alone; left to itself it would at all of the machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    return _dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> Any:
