@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from specwire import config, flags, rpc
+from specwire import config, doors, flags, rpc
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,6 +21,7 @@ async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.DraftConfig, args, os.environ)
     rpc.set_up_logging(settings.log_level)
+    doors.check(settings)
     from draft_service.service import serving  # loads torch: after the flags were checked
 
     await rpc.run_until_signal(serving(settings))

@@ -293,10 +293,18 @@ class Client:
     Args:
         address: `HOST:PORT` of the coordinator.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
-        options: others of `AsyncClient`; errors too.
+        tls, token, allow_plaintext: as for `AsyncClient`; errors too.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **options: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        tls: TLS | None = None,
+        token: str = "",
+        allow_plaintext: bool = False,
+    ) -> None:
         _check_address(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
@@ -304,6 +312,7 @@ class Client:
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
+        options = {"tls": tls, "token": token, "allow_plaintext": allow_plaintext}
         try:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
         except BaseException:

@@ -31,6 +31,18 @@ class _Pem(NamedTuple):
     client_ca: bytes | None
 
 
+def check(config: DoorConfig) -> None:
+    """Read all files now, rather than after a model was loaded.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    if config.tls_cert:
+        _read_pem(config)
+    if config.tokens:
+        Tokens(config.tokens)
+
+
 def add_port(server: grpc.aio.Server, config: DoorConfig) -> int:
     """Listen at the config's address, behind TLS if it has files for that.
 

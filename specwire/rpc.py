@@ -168,6 +168,7 @@ class Server:
         ]
         self.grpc = grpc.aio.server(
             options=options,
+            # The door comes first: interceptors behind it may remember what they got.
             interceptors=doors.interceptors(config, _abort),
             maximum_concurrent_rpcs=_MAX_STREAMS,
         )

@@ -26,7 +26,6 @@ from specwire.watched import Watched, read_file
 
 _PREFIX = "sw_"
 _NUM_RANDOM_BYTES = 32
-_MAX_TOKEN_LEN = 256
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _LIMITS = ("max_running", "max_waiting", "max_tokens")
 
@@ -88,7 +87,7 @@ class Tokens:
         for known, holder in self._watched.value:
             if hmac.compare_digest(known, digest):
                 found = holder
-        if found is None or len(token) > _MAX_TOKEN_LEN:
+        if found is None:
             raise UnauthenticatedError("the bearer token is not known")
         if found.expires is not None and found.expires <= datetime.now(UTC):
             raise UnauthenticatedError(f"the bearer token expired at {found.expires.isoformat()}")

@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 import coordinator.service
 import draft_service.service
 import verify_service.service
+from coordinator.__main__ import main as coordinator_main
+from draft_service.__main__ import main as draft_main
 from specwire import (
     TLS,
     AsyncClient,
@@ -44,6 +46,7 @@ from specwire.v1 import (
 )
 from tests.certificates import Authority, Pair
 from tests.harness import LocalStack, LoopThread, local_stack
+from verify_service.__main__ import main as verify_main
 
 TARGET = "emulated:step_ms=0.5"
 DRAFT = "emulated:step_ms=0.1,alpha=0.8"
@@ -458,6 +461,21 @@ class TestPlaintext:
                 Client("localhost:7070", tls=TLS(**tls))
         with pytest.raises(ConfigError, match="together"):
             TLS(cert=keys.client.cert)
+
+    @pytest.mark.parametrize("main", [coordinator_main, draft_main, verify_main])
+    def test_a_service_refuses_files_before_it_loads_a_model(
+        self, main: Any, tmp_path: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        bad = tmp_path / "bad"
+        bad.write_text("bad")
+        cert, key = keys.server
+        for words, problem in [
+            (["--tokens", str(bad)], f"tokens file {bad}, line 1: is not JSON"),
+            (["--tls-cert", cert, "--tls-key", str(bad)], "are not a PEM certificate and its private key"),
+            (["--tls-cert", cert, "--tls-key", key, "--tls-client-ca", str(bad)], "holds no PEM"),
+        ]:
+            assert main(words) == 2
+            assert problem in capsys.readouterr().err
 
     def test_nothing_to_show_is_a_plain_channel(self) -> None:
         assert PLAINTEXT.none

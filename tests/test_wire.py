@@ -227,6 +227,7 @@ class TestErrors:
         errors.ConfigError("--address x: in use"),
         errors.HandshakeError("a and b"),
         errors.PrefixMismatchError(7, 3),
+        errors.UnauthenticatedError("a token is required"),
         errors.ResourceExhaustedError("full", 20),
         errors.ResourceExhaustedError("too large"),
         errors.ServiceUnavailableError("gone"),
