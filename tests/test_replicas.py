@@ -201,7 +201,11 @@ class Zone:
 @contextlib.asynccontextmanager
 async def serving(verify: str, draft: str = "", zone: Zone | None = None) -> AsyncIterator[AsyncClient]:
     config = CoordinatorConfig(
-        verify_address=verify, draft_address=draft, grace_s=0.0, failover_timeout_s=5.0
+        verify_address=verify,
+        draft_address=draft,
+        grace_s=0.0,
+        failover_timeout_s=5.0,
+        allow_plaintext=zone is not None,
     )
     names = Names(zone, 0.05) if zone else Names()
     async with coordinator.service.serving(config, names) as address, AsyncClient(address) as client:
