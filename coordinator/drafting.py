@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from coordinator.generation import Cost, Plan
 from coordinator.mirror import Mirror
-from coordinator.peers import DraftPeer
+from coordinator.pool import Pool
 from coordinator.prepared import Prepared
+from coordinator.replicas import Replica
 from coordinator.streams import Call, attributes, cost_of
 from specwire import clock, tracing, wire
 from specwire.core import Preparation, Proposal, SamplingParams
@@ -118,11 +119,17 @@ class _DraftStream:
 
 
 class RemoteDrafter:
-    """The draft service, which may fail: then proposals are empty, and `unavailable` says why."""
+    """The draft service, which may fail: then proposals are empty, and `unavailable` says why.
+
+    A draft that is lost or hangs costs one bounded wait; the next round takes up another replica, or is a
+    plain one. Which replica proposes follows from loads, failures and the clock, never from a token, and a
+    proposal comes with the very distributions that it was drawn from: so the law is untouched even where
+    replicas run different drafts.
+    """
 
     def __init__(
         self,
-        peer: DraftPeer,
+        pool: Pool,
         params: SamplingParams,
         prompt_len: int,
         *,
@@ -131,37 +138,64 @@ class RemoteDrafter:
         deadline_s: float | None,
         tracer: tracing.Tracing,
     ) -> None:
-        self._peer = peer
+        self._pool = pool
         self._open = wire.open_sequence(params, prompt_len, vocab_limit)
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer
+        self._replica: Replica | None = None
+        self._num_lost = 0
         self._stream: _DraftStream | None = None
-        self._retry_at_s = 0.0
+        self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
 
     async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
         """See `generation.Drafter`."""
-        wanted = min(plan.num_draft_tokens, self._peer.room(len(committed)))
         nothing = Proposal(len(committed)), Cost()
-        if wanted <= 0 or clock.stopwatch_ns() / 1e9 < self._retry_at_s:
+        replica = self._place(committed) if plan.num_draft_tokens > 0 else None
+        if replica is None or replica.info is None:
             return nothing
-        if not self._peer.available:
-            self.unavailable = self.unavailable or self._peer.unavailable
+        wanted = min(plan.num_draft_tokens, replica.info.context_len - len(committed))
+        if wanted <= 0:
             return nothing
         try:
-            prepared = self._prepared(committed, wanted, plan, parent)
-            if prepared is not None:
-                return prepared, Cost(prepared=True)
-            if self._is_late():
-                return nothing
-            with self._tracer.span("draft", parent=parent) as span:
-                proposal, cost = await self._ask(committed, wanted, plan, span.traceparent)
-                span.set(attributes(proposal, cost))
-            return proposal, cost
+            return await self._propose_at(replica, committed, wanted, plan, parent) or nothing
         except (SpecwireError, TimeoutError) as error:
-            self._lose(error)
+            self._lose(replica, error)
             return nothing
+
+    async def _propose_at(
+        self, replica: Replica, committed: Sequence[int], wanted: int, plan: Plan, parent: str
+    ) -> tuple[Proposal, Cost] | None:
+        prepared = self._prepared(committed, wanted, plan, parent)
+        if prepared is not None:
+            return prepared, Cost(prepared=True)
+        if self._is_late():
+            return None
+        with self._tracer.span("draft", parent=parent) as span:
+            proposal, cost = await self._ask(replica, committed, wanted, plan, span.traceparent)
+            span.set(attributes(proposal, cost))
+        return proposal, cost
+
+    def _place(self, committed: Sequence[int]) -> Replica | None:
+        """Where the stream is or may be opened."""
+        replica = self._current() or self._pool.choose(committed, self._avoided())
+        if replica is None:
+            self.unavailable = self.unavailable or self._pool.unavailable
+        return replica
+
+    def _current(self) -> Replica | None:
+        """Where the stream is open, unless others have found out that it is lost."""
+        if self._replica is not None and self._replica.num_lost != self._num_lost:
+            self.unavailable = self.unavailable or self._replica.unavailable or "it was lost for a while"
+            self.close()
+        return self._replica
+
+    def _avoided(self) -> set[Replica]:
+        if not self._not_before_s:
+            return set()
+        now_s = clock.stopwatch_ns() / 1e9
+        return {replica for replica, not_before_s in self._not_before_s.items() if now_s < not_before_s}
 
     def _prepared(self, committed: Sequence[int], wanted: int, plan: Plan, parent: str) -> Proposal | None:
         """What is there already; the draft is told, and works on from it."""
@@ -192,11 +226,13 @@ class RemoteDrafter:
         return self._stream.late_s > 0
 
     async def _ask(
-        self, committed: Sequence[int], wanted: int, plan: Plan, traceparent: str
+        self, replica: Replica, committed: Sequence[int], wanted: int, plan: Plan, traceparent: str
     ) -> tuple[Proposal, Cost]:
         opening = self._stream is None
         if self._stream is None:
-            self._stream = _DraftStream(self._peer.open_stream(self._deadline_s))
+            self._stream = _DraftStream(replica.open_stream(self._deadline_s))
+            self._replica, self._num_lost = replica, replica.num_lost
+            self._pool.opened(replica, committed)
         stream = self._stream
         request = draft_pb2.DraftRequest(
             open=self._open if opening else None,
@@ -217,29 +253,31 @@ class RemoteDrafter:
         return found.first(wanted), cost
 
     def _preparation(self, plan: Plan) -> draft_pb2.Preparation | None:
-        info = self._peer.info
+        info = self._replica.info if self._replica else None
         if not plan.num_outcomes or info is None or not info.prepares_outcomes:
             return None
         return wire.preparation_to_proto(Preparation(plan.num_outcomes, plan.num_draft_tokens))
 
-    def _lose(self, error: Exception) -> None:
-        """Decode plainly until the draft answers again; a stale prefix just re-opens the stream."""
+    def _lose(self, replica: Replica, error: Exception) -> None:
+        """Decode plainly until a draft answers again; a stale prefix just re-opens the stream."""
         self.close()
         if isinstance(error, PrefixMismatchError):
             return
         if isinstance(error, ResourceExhaustedError):  # full, not lost: others may go on with it
             self.unavailable = str(error)
-            self._retry_at_s = clock.stopwatch_ns() / 1e9 + (error.retry_after_ms or _RETRY_AFTER_MS) / 1e3
+            retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS
+            self._not_before_s[replica] = clock.stopwatch_ns() / 1e9 + retry_after_ms / 1e3
             return
         hung = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceededError)
         self.unavailable = f"no proposal within {self._timeout_s * 1e3:.0f} ms" if hung else str(error)
         if hung or isinstance(error, ServiceUnavailableError | InternalError):
-            self._peer.lost(self.unavailable)
+            replica.lost(self.unavailable)
         else:  # our own deadline, or a request it refuses: nothing that others would suffer from
-            self._retry_at_s = math.inf
+            self._not_before_s[replica] = math.inf
 
     def close(self) -> None:
         """End the stream."""
-        if self._stream is not None:
+        if self._stream is not None and self._replica is not None:
             self._stream.close()
-            self._stream = None
+            self._pool.closed(self._replica)
+        self._stream = self._replica = None

@@ -1,25 +1,31 @@
-"""The two model services as peers: handshake, and whether they are there."""
+"""The two model services as peers over gRPC: handshake, health, and whether they are there."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.streams import Call, GrpcCall
+from coordinator.addresses import Names
+from coordinator.pool import Pool
+from coordinator.replicas import Replica
+from coordinator.streams import Call, GrpcCall, peer_error
 from specwire import rpc, wire
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
-log = logging.getLogger(__name__)
-
 _RETRY_S = 0.25
+_ASK_EVERY_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
-_RECONNECT_TIMEOUT_S = 5.0
 
 
 def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
@@ -57,140 +63,244 @@ def check_version(info: ModelInfo) -> None:
         )
 
 
-class VerifyPeer:
-    """The verify service; without it nothing can be generated."""
+def check_same(first: ModelInfo, other: ModelInfo) -> None:
+    """Refuse a target that is another model than the one that generations run on.
 
-    def __init__(self, address: str, timeout_s: float, *, credentials: Credentials = PLAINTEXT) -> None:
-        self.address = address
-        self._timeout_s = timeout_s
+    Raises:
+        HandshakeError: naming both.
+    """
+    for name in ("name", "vocab_size", "tokenizer_fingerprint"):
+        ours, theirs = getattr(first, name), getattr(other, name)
+        if ours != theirs:
+            raise HandshakeError(
+                f"target {other.name!r} has {name}={theirs!r}, and that of others, {first.name!r}, {ours!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What is different between draft and verify service, seen from outside."""
+
+    name: str
+    stub: Callable[[Any], Any]
+    stream: str
+    info_request: Any
+
+
+VERIFY = Role(
+    "verify",
+    verify_pb2_grpc.VerifyServiceStub,
+    "Verify",
+    verify_pb2.VerifyServiceGetModelInfoRequest(),
+)
+DRAFT = Role(
+    "draft",
+    draft_pb2_grpc.DraftServiceStub,
+    "Draft",
+    draft_pb2.DraftServiceGetModelInfoRequest(),
+)
+
+
+class RemoteReplica(Replica):
+    """A service at an address: its channel, and a watch over whether streams may be opened there.
+
+    The watch shakes hands, follows the service's health (`grpc.health.v1`), and asks for its load every
+    second. It knows at once when the process dies (its connection is reset) or drains (NOT_SERVING), and
+    within two seconds when the process or the way to it falls silent (keepalive).
+    """
+
+    def __init__(
+        self, role: Role, address: str, credentials: Credentials, check: Callable[[ModelInfo], None]
+    ) -> None:
+        """Begins to watch.
+
+        Args:
+            credentials: shown there, and expected.
+            check: raises HandshakeError for a service that does not fit.
+        """
+        super().__init__(role.name, address)
+        self._role = role
+        self._check = check
         self._channel = rpc.open_channel(address, credentials=credentials)
-        self.stub: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
+        self._stub = role.stub(self._channel)
+        self._health_stub = health_pb2_grpc.HealthStub(self._channel)
+        self._news = asyncio.Event()
+        self._is_doubted = False
+        self._watching = asyncio.create_task(self._watch())
+
+    def open_stream(self, timeout_s: float | None) -> Call:
+        """See `Replica`."""
+        return GrpcCall(getattr(self._stub, self._role.stream)(timeout=timeout_s))
+
+    def lost(self, reason: str) -> None:
+        """See `Replica`; it is asked again at once."""
+        super().lost(reason)
+        self._is_doubted = True
+        self._news.set()
+
+    async def close(self) -> None:
+        """Stop watching and close the channel."""
+        self._watching.cancel()
+        await self._channel.close()
+
+    async def _watch(self) -> None:
+        while True:
+            self._is_doubted = False
+            health = _Health(self._health_stub.Watch(health_pb2.HealthCheckRequest()), self._news)
+            try:
+                await self._while_serving(health)
+            except HandshakeError as error:
+                self.misfits(error)
+            except SpecwireError as error:
+                super().lost(str(error))
+            finally:
+                health.close()
+            if not self._is_doubted:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _while_serving(self, health: _Health) -> None:
+        """Until it drains, or a stream there failed.
+
+        Raises:
+            SpecwireError: it is gone, or does not fit.
+        """
+        await self._next_news(_HANDSHAKE_TIMEOUT_S)
+        if not health.is_known:
+            raise ServiceUnavailableError(f"no answer within {_HANDSHAKE_TIMEOUT_S:g} s")
+        while not self._is_doubted:
+            if health.error:
+                raise health.error
+            if not health.is_serving:
+                self.left("takes no new streams")
+                return
+            await self._shake_hands()
+            await self._next_news(_ASK_EVERY_S)
+
+    async def _next_news(self, timeout_s: float) -> None:
+        """Of its health, or that a stream there failed; at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        self._news.clear()
+
+    async def _shake_hands(self) -> None:
+        try:
+            response = await self._stub.GetModelInfo(self._role.info_request, timeout=_HANDSHAKE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise peer_error(error) from None
+        info = wire.model_info_from_proto(response.model)
+        check_version(info)
+        self._check(info)
+        self.num_others = max(0, response.status.num_sequences - self.num_streams)
+        self.came(info)
+
+
+class _Health:
+    """What a service says of its health. One that says nothing of it counts as healthy while it answers.
+
+    Attributes:
+        is_known: it has said something.
+        is_serving: what it said last.
+        error: why nothing more will come.
+    """
+
+    def __init__(self, call: Any, news: asyncio.Event) -> None:
+        self.is_known = self.is_serving = False
+        self.error: SpecwireError | None = None
+        self._call = call
+        self._news = news
+        self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                self._note(response.status == health_pb2.HealthCheckResponse.SERVING)
+            self.error = ServiceUnavailableError("the service ended")
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._note(is_serving=True)
+                return
+            self.error = peer_error(error)
+        self.is_known = True
+        self._news.set()
+
+    def _note(self, is_serving: bool) -> None:
+        self.is_known, self.is_serving = True, is_serving
+        self._news.set()
+
+    def close(self) -> None:
+        """A server that drains waits for its last stream, which must not be this one."""
+        self._call.cancel()
+        self._following.cancel()
+
+
+class VerifyPool(Pool):
+    """The replicas of the verify service; without any nothing can be generated."""
+
+    def __init__(self, addresses: str, names: Names, credentials: Credentials = PLAINTEXT) -> None:
+        """As `Pool`."""
+
+        def make(address: str) -> Replica:
+            return RemoteReplica(VERIFY, address, credentials, self.note)
+
+        super().__init__("verify", addresses, make, names)
         self._info: ModelInfo | None = None
 
     @property
     def info(self) -> ModelInfo:
-        """What the target said in the handshake; `connect` comes first."""
+        """What the first target said in the handshake, and all others must say; `connect` comes first."""
         assert self._info is not None
         return self._info
 
-    def open_stream(self, timeout_s: float | None) -> Call:
-        """One sequence's stream; `timeout_s` is its deadline, None for none."""
-        return GrpcCall(self.stub.Verify(timeout=timeout_s))
-
-    async def connect(self) -> None:
-        """The handshake, waiting for the service to come up.
+    async def connect(self, timeout_s: float) -> None:
+        """Meet all replicas, and wait for one of them to come up.
 
         Raises:
-            ServiceUnavailableError: not there in time; names the address.
-            HandshakeError: another protocol version.
+            ServiceUnavailableError: none is there in time; names the addresses.
+            HandshakeError: another protocol version, or different models.
         """
-        self._info = await self._handshake(self._timeout_s)
+        self.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.met()
+                while not self.available:
+                    await self._changed()
+                    await self.met()
+        if self._info is None:
+            raise ServiceUnavailableError(self.unavailable)
 
-    async def reconnect(self) -> None:
-        """After a broken stream: wait shortly for the same model to be there again.
+    def note(self, info: ModelInfo) -> None:
+        """What a target says of itself; the first one's word counts.
 
         Raises:
-            ServiceUnavailableError: it is not.
-            HandshakeError: another model came back.
+            HandshakeError: it is another model.
         """
-        info = await self._handshake(_RECONNECT_TIMEOUT_S)
-        if (info.name, info.vocab_size, info.tokenizer_fingerprint) != (
-            self.info.name,
-            self.info.vocab_size,
-            self.info.tokenizer_fingerprint,
-        ):
-            raise HandshakeError(f"{self.address} serves {info.name!r} now, not {self.info.name!r}")
-        self._info = info
-
-    async def _handshake(self, timeout_s: float) -> ModelInfo:
-        request = verify_pb2.VerifyServiceGetModelInfoRequest()
-        try:
-            response = await self.stub.GetModelInfo(request, timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            problem = rpc.from_rpc_error(error)
-            raise ServiceUnavailableError(f"verify service {self.address}: {problem}") from None
-        info = wire.model_info_from_proto(response.model)
-        check_version(info)
-        return info
-
-    async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close()
+        self._info = self._info or info
+        check_same(self._info, info)
 
 
-class DraftPeer:
-    """The draft service; generation goes on without it, and takes it up again when it is back."""
+class DraftPool(Pool):
+    """The replicas of the draft service; generation goes on without them, and takes up those that come."""
 
-    def __init__(self, address: str, target: ModelInfo, *, credentials: Credentials = PLAINTEXT) -> None:
-        self.address = address
-        self._target = target
-        self.info: ModelInfo | None = None
-        self.unavailable = "" if address else "no draft service is configured"
-        self._watcher: asyncio.Task[None] | None = None
-        if address:
-            self._channel = rpc.open_channel(address, credentials=credentials)
-            self.stub: Any = draft_pb2_grpc.DraftServiceStub(self._channel)
+    def __init__(self, addresses: str, names: Names, credentials: Credentials, target: ModelInfo) -> None:
+        """As `Pool`; `target` is what they must fit."""
+        check = functools.partial(check_pair, target)
+
+        def make(address: str) -> Replica:
+            return RemoteReplica(DRAFT, address, credentials, check)
+
+        super().__init__("draft", addresses, make, names)
 
     @property
-    def available(self) -> bool:
-        """True after a handshake, until a stream fails."""
-        return self.info is not None
-
-    def open_stream(self, timeout_s: float | None) -> Call:
-        """As `VerifyPeer.open_stream`."""
-        return GrpcCall(self.stub.Draft(timeout=timeout_s))
-
-    def room(self, committed_len: int) -> int:
-        """Draft tokens that still fit the draft's own context."""
-        return self.info.context_len - committed_len if self.info else 1
+    def info(self) -> ModelInfo | None:
+        """What the draft says of itself; None while there is none."""
+        return next((replica.info for replica in self.available), None)
 
     async def connect(self) -> None:
-        """Try the handshake once; when the service is not there, keep trying in the background.
+        """Try the handshake once with each; whoever is not there is looked for in the background.
 
         Raises:
-            HandshakeError: it is there, and does not fit the target.
+            HandshakeError: one is there, and does not fit the target.
         """
-        if not self.address:
-            return
-        try:
-            await self._handshake()
-        except HandshakeError:
-            raise
-        except SpecwireError as error:
-            self.lost(str(error))
-
-    def lost(self, reason: str) -> None:
-        """Use the draft no more until a handshake succeeds again."""
-        if self.info is not None or not self.unavailable:
-            log.warning("draft service %s: %s; decoding plainly", self.address, reason)
-        self.info = None
-        self.unavailable = reason
-        if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while not self.available:
-            await asyncio.sleep(_RETRY_S)
-            try:
-                await self._handshake()
-                log.warning("draft service %s is back", self.address)
-            except SpecwireError as error:
-                self.unavailable = str(error)
-
-    async def _handshake(self) -> None:
-        request = draft_pb2.DraftServiceGetModelInfoRequest()
-        try:
-            response = await self.stub.GetModelInfo(request, timeout=_HANDSHAKE_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
-        info = wire.model_info_from_proto(response.model)
-        check_version(info)
-        check_pair(self._target, info)
-        self.info, self.unavailable = info, ""
-
-    async def close(self) -> None:
-        """Stop watching and close the channel."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self.address:
-            await self._channel.close()
+        self.start()
+        await self.met()

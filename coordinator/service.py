@@ -5,30 +5,36 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.addresses import Names
+from coordinator.peers import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, rpc, tokenizer, tracing
 from specwire.config import EMBEDDED, CoordinatorConfig
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
+_SYSTEM = Names()
+
 
 @contextlib.asynccontextmanager
-async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
+async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIterator[str]:
     """A running coordinator; yields its `HOST:PORT`, and ends gracefully.
+
+    Args:
+        names: how the names of `dns:///NAME:PORT` are looked up.
 
     Raises:
         ServiceUnavailableError: the verify service is not there in time.
-        HandshakeError: draft and target do not fit each other.
+        HandshakeError: draft and target do not fit each other, or replicas differ.
         ConfigError: the address cannot be bound.
     """
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-coordinator")
         stack.callback(tracer.shutdown)
         credentials = config.peer_credentials
-        verify = VerifyPeer(config.verify_address, config.connect_timeout_s, credentials=credentials)
+        verify = VerifyPool(config.verify_address, names, credentials)
         stack.push_async_callback(verify.close)
-        await verify.connect()
-        draft = DraftPeer(config.draft_address, verify.info, credentials=credentials)
+        await verify.connect(config.connect_timeout_s)
+        draft = DraftPool(config.draft_address, names, credentials, verify.info)
         stack.push_async_callback(draft.close)
         await draft.connect()
         text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)

@@ -15,7 +15,8 @@ from coordinator.credit import Credit
 from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
 from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
-from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.peers import DraftPool, VerifyPool
+from coordinator.replicas import Replica
 from coordinator.session import Session
 from coordinator.verifying import RemoteVerifier
 from specwire import doors, rpc, tracing, wire
@@ -32,8 +33,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(
         self,
         config: CoordinatorConfig,
-        verify: VerifyPeer,
-        draft: DraftPeer,
+        verify: VerifyPool,
+        draft: DraftPool,
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
     ) -> None:
@@ -84,7 +85,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tracer=self._tracer,
         )
         verifier = RemoteVerifier(
-            self._verify, params, len(prompt), remaining_s=remaining_s, tracer=self._tracer
+            self._verify,
+            params,
+            len(prompt),
+            remaining_s=remaining_s,
+            timeout_s=self._config.failover_timeout_s,
+            tracer=self._tracer,
         )
         try:
             with self._tracer.span("generate", parent=_traceparent(context)) as span:
@@ -161,6 +167,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_finished=self._num_finished,
             draft_unavailable=self._draft.unavailable,
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
+            verify_replicas=map(_replica_status, self._verify.replicas),
+            draft_replicas=map(_replica_status, self._draft.replicas),
         )
 
 
@@ -233,6 +241,16 @@ def check_fit(
             raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
     if params.stop and tokenizer is None:
         raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
+
+
+def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
+    return generation_pb2.ReplicaStatus(
+        address=replica.address,
+        unavailable=replica.unavailable or ("is not listed any more" if replica.is_leaving else ""),
+        num_streams=replica.num_streams,
+        num_other_streams=replica.num_others,
+        num_lost=replica.num_lost,
+    )
 
 
 def _traceparent(context: Any) -> str:

@@ -17,7 +17,10 @@ from specwire.errors import RequestCancelledError, ServiceUnavailableError, Spec
 def peer_error(error: grpc.RpcError) -> SpecwireError:
     """Why a peer's stream failed; a cancel that is not ours is a service that shuts down."""
     ours = rpc.from_rpc_error(error)
-    return ServiceUnavailableError(str(ours)) if isinstance(ours, RequestCancelledError) else ours
+    text = str(ours)
+    if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
+        return ServiceUnavailableError(f"nothing serves there ({text.rpartition(': ')[2]})")
+    return ServiceUnavailableError(text) if isinstance(ours, RequestCancelledError) else ours
 
 
 async def why_ended(call: Any) -> SpecwireError:

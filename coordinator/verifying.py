@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from coordinator.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.generation import Cost
 from coordinator.mirror import Mirror
-from coordinator.peers import VerifyPeer
+from coordinator.pool import Pool
+from coordinator.replicas import Replica
 from coordinator.streams import Call, attributes, cost_of
 from specwire import clock, tracing, wire
 from specwire.core import Proposal, SamplingParams, Verdict
-from specwire.errors import InternalError, PrefixMismatchError, ServiceUnavailableError
+from specwire.errors import (
+    InternalError,
+    PrefixMismatchError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+)
 from specwire.v1 import verify_pb2
 
 log = logging.getLogger(__name__)
@@ -47,23 +55,43 @@ class _VerifyStream:
 
 
 class RemoteVerifier:
-    """The verify service. A stream that breaks is opened again once, from the committed tokens."""
+    """The verify service: one stream to one of its replicas, and to another one when that is lost.
+
+    Why a stream that is opened again changes nothing about the text. A verdict counts when `verify` has
+    returned it, and then its tokens are committed before anything else is asked; so the new stream begins
+    with exactly the tokens that the client has or will get, and no index comes twice or is left out. What a
+    failure can cost is an answer that nobody has used. Its proposal is verified again, as it is: target
+    tokens are drawn with noise that is a function of (seed, position, purpose), and so are acceptance and
+    residual in the coordinator. The second verdict is therefore the first one, up to rounding, and not a
+    second draw that would favour what is quick to fail. An answer that comes too late finds no reader: each
+    stream has a call of its own, which was cancelled.
+    """
 
     def __init__(
         self,
-        peer: VerifyPeer,
+        pool: Pool,
         params: SamplingParams,
         prompt_len: int,
         *,
         remaining_s: Callable[[], float | None],
+        timeout_s: float,
         tracer: tracing.Tracing,
     ) -> None:
-        self._peer = peer
+        """Opens nothing yet.
+
+        Args:
+            remaining_s: until the deadline of the request; None without one.
+            timeout_s: longest wait for a replica, when none is there.
+        """
+        self._pool = pool
         self._params = params
         self._prompt_len = prompt_len
         self._remaining_s = remaining_s
+        self._timeout_s = timeout_s
         self._tracer = tracer
+        self._replica: Replica | None = None
         self._stream: _VerifyStream | None = None
+        self._has_begun = False
 
     async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
         """See `generation.Verifier`.
@@ -72,22 +100,54 @@ class RemoteVerifier:
             SpecwireError: the target is gone, or refused the request.
         """
         with self._tracer.span("verify", parent=parent) as span:
-            try:
-                verdict, cost = await self._ask(committed, proposal, span.traceparent)
-            except (PrefixMismatchError, ServiceUnavailableError) as error:
-                log.warning("opening the verify stream again: %s", error)
-                self.close()
-                await self._peer.reconnect()
-                verdict, cost = await self._ask(committed, proposal, span.traceparent)
+            verdict, cost = await self._until_answered(committed, proposal, span.traceparent)
             span.set(attributes(proposal, cost))
         return verdict, cost
 
-    async def _ask(
+    async def _until_answered(
         self, committed: Sequence[int], proposal: Proposal, traceparent: str
+    ) -> tuple[Verdict, Cost]:
+        attempts = Attempts(self._timeout_s, self._remaining_s)
+        while True:
+            replica = self._replica or await self._find(committed, attempts)
+            try:
+                answer = await self._ask(replica, committed, proposal, traceparent)
+            except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
+                log.warning("verify stream at %s: %s", replica.address, error)
+                self.close()
+                if isinstance(error, ServiceUnavailableError):
+                    replica.lost(str(error))
+                attempts.add(replica, error)
+            else:
+                self._has_begun = True
+                return answer
+
+    async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
+        """A replica for a new stream. Who has begun waits for one; who has not is told at once that all are
+        full."""
+        while True:
+            replica = self._pool.choose(committed, attempts.failed | attempts.full)
+            replica = replica or self._pool.choose(committed, attempts.full)
+            if replica is not None:
+                return replica
+            wait_s = attempts.wait_s()
+            is_new = not self._has_begun and not attempts.has_failed
+            if wait_s <= 0 or (attempts.full and is_new):
+                raise attempts.give_up(self._pool.unavailable)
+            if attempts.full:
+                await asyncio.sleep(min(wait_s, RETRY_AFTER_MS / 1e3))
+                attempts.full.clear()
+            else:
+                await self._pool.wait(wait_s)
+
+    async def _ask(
+        self, replica: Replica, committed: Sequence[int], proposal: Proposal, traceparent: str
     ) -> tuple[Verdict, Cost]:
         opening = self._stream is None
         if self._stream is None:
-            self._stream = _VerifyStream(self._peer.open_stream(self._remaining_s()))
+            self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
+            self._replica = replica
+            self._pool.opened(replica, committed)
         base_len, token_ids = self._stream.mirror.advance(committed, proposal.token_ids)
         request = verify_pb2.VerifyRequest(
             open=wire.open_sequence(self._params, self._prompt_len) if opening else None,
@@ -104,6 +164,7 @@ class RemoteVerifier:
 
     def close(self) -> None:
         """End the stream."""
-        if self._stream is not None:
+        if self._stream is not None and self._replica is not None:
             self._stream.close()
-            self._stream = None
+            self._pool.closed(self._replica)
+        self._stream = self._replica = None

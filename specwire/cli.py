@@ -161,11 +161,9 @@ def _up(args: argparse.Namespace) -> int:
 
 def _supervise(stack: Stack) -> int:
     """Until a service ends that the others cannot do without."""
-    ended = stack.wait()
-    if ended is stack.draft:
-        print("the draft service ended; decoding goes on without it", file=sys.stderr)
-        stack.services.remove(ended)
-        ended = stack.wait()
+    while not stack.is_missed(ended := stack.wait()):
+        what = "the draft service" if ended is stack.draft else f"the verify service {ended.address}"
+        print(f"{what} ended; decoding goes on without it", file=sys.stderr)
     print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
     return 1
 

@@ -17,6 +17,7 @@ from specwire.flags import flag_name, option, refuse_unknown_variables, secret
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
 NO_DRAFT = "none"
+DNS = "dns:///"
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -31,6 +32,7 @@ TLS_CA_HELP = "PEM authorities that vouch for the server; empty for public ones"
 PEER_CA_HELP = "PEM authorities that vouch for draft and verify; empty for plaintext"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
 ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
+ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -121,6 +123,20 @@ def _check_plaintext(name: str, address: str, *, allowed: bool) -> None:
     host, _ = split_address(name, address)
     problem = "would be plaintext beyond this machine; give TLS files, or --allow-plaintext"
     _check(allowed or is_loopback(host), name, address, problem)
+
+
+def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
+    """`HOST:PORT` or `dns:///NAME:PORT`, one or several with commas, to its entries.
+
+    Raises:
+        ConfigError: naming the flag and the entry.
+    """
+    entries = tuple(entry.strip() for entry in addresses.split(","))
+    for entry in entries:
+        host, _ = split_address(name, entry.removeprefix(DNS))
+        _check("/" not in host, name, entry, f"is neither HOST:PORT nor {DNS}NAME:PORT")
+        _check(entries.count(entry) == 1, name, entry, "is named twice")
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +263,8 @@ class VerifyConfig(ModelServiceConfig):
 class CoordinatorConfig(ServiceConfig):
     """The coordinator."""
 
-    draft_address: str = option("", "HOST:PORT of the draft service; empty decodes plainly")
-    verify_address: str = option("127.0.0.1:7072", "HOST:PORT of the verify service")
+    draft_address: str = option("", f"where the draft service is: {ADDRESSES_HELP}; empty decodes plainly")
+    verify_address: str = option("127.0.0.1:7072", f"where the verify service is: {ADDRESSES_HELP}")
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP)
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP)
     rule: str = option(AUTO, RULE_HELP)
@@ -257,6 +273,9 @@ class CoordinatorConfig(ServiceConfig):
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
     max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
+    failover_timeout_s: float = option(
+        10.0, "longest wait of a running generation for a verify service, in seconds"
+    )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
     peer_ca: str = option(
         "", "PEM authorities that vouch for draft and verify; empty for plaintext", metavar="FILE"
@@ -276,6 +295,7 @@ class CoordinatorConfig(ServiceConfig):
         _check_choice("rule", self.rule, RULES)
         _check_duration("draft_timeout_ms", self.draft_timeout_ms)
         _check_duration("connect_timeout_s", self.connect_timeout_s)
+        _check_duration("failover_timeout_s", self.failover_timeout_s)
 
     def _check_peers(self) -> None:
         for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):
@@ -286,9 +306,10 @@ class CoordinatorConfig(ServiceConfig):
             value = getattr(self, name)
             _check(bool(self.peer_ca) or not value, name, value, "is of use together with --peer-ca only")
         allowed = bool(self.peer_ca) or self.allow_plaintext
-        _check_plaintext("verify_address", self.verify_address, allowed=allowed)
-        if self.draft_address:
-            _check_plaintext("draft_address", self.draft_address, allowed=allowed)
+        for name in ("verify_address", "draft_address"):
+            addresses = getattr(self, name)
+            for entry in split_addresses(name, addresses) if addresses or name == "verify_address" else ():
+                _check_plaintext(name, entry.removeprefix(DNS), allowed=allowed)
 
     @property
     def peer_credentials(self) -> Credentials:
@@ -326,6 +347,9 @@ class StackConfig:
     device: str = option("cpu", "device of the target")
     tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
     ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
+    replicas: int = option(
+        1, "verify services, each with the whole target; on cuda each on a card of its own"
+    )
     draft_dtype: str = option("auto", "number format of the draft's weights")
     draft_device: str = option("cpu", "device of the draft")
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
@@ -350,6 +374,9 @@ class StackConfig:
             fits = self.draft != EMBEDDED or self.target == EMBEDDED
             _check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
         _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
+        _check(self.replicas >= 1, "replicas", self.replicas, "must be at least 1")
+        placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
+        _check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("draft_dtype", self.draft_dtype, DTYPES)
         _check_choice("log_level", self.log_level, LOG_LEVELS)

@@ -152,10 +152,21 @@ class ResourceExhaustedError(SpecwireError):
 
 
 class ServiceUnavailableError(SpecwireError):
-    """The service cannot be reached, went away, or is shutting down."""
+    """The service cannot be reached, went away, or is shutting down.
+
+    Attributes:
+        retry_after_ms: when another try may succeed; None when nobody can tell.
+    """
 
     status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
+
+    def details(self) -> dict[str, str]:
+        return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
 
 
 class DeadlineExceededError(SpecwireError, TimeoutError):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -49,6 +49,9 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_000),
+    # A ping of gRPC's own (it measures bandwidth) that is under way when the line goes silent takes the place
+    # of ours, and would be waited for during a minute.
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -77,10 +80,14 @@ _STREAM_LIMITS = [
 def to_status(error: SpecwireError) -> Any:
     """The gRPC status that an error travels as."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=error.details())
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    code = grpc.StatusCode[error.status].value[0]
-    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    status.details.add().Pack(info)
+    retry_after_ms = getattr(error, "retry_after_ms", None)
+    if retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(retry_after_ms)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return rpc_status.to_status(status)
 
 
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
@@ -109,9 +116,9 @@ def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) ->
         return kind(fields.get("field", ""), fields.get("value", ""), fields.get("problem", message))
     if kind is errors.PrefixMismatchError:
         return errors.PrefixMismatchError(int(fields["base_len"]), int(fields["held_len"]))
-    if kind is errors.ResourceExhaustedError:
+    if issubclass(kind, errors.ResourceExhaustedError | errors.ServiceUnavailableError):
         retry = fields.get("retry_after_ms")
-        return errors.ResourceExhaustedError(message, None if retry is None else int(retry))
+        return kind(message, None if retry is None else int(retry))
     return kind(message)
 
 

@@ -56,18 +56,22 @@ class Service:
         self.address = ""
         self._model_flag = model_flag
         self._error = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
+        self.process = self._start([module, *flags], _waiting(module) | _inherited() | dict(environ or {}))
+        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder.start()
+
+    @staticmethod
+    def _start(module_and_flags: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module_and_flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # a selector does not see lines that a buffer holds
-            env=_waiting(module) | _inherited() | dict(environ or {}),
+            env=environ,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end the services in order
             preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509
         )
-        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
-        self._forwarder.start()
 
     def ready(self, timeout_s: float) -> str:
         """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
@@ -170,9 +174,24 @@ class Stack:
         """`HOST:PORT` of the coordinator."""
         return self.coordinator.address
 
+    @property
+    def verify(self) -> Service:
+        """The verify service; with replicas, the first of them."""
+        return self.verifies[0]
+
+    def is_missed(self, ended: Service) -> bool:
+        """Whether the others cannot do without a service that has ended; those that can, go on."""
+        self.services.remove(ended)
+        if ended in self.verifies:
+            return not any(verify in self.services for verify in self.verifies)
+        return ended is not self.draft
+
     def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
         _check_free(config.address)  # now, rather than after the models were loaded
-        self.verify = self._service("verify_service", _verify_flags(config), environ, "--target")
+        self.verifies = [
+            self._service("verify_service", _verify_flags(config, index), environ, "--target")
+            for index in range(config.replicas)
+        ]
         self.draft = (
             self._service("draft_service", _draft_flags(config), environ, "--draft")
             if config.draft != NO_DRAFT
@@ -183,8 +202,9 @@ class Stack:
         if self.draft and config.draft_rtt_ms:
             link = self._service("specwire.cli", _proxy_flags(config, draft_address), environ)
             draft_address = link.ready(config.start_timeout_s)
+        verify_addresses = ",".join(verify.address for verify in self.verifies)
         self.coordinator = self._service(
-            "coordinator", _coordinator_flags(config, self.verify.address, draft_address), environ
+            "coordinator", _coordinator_flags(config, verify_addresses, draft_address), environ
         )
         self.coordinator.ready(config.start_timeout_s)
 
@@ -257,16 +277,22 @@ def _flags(**values: object) -> list[str]:
     return [text for name, value in values.items() for text in flag_words(name, value)]
 
 
-def _verify_flags(config: StackConfig) -> list[str]:
+def _verify_flags(config: StackConfig, index: int) -> list[str]:
     return _flags(
         model=config.target,
         dtype=config.dtype,
-        device=config.device,
+        device=_device(config, index),
         num_threads=config.num_threads or _default_threads(config),
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
         **_shared(config),
     )
+
+
+def _device(config: StackConfig, index: int) -> str:
+    """Replicas on `cuda` take one card each; Ray chooses for those that span several."""
+    spread = config.device == "cuda" and config.replicas > 1 and config.tensor_parallel_size == 1
+    return f"cuda:{index}" if spread else config.device
 
 
 def _default_threads(config: StackConfig) -> int:

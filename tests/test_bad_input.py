@@ -20,7 +20,6 @@ import grpc
 import numpy as np
 import pytest
 
-import coordinator.peers
 import coordinator.service
 import draft_service.service
 import verify_service.service
@@ -531,7 +530,9 @@ def restartables(pair: tuple[Path, Path]) -> Iterator[tuple[Client, Restartable,
         stack.callback(verify.stop)
         draft = Restartable(thread, "draft", pair[1])
         stack.callback(draft.stop)
-        config = CoordinatorConfig(verify_address=verify.address, draft_address=draft.address, grace_s=0.0)
+        config = CoordinatorConfig(
+            verify_address=verify.address, draft_address=draft.address, grace_s=0.0, failover_timeout_s=3.0
+        )
         address = stack.enter_context(serve(thread, lambda: coordinator.service.serving(config)))
         yield stack.enter_context(Client(address)), verify, draft
 
@@ -586,10 +587,7 @@ class TestRestarts:
             list(chunks)
             assert stream.completion.token_ids == undisturbed.token_ids
 
-    def test_the_target_goes_for_good(
-        self, restartables: tuple[Client, Restartable, Restartable], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(coordinator.peers, "_RECONNECT_TIMEOUT_S", 1.0)
+    def test_the_target_goes_for_good(self, restartables: tuple[Client, Restartable, Restartable]) -> None:
         client, verify, _ = restartables
         with client.stream(PROMPT, self.GREEDY) as stream:
             chunks = iter(stream)

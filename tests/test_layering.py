@@ -14,8 +14,12 @@ GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 
 #: Behaviour and nouns: drivable by fakes, without any network.
 WITHOUT_GRPC = [
+    "coordinator/addresses.py",
+    "coordinator/attempts.py",
     "coordinator/credit.py",
     "coordinator/generation.py",
+    "coordinator/pool.py",
+    "coordinator/replicas.py",
     "coordinator/session.py",
     "coordinator/text.py",
     "draft_service/drafter.py",

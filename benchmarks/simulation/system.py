@@ -17,7 +17,9 @@ from benchmarks.simulation.devices import (
     VirtualRunner,
 )
 from benchmarks.simulation.network import Handler, Hosts, Link, Overheads, Process, VirtualCall
-from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.addresses import Names
+from coordinator.peers import DraftPool, VerifyPool
+from coordinator.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from coordinator.streams import Call
 from draft_service.drafter import Drafter
@@ -25,6 +27,7 @@ from draft_service.servicer import DraftServicer
 from specwire import tracing
 from specwire.config import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
+from specwire.credentials import PLAINTEXT
 from specwire.engine.boot import ModelService
 from specwire.engine.device import Decider, LogitsDecider
 from specwire.engine.emulated import EmulatedModel
@@ -119,25 +122,30 @@ class DraftService(_Service):
         self.handler = _untranslated(DraftServicer(self.service, _NO_TRACING, MAX_NUM_OUTCOMES).Draft)
 
 
-class _VerifyPeer(VerifyPeer):
-    def __init__(self, info: ModelInfo, open_call: Callable[[], Call]) -> None:
-        """No channel: the stream is a simulated one."""
-        self._info = info
+class _Replica(Replica):
+    """No channel: its streams are simulated ones."""
+
+    def __init__(self, role: str, info: ModelInfo, open_call: Callable[[], Call]) -> None:
+        super().__init__(role, role)
         self._open_call = open_call
+        self.came(info)
 
     def open_stream(self, timeout_s: float | None) -> Call:
         return self._open_call()
 
 
-class _DraftPeer(DraftPeer):
-    def __init__(self, target: ModelInfo, info: ModelInfo | None, open_call: Callable[[], Call]) -> None:
-        super().__init__("", target)
-        self.info = info
-        self.unavailable = "" if info else self.unavailable
-        self._open_call = open_call
+def _verify_pool(info: ModelInfo, open_call: Callable[[], Call]) -> VerifyPool:
+    pool = VerifyPool("", Names())
+    pool.adopt(_Replica("verify", info, open_call))
+    pool.note(info)
+    return pool
 
-    def open_stream(self, timeout_s: float | None) -> Call:
-        return self._open_call()
+
+def _draft_pool(target: ModelInfo, info: ModelInfo | None, open_call: Callable[[], Call]) -> DraftPool:
+    pool = DraftPool("", Names(), PLAINTEXT, target)
+    if info:
+        pool.adopt(_Replica("draft", info, open_call))
+    return pool
 
 
 class Group:
@@ -162,8 +170,8 @@ class Group:
         info = drafts[0].info if drafts else None
         servicer = GenerationServicer(
             config,
-            _VerifyPeer(self.verify.info, self._open_verify),
-            _DraftPeer(self.verify.info, info, self._open_draft),
+            _verify_pool(self.verify.info, self._open_verify),
+            _draft_pool(self.verify.info, info, self._open_draft),
             None,
             tracer,
         )

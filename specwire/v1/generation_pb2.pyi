@@ -209,15 +209,33 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
     uptime_ms: int
     num_waiting: int
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    verify_replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    draft_replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("address", "unavailable", "num_streams", "num_other_streams", "num_lost")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    unavailable: str
+    num_streams: int
+    num_other_streams: int
+    num_lost: int
+    def __init__(self, address: _Optional[str] = ..., unavailable: _Optional[str] = ..., num_streams: _Optional[int] = ..., num_other_streams: _Optional[int] = ..., num_lost: _Optional[int] = ...) -> None: ...
