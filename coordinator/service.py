@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from coordinator.peers import DraftPeer, VerifyPeer
 from coordinator.servicer import GenerationServicer
-from specwire import embedded, rpc, tokenizer, tracing
+from specwire import embedded, metrics, rpc, tokenizer, tracing
 from specwire.config import EMBEDDED, CoordinatorConfig
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
@@ -37,6 +37,8 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
         stack.push_async_callback(server.stop)
         servicer = GenerationServicer(config, verify, draft, text, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        shown = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
+        await stack.enter_async_context(shown)
         yield await server.start()
 
 
