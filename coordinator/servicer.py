@@ -278,4 +278,6 @@ def _response_attributes(completion: Completion) -> dict[str, Any]:
         tracing.NUM_DRAFT_TOKENS: completion.speculation.num_draft_tokens,
         tracing.NUM_ACCEPTED_TOKENS: completion.speculation.num_accepted_tokens,
         tracing.NUM_PREPARED: completion.speculation.num_prepared,
+        tracing.NUM_CACHED_TOKENS: completion.usage.cached_tokens,
+        tracing.DRAFT_AVAILABLE: not completion.speculation.draft_unavailable,
     }

@@ -39,6 +39,11 @@ _WAIT_BOUNDS = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class Counted(Protocol):
     """A generation that has begun, as `session.Session` is one."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether it came to its end."""
+        ...
+
     def completion(self, draft_unavailable: str) -> Completion:
         """What it has come to by now."""
         ...
@@ -175,6 +180,8 @@ def status_of(error: BaseException) -> str:
 def _end(totals: Totals, status: str, request: _Request) -> None:
     done = request.generation.completion(request.draft_unavailable()) if request.generation else None
     seconds = (clock.stopwatch_ns() - request.arrived_ns) / 1e9
+    if status == CANCELLED and request.generation and request.generation.ended:
+        status = OK  # a client that has its last message hangs up, and may be quicker than we are
     totals.add(status, seconds, done)
     if log.isEnabledFor(logging.INFO):
         facts = {**_facts(status, seconds, done), **({"trace": request.trace_id} if request.trace_id else {})}

@@ -5,8 +5,8 @@
 
 Nothing is counted twice: a metric is a name, what it means, and how to read it off counts that the service
 keeps anyway. They are read when somebody asks, all of them at once and on the event loop, so that they fit
-each other; turning them into text, which takes longer, is left to a thread. Label values come from the code, never
-from a client.
+each other; turning them into text, which takes longer, is left to a thread. Label values come from the code,
+never from a client.
 
 Without an address nothing listens, and nothing of prometheus_client is imported.
 """
@@ -156,13 +156,19 @@ TRACING: tuple[Metric[tracing.SpanCounts], ...] = (
         lambda counts: counts.num_exported,
     ),
     Metric(
+        Kind.COUNTER,
+        "specwire_generations_untraced_total",
+        "Generations that were not traced, in none of the services, because the queue was full.",
+        lambda counts: counts.num_untraced,
+    ),
+    Metric(
         Kind.GAUGE,
         "specwire_spans_queued",
         "Spans that wait for their export or are in it.",
         lambda counts: counts.num_queued,
     ),
 )
-"""Of every service, tracing or not."""
+"""Of every service, traced or not."""
 
 
 @contextlib.asynccontextmanager

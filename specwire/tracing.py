@@ -7,25 +7,27 @@ One trace a generation, over all three services (spans, who makes them, and thei
     │                    gen_ai.request.seed, gen_ai.response.finish_reasons, gen_ai.usage.input_tokens,
     │                    gen_ai.usage.output_tokens, gen_ai.server.time_to_first_token (seconds),
     │                    specwire.rule, specwire.num_rounds, specwire.num_draft_tokens,
-    │                    specwire.num_accepted_tokens, specwire.num_prepared
+    │                    specwire.num_accepted_tokens, specwire.num_prepared, specwire.num_cached_tokens,
+    │                    specwire.draft.available
     └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
-      │                  specwire.num_accepted_tokens, specwire.draft.available, specwire.draft.prepared
+      │                  specwire.num_accepted_tokens, specwire.draft.prepared
       ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ draft.prepare  draft service; specwire.base_len, specwire.num_outcomes; of the round itself, without
       │ │                a draft call, where its proposal had been prepared
       │ ├ draft.queue    draft service; specwire.base_len
-      │ └ draft.forward  draft service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
+      │ └ draft.forward  draft service; specwire.base_len, specwire.batch_size
       ├ verify           coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ verify.queue   verify service; specwire.base_len
-      │ └ verify.forward verify service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
-      └ accept           coordinator; specwire.rule, specwire.num_draft_tokens, specwire.num_accepted_tokens
+      │ └ verify.forward verify service; specwire.base_len, specwire.batch_size
+      └ accept           coordinator
 
 `gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
-are in tokens, sizes in bytes, `batch_size` in sequences. `draft.available` is false where the draft could
-not be reached, `draft.prepared` true where its proposal was there before it was asked for.
-`num_cached_tokens` are those that the service found in its cache instead of computing them.
+are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is false
+where the draft could not be used, for a while at least; `draft.prepared` true where its proposal was there
+before it was asked for. `num_cached_tokens` are those that the service found in its cache instead of running
+them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
