@@ -8,6 +8,7 @@ Imported where tracing is on, and nowhere else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from opentelemetry.context import Context
@@ -29,6 +30,7 @@ class SpanQueue(SpanProcessor):
         self._max_queued = max_queued
         batch_len = min(512, max_queued)
         self._batches = BatchSpanProcessor(self._exporter, max_queued, max_export_batch_size=batch_len)
+        self._lock = threading.Lock()
         self._num_accepted = 0
         self.num_dropped = 0
 
@@ -59,11 +61,12 @@ class SpanQueue(SpanProcessor):
         """See `SpanProcessor`; waits for nothing."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        if self.is_full:
-            self.num_dropped += 1
-        else:
-            self._num_accepted += 1
-            self._batches.on_end(span)
+        with self._lock:  # what is accepted must fit the SDK's queue, which drops without a word
+            if self.is_full:
+                self.num_dropped += 1
+            else:
+                self._num_accepted += 1
+                self._batches.on_end(span)
 
     def shutdown(self) -> None:
         """Export what is left and stop; may take long where the collector does not answer."""
