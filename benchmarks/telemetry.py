@@ -160,9 +160,9 @@ def main() -> None:
         title="What tracing costs",
         machine=facts,
         about=f"Emulated devices (target {devices.target_ms:g} ms, draft {devices.draft_ms:g} ms, acceptance "
-        f"{devices.alpha:g}), {plan.num_streams} streams of {plan.num_tokens} tokens, Gumbel coupling with equal "
-        f"seeds, {plan.num_repetitions} interleaved repetitions. The collector that works runs beside the client, "
-        "on the same cores. Median (least to greatest).",
+        f"{devices.alpha:g}), {plan.num_streams} streams of {plan.num_tokens} tokens, Gumbel coupling with "
+        f"equal seeds, {plan.num_repetitions} interleaved repetitions. The collector that works runs beside "
+        "the client, on the same cores. Median (least to greatest).",
         bars=bars(found),
         details=details(found),
         data={"plan": asdict(plan), "found": {name: asdict(each) for name, each in found.items()}},
