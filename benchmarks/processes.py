@@ -35,11 +35,12 @@ class Devices:
     alpha: float = 0.8
     num_draft_tokens: int = 4
 
-    def stack(self, *, num_kv_tokens: int, **limits: int) -> Stack:
+    def stack(self, *, num_kv_tokens: int, environ: Mapping[str, str] | None = None, **limits: int) -> Stack:
         """Three service processes on these devices.
 
         Args:
             num_kv_tokens: of each of the two KV caches.
+            environ: more variables for the services.
             limits: fields of the services' configs (`max_running=1000`) that the supervisor has no flags
                 for; they reach the services as environment variables.
         """
@@ -51,7 +52,8 @@ class Devices:
             num_kv_tokens=num_kv_tokens,
             grace_s=1.0,
         )
-        return Stack(config, {env_name(name): str(value) for name, value in limits.items()})
+        own = {env_name(name): str(value) for name, value in limits.items()}
+        return Stack(config, {**own, **(environ or {})})
 
 
 class Usage:

@@ -65,6 +65,22 @@ class Prospects(NamedTuple):
     round_times: list[float]
 
 
+class Chosen(NamedTuple):
+    """What rounds are like now, for whoever only looks.
+
+    Attributes:
+        num_draft_tokens: of the latest rounds that drafted any, on the average.
+        cap: most draft tokens in rounds whose number is chosen.
+        num_outcomes: prepared for.
+        num_trials: of caps and of outcomes, begun so far.
+    """
+
+    num_draft_tokens: float
+    cap: int
+    num_outcomes: int
+    num_trials: int
+
+
 class SharedMeasurements:
     """What all streams of a coordinator learn together. Times in nanoseconds.
 
@@ -114,6 +130,17 @@ class SharedMeasurements:
     def _first_outcomes(self) -> int:
         """Before any trial: to prepare takes work, which a draft that answers at once need not do."""
         return MAX_OUTCOMES if self._waits_long else 0
+
+    @property
+    def chosen(self) -> Chosen:
+        """What was chosen last; to read it changes nothing."""
+        num_streams, fixed = self._num_streams(), self._fixed_outcomes
+        return Chosen(
+            self._num_drafted,
+            self._caps.seen(num_streams),
+            self._outcomes.seen(num_streams) if fixed is None else fixed,
+            self._caps.num_trials + self._outcomes.num_trials,
+        )
 
     @property
     def draft_is_far(self) -> bool:

@@ -142,6 +142,7 @@ class Generation:
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Rounds until `max_tokens` are emitted; whoever sees a stop condition just stops asking."""
+        number = 0
         while len(self.committed) < self._end_len:
             if self._may_start is not None:
                 await self._may_start()
@@ -149,7 +150,8 @@ class Generation:
             with self._tracer.span("round", parent=self._parent) as span:
                 done = await self._round(span.traceparent)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
-                span.set(_round_attributes(done))
+                span.set({tracing.ROUND: number, **_round_attributes(done)})
+            number += 1
             yield done
             self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from coordinator.addresses import Names
 from coordinator.peers import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
-from specwire import embedded, rpc, tokenizer, tracing
+from specwire import embedded, metrics, rpc, tokenizer, tracing
 from specwire.config import EMBEDDED, CoordinatorConfig
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
@@ -43,6 +43,8 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIte
         stack.push_async_callback(server.stop)
         servicer = GenerationServicer(config, verify, draft, text, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        shown = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
+        await stack.enter_async_context(shown)
         yield await server.start()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from coordinator import metrics
 from coordinator.admission import Admission
 from coordinator.credit import Credit
 from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
@@ -18,11 +19,13 @@ from coordinator.generation import Generation, Planner
 from coordinator.peers import DraftPool, VerifyPool
 from coordinator.replicas import Replica
 from coordinator.session import Session
+from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
 from specwire import doors, rpc, tracing, wire
 from specwire.config import CoordinatorConfig
 from specwire.core import Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
@@ -49,8 +52,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes
         )
         self._num_finished = 0
+        self.totals = Totals()
+
+    def metrics(self) -> Group[metrics.Snapshot]:
+        """What it counts, for Prometheus."""
+        now = metrics.Snapshot(
+            self.totals, self._admission, self._measured, self._verify, self._draft, self._config
+        )
+        return Group(metrics.TABLE, lambda: now)
 
     @rpc.translate_errors
+    @counted
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
@@ -114,6 +126,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     model=self._verify.info.name,
                     credit=credit,
                 )
+                watch(session, lambda: drafter.unavailable, span.traceparent)
                 writing: Awaitable[None] | None = None
                 async for chunk in session.chunks():
                     message = generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk))
@@ -283,4 +296,6 @@ def _response_attributes(completion: Completion) -> dict[str, Any]:
         tracing.NUM_DRAFT_TOKENS: completion.speculation.num_draft_tokens,
         tracing.NUM_ACCEPTED_TOKENS: completion.speculation.num_accepted_tokens,
         tracing.NUM_PREPARED: completion.speculation.num_prepared,
+        tracing.NUM_CACHED_TOKENS: completion.usage.cached_tokens,
+        tracing.DRAFT_AVAILABLE: not completion.speculation.draft_unavailable,
     }

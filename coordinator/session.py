@@ -55,6 +55,11 @@ class Session:
         self._stop_reason: str | int | None = None
         self._tally = Tally()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it came to a stop condition."""
+        return self._stop_reason is not None or self._num_emitted == self._params.max_tokens
+
     async def chunks(self) -> AsyncIterator[Chunk]:
         """One chunk a round at the most; every emitted token exactly once, in order.
 
@@ -64,7 +69,7 @@ class Session:
         async for done in self._generation.rounds():
             self._tally.add(done)
             tokens = self._emit(done)
-            ended = self._stop_reason is not None or self._num_emitted == self._params.max_tokens
+            ended = self.ended
             if ended:
                 tokens += self._text.finish()
             self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))

@@ -141,6 +141,9 @@ class Trials:
         first: the one to begin with, asked when the first rounds are counted.
         tokens: what a round brings, by number of draft tokens, as far as is known now.
         advantage: so many times the tokens of a smaller option must a larger one bring.
+
+    Attributes:
+        num_trials: begun so far.
     """
 
     def __init__(
@@ -156,10 +159,17 @@ class Trials:
         self._tokens = tokens
         self._first = first
         self._levels: dict[int, _Level] = {}
+        self.num_trials = 0
 
     def option(self, num_streams: int) -> int:
         """What holds for the rounds that begin now."""
         return self._level(num_streams).option
+
+    def seen(self, num_streams: int) -> int:
+        """As `option`, for whoever only looks: a number of streams that is new stays new."""
+        key = max(1, num_streams).bit_length()
+        near = min(self._levels, key=lambda known: abs(known - key), default=None)
+        return self._first if near is None else self._levels[near].option
 
     def best(self, num_streams: int) -> int:
         """What is thought to be best."""
@@ -199,6 +209,7 @@ class Trials:
         else:
             due = [option for option in level.candidates() if level.arms[option].due <= level.clock]
             if due:
+                self.num_trials += 1
                 level.switch(due[0])
 
     def _level(self, num_streams: int) -> _Level:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 from draft_service.drafter import Drafter
 from draft_service.servicer import DraftServicer
-from specwire import rpc, tracing
+from specwire import metrics, rpc, tracing
 from specwire.config import DraftConfig
 from specwire.engine import boot
+from specwire.engine import metrics as engine_metrics
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -19,7 +20,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
 
     Raises:
         ModelLoadError: the model cannot be served.
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound.
     """
     tracer = tracing.configure("specwire-draft")
     service = boot.start(config, "draft", Drafter(config))
@@ -27,9 +28,11 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
     draft_pb2_grpc.add_DraftServiceServicer_to_server(
         DraftServicer(service, tracer, config.max_outcomes), server.grpc
     )
-    try:
-        yield await server.start()
-    finally:
-        await server.stop()
-        service.close()
-        tracer.shutdown()
+    group = engine_metrics.group(service, "draft")
+    async with metrics.serving(config.metrics_address, [group], tracer, "draft"):
+        try:
+            yield await server.start()
+        finally:
+            await server.stop()
+            service.close()
+            tracer.shutdown()

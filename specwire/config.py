@@ -33,6 +33,7 @@ PEER_CA_HELP = "PEM authorities that vouch for draft and verify; empty for plain
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
 ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
+UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -168,9 +169,12 @@ class ServiceConfig(DoorConfig):
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes")
     log_level: str = option("warning", "least severe log records shown on standard error")
+    metrics_address: str = option("", "HOST:PORT for Prometheus to scrape /metrics at; empty for none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.metrics_address:
+            split_address("metrics_address", self.metrics_address)
         _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
         _check(
             self.max_message_bytes >= 4096,
@@ -364,6 +368,7 @@ class StackConfig:
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     log_level: str = option("warning", "least severe log records shown on standard error")
+    metrics_address: str = option("", UP_METRICS_HELP)
 
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
@@ -380,6 +385,9 @@ class StackConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("draft_dtype", self.draft_dtype, DTYPES)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        if self.metrics_address:
+            _, port = split_address("metrics_address", self.metrics_address)
+            _check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
         parse_num_draft_tokens(self.num_draft_tokens)
         parse_num_outcomes(self.num_outcomes)
         _check_choice("rule", self.rule, RULES)

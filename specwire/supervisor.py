@@ -25,6 +25,8 @@ from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.flags import env_name, flag_words
 
 READY = "ready "
+METRICS_ROLES = ("coordinator", "draft", "verify")
+"""In the order of their ports."""
 _ERROR = "error: "
 _PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
@@ -285,6 +287,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         num_threads=config.num_threads or _default_threads(config),
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
+        metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )
 
@@ -306,6 +309,7 @@ def _draft_flags(config: StackConfig) -> list[str]:
         dtype=config.draft_dtype,
         device=config.draft_device,
         num_threads=config.draft_num_threads,
+        metrics_address=metrics_address(config, "draft"),
         **_shared(config),
     )
 
@@ -322,6 +326,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,
+        metrics_address=metrics_address(config, "coordinator"),
         verify_address=verify_address,
         draft_address=draft_address,
         **_doors(config),
@@ -331,6 +336,14 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
 def _doors(config: StackConfig) -> dict[str, object]:
     names = [field.name for field in fields(DoorConfig)] if isinstance(config, DoorConfig) else []
     return {name: getattr(config, name) for name in names if name != "address"}
+
+
+def metrics_address(config: StackConfig, role: str) -> str:
+    """Where a service of the stack shows its metrics; the ports follow each other, unless any will do."""
+    if not config.metrics_address:
+        return ""
+    host, port = split_address("metrics_address", config.metrics_address)
+    return f"{host}:{port and port + METRICS_ROLES.index(role)}"
 
 
 def _shared(config: StackConfig) -> dict[str, object]:

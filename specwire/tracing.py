@@ -7,30 +7,36 @@ One trace a generation, over all three services (spans, who makes them, and thei
     │                    gen_ai.request.seed, gen_ai.response.finish_reasons, gen_ai.usage.input_tokens,
     │                    gen_ai.usage.output_tokens, gen_ai.server.time_to_first_token (seconds),
     │                    specwire.rule, specwire.num_rounds, specwire.num_draft_tokens,
-    │                    specwire.num_accepted_tokens, specwire.num_prepared
+    │                    specwire.num_accepted_tokens, specwire.num_prepared, specwire.num_cached_tokens,
+    │                    specwire.draft.available
     └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
-      │                  specwire.num_accepted_tokens, specwire.draft.available, specwire.draft.prepared
+      │                  specwire.num_accepted_tokens, specwire.draft.prepared
       ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ draft.prepare  draft service; specwire.base_len, specwire.num_outcomes; of the round itself, without
       │ │                a draft call, where its proposal had been prepared
       │ ├ draft.queue    draft service; specwire.base_len
-      │ └ draft.forward  draft service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
+      │ └ draft.forward  draft service; specwire.base_len, specwire.batch_size
       ├ verify           coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ verify.queue   verify service; specwire.base_len
-      │ └ verify.forward verify service; specwire.base_len, specwire.num_draft_tokens, specwire.batch_size
-      └ accept           coordinator; specwire.rule, specwire.num_draft_tokens, specwire.num_accepted_tokens
+      │ └ verify.forward verify service; specwire.base_len, specwire.batch_size
+      └ accept           coordinator
 
 `gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
-are in tokens, sizes in bytes, `batch_size` in sequences. `draft.available` is false where the draft could
-not be reached, `draft.prepared` true where its proposal was there before it was asked for.
-`num_cached_tokens` are those that the service found in its cache instead of computing them.
+are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is false
+where the draft could not be used, for a while at least; `draft.prepared` true where its proposal was there
+before it was asked for. `num_cached_tokens` are those that the service found in its cache instead of running
+them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
 `OTEL_SDK_DISABLED=true`. While it is off, nothing of OpenTelemetry is imported. Protocol, headers,
 sampling, batch sizes and resource are set by the usual `OTEL_*` variables.
+
+A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and nothing
+else: what comes then is dropped and counted (`Tracing.counts`), and generations that begin while the queue is
+full are not traced at all, in none of the services, rather than with holes.
 
 Parents are always explicit, as W3C `traceparent` strings: one event loop serves many streams, and the
 compute loop knows its times only afterwards, so there is no ambient current span.
@@ -39,12 +45,16 @@ compute loop knows its times only afterwards, so there is no ambient current spa
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
+import re
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -55,6 +65,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OpenTelemetrySpan
 
+    from specwire.span_queue import SpanQueue
+
+GENERATE: Final = "generate"
+"""Name of the span that is a whole generation."""
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
@@ -86,8 +100,30 @@ Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORT_TIMEOUT_S = 2.0
+_MAX_QUEUED = 2048
 _LOG_INTERVAL_S = 60.0
+_NUM_CONTEXTS = 512
+_UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCounts:
+    """What became of a process's spans.
+
+    Attributes:
+        num_queued: wait for their export, or are in it.
+        num_exported: a collector has taken them.
+        num_dropped: came when the queue was full.
+        num_failed: left the queue, and the collector did not take them.
+        num_untraced: generations that were not traced because the queue was full when they began.
+    """
+
+    num_queued: int = 0
+    num_exported: int = 0
+    num_dropped: int = 0
+    num_failed: int = 0
+    num_untraced: int = 0
 
 
 class Span(ABC):
@@ -138,15 +174,25 @@ class Tracing(ABC):
         Without a valid parent there is nothing to add it to: whoever asked for the work is not tracing.
         """
 
+    @property
+    def counts(self) -> SpanCounts:
+        """What became of the spans so far; all 0 without tracing."""
+        return SpanCounts()
+
     @abstractmethod
     def shutdown(self, timeout_ms: int = 1000) -> None:
         """Export what is left and stop; what is not out by the timeout is lost. Also happens at exit."""
 
 
 class _NoSpan(Span):
+    """Not recorded; `traceparent` says so to its children, and is empty where nothing is traced at all."""
+
+    def __init__(self, traceparent: str = "") -> None:
+        self._traceparent = traceparent
+
     @property
     def traceparent(self) -> str:
-        return ""
+        return self._traceparent
 
     def set(self, attributes: Attributes) -> None: ...
 
@@ -222,6 +268,15 @@ def _make_exporter() -> SpanExporter:
     raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: must be grpc or http/protobuf")
 
 
+def _make_queue(exporter: SpanExporter) -> SpanQueue:
+    from specwire.span_queue import SpanQueue
+
+    text = _variable("OTEL_BSP_MAX_QUEUE_SIZE") or str(_MAX_QUEUED)
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"OTEL_BSP_MAX_QUEUE_SIZE={text}: must be a whole number over 0")
+    return SpanQueue(exporter, int(text))
+
+
 class _OpenTelemetry(Tracing):
     """Spans through the OpenTelemetry SDK: a bounded queue, and a thread that exports batches of it."""
 
@@ -231,25 +286,34 @@ class _OpenTelemetry(Tracing):
         from opentelemetry.context import Context
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._log = _OccasionalLog()
         from_environment = OTELResourceDetector().detect().attributes
         resource = Resource.create({SERVICE_NAME: service_name, **from_environment})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exporter = exporter
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._queue = _make_queue(exporter)
+        provider.add_span_processor(self._queue)
         self._provider = provider
+        # Other samplers ask for children of what is not recorded.
+        self._sheds = isinstance(provider.sampler, ParentBased)
+        self._num_untraced = 0
         self._tracer = provider.get_tracer("specwire")
         self._no_context = Context()
         self._propagator = TraceContextTextMapPropagator()
+        self._context = functools.lru_cache(_NUM_CONTEXTS)(self._parsed)  # siblings name the same parent
         # The SDK's shutdown waits up to 30 s and new threads cannot start at exit, so one stands by.
         self._stop, self._stopped = threading.Event(), threading.Event()
         threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
         atexit.register(self.shutdown)
 
     def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
+        if name == GENERATE and self._sheds and self._queue.is_full:
+            self._num_untraced += 1
+            return _NoSpan(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
+        if self._sheds and parent and _UNSAMPLED.fullmatch(parent):
+            return _NoSpan(parent)
         return _RealSpan(
             self._tracer.start_span(name, context=self._context(parent), attributes=_present(attributes))
         )
@@ -257,6 +321,8 @@ class _OpenTelemetry(Tracing):
     def record(
         self, name: str, *, start_ns: int, end_ns: int, parent: str, attributes: Attributes | None = None
     ) -> None:
+        if self._sheds and _UNSAMPLED.fullmatch(parent):
+            return
         context = self._context(parent)
         if context is not self._no_context:
             span = self._tracer.start_span(
@@ -264,19 +330,30 @@ class _OpenTelemetry(Tracing):
             )
             span.end(end_ns)
 
+    @property
+    def counts(self) -> SpanCounts:
+        queue = self._queue
+        return SpanCounts(
+            num_queued=queue.num_queued,
+            num_exported=queue.num_exported,
+            num_dropped=queue.num_dropped,
+            num_failed=queue.num_failed,
+            num_untraced=self._num_untraced,
+        )
+
     def shutdown(self, timeout_ms: int = 1000) -> None:
         atexit.unregister(self.shutdown)
         self._stop.set()
         if not self._stopped.wait(timeout_ms / 1000):
             self._log.mute()
-            self._exporter.shutdown()  # breaks off the export that hangs
+            self._queue.abandon()  # breaks off the export that hangs
 
     def _stop_provider(self) -> None:
         self._stop.wait()
         self._provider.shutdown()
         self._stopped.set()
 
-    def _context(self, parent: str | None) -> Context:
+    def _parsed(self, parent: str | None) -> Context:
         """What the SDK calls a parent; `_no_context` itself when there is none. Never the ambient one."""
         if not parent:
             return self._no_context

@@ -37,6 +37,7 @@ WITHOUT_GRPC = [
     "specwire/delay_line.py",
     "specwire/delay_proxy.py",
     "specwire/flags.py",
+    "specwire/metrics.py",
     "specwire/tokenizer.py",
     "specwire/wire.py",
     "specwire/timeline/generation.py",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from specwire import rpc, tracing
+from specwire import metrics, rpc, tracing
 from specwire.config import VerifyConfig
 from specwire.engine import boot
+from specwire.engine import metrics as engine_metrics
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import Verifier
@@ -19,15 +20,17 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
 
     Raises:
         ModelLoadError: the model cannot be served.
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound.
     """
     tracer = tracing.configure("specwire-verify")
     service = boot.start(config, "verify", Verifier())
     server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
-    try:
-        yield await server.start()
-    finally:
-        await server.stop()
-        service.close()
-        tracer.shutdown()
+    group = engine_metrics.group(service, "verify")
+    async with metrics.serving(config.metrics_address, [group], tracer, "verify"):
+        try:
+            yield await server.start()
+        finally:
+            await server.stop()
+            service.close()
+            tracer.shutdown()

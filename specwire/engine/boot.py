@@ -177,9 +177,21 @@ def timings(job: Job) -> common_pb2.Timings:
 
 def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> None:
     """`<name>.queue` and `<name>.forward` under the caller's span."""
-    tracer.record(f"{name}.queue", start_ns=job.arrived_ns, end_ns=job.started_ns, parent=parent)
-    end_ns = job.finished_ns
-    tracer.record(f"{name}.forward", start_ns=job.started_ns, end_ns=end_ns, parent=parent)
+    attributes = {tracing.BASE_LEN: job.committed_len}
+    tracer.record(
+        f"{name}.queue",
+        start_ns=job.arrived_ns,
+        end_ns=job.started_ns,
+        parent=parent,
+        attributes=attributes,
+    )
+    tracer.record(
+        f"{name}.forward",
+        start_ns=job.started_ns,
+        end_ns=job.finished_ns,
+        parent=parent,
+        attributes={**attributes, tracing.BATCH_SIZE: job.num_companions},
+    )
 
 
 def _resolve(model: str, role: str) -> str:

@@ -127,6 +127,9 @@ class PagePool:
     Args:
         num_pages: at least 1.
         page_size: slots in a page, at least 1.
+
+    Attributes:
+        num_shared_pages: of the held pages, those that more than one sequence holds.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -137,6 +140,7 @@ class PagePool:
         self.page_size = page_size
         self._references = [0] * num_pages
         self._num_free = num_pages
+        self.num_shared_pages = 0
         self._free = _FreeIntervals(num_pages)
         self._index = PrefixIndex()
         self._tables: dict[int, SequenceCache] = {}
@@ -224,6 +228,7 @@ class PagePool:
         """Add one reference to each page; a cached one is held from now on."""
         for page in pages:
             self._references[page] += 1
+            self.num_shared_pages += self._references[page] == 2
             self._index.wake(page)
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -233,6 +238,7 @@ class PagePool:
         """
         for page in pages:
             self._references[page] -= 1
+            self.num_shared_pages -= self._references[page] == 1
             if self._references[page] == 0:
                 if self._index.knows(page):
                     self._index.rest(page)
@@ -286,6 +292,8 @@ class PagePool:
         for page, count in enumerate(self._references):
             if count != held[page]:
                 raise IntegrityError(f"page {page}: {count} references, {held[page]} tables hold it")
+        if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
+            raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
         self._check_free(held)
 
     def _check_free(self, held: Counter[int]) -> None:

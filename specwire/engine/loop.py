@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 _MAX_DELAY = 0.1
 """Background jobs in a step make it longer by at most this part of what it takes without them."""
 
+NUM_STEP_SIZES = 12
+"""Up to 1,024 sequences in a step are told apart, to a power of two."""
+
 _MAX_LOSSES = 2
 """A job whose steps a device did not survive more often than this fails: it may be what kills the device."""
 
@@ -64,6 +67,12 @@ class EngineStatus:
     num_tokens: int
     num_preemptions: int
     num_hit_tokens: int
+    num_waiting: int
+    step_ns: int
+    step_sizes: tuple[int, ...]
+    """[NUM_STEP_SIZES] of the steps so far, those of up to 1, 2, 4, 8, ... and any number of sequences."""
+    step_sequences: int
+    """Sequences in all steps so far, added up."""
 
 
 class Engine:
@@ -103,6 +112,9 @@ class Engine:
         self._num_waiting = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._step_ns = 0
+        self._step_sizes = [0] * NUM_STEP_SIZES
+        self._step_sequences = 0
         self._closing = False
         self._thread = thread
         self._thread.start(self._run)
@@ -189,6 +201,10 @@ class Engine:
             self._num_tokens,
             self._scheduler.num_preemptions,
             self._scheduler.num_hit_tokens,
+            min(self._num_waiting, len(self._jobs)),
+            self._step_ns,
+            tuple(self._step_sizes),
+            self._step_sequences,
         )
 
     def load(self, job: Job) -> Load:
@@ -347,7 +363,13 @@ class Engine:
         """Learn what it cost, and answer whoever is done."""
         finished_ns = clock.epoch_ns()
         self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
+        self._count(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
+
+    def _count(self, num_sequences: int, step_ns: int) -> None:
+        self._step_ns += step_ns
+        self._step_sequences += num_sequences
+        self._step_sizes[min((num_sequences - 1).bit_length(), NUM_STEP_SIZES - 1)] += 1
 
     def _plan(self, now_ns: int) -> Step:
         step = self._scheduler.plan(self._jobs, now_ns)

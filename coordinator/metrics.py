@@ -1,0 +1,202 @@
+"""The metrics of a coordinator: what its requests add up to, who is there, and what it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coordinator.admission import Admission
+from coordinator.draft_length import SharedMeasurements
+from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.totals import Totals
+from specwire.config import CoordinatorConfig
+from specwire.metrics import Kind, Labelled, Metric
+
+
+class Snapshot(NamedTuple):
+    """What a coordinator's metrics are read off."""
+
+    totals: Totals
+    admission: Admission
+    measured: SharedMeasurements
+    verify: VerifyPeer
+    draft: DraftPeer
+    config: CoordinatorConfig
+
+
+def _by_position(counts: Sequence[int]) -> Labelled:
+    return {(str(position),): count for position, count in enumerate(counts)}
+
+
+def _replicas(now: Snapshot) -> Labelled:
+    draft = now.draft.available
+    return {
+        ("verify", "available"): 1,
+        ("verify", "unavailable"): 0,
+        ("draft", "available"): draft,
+        ("draft", "unavailable"): bool(now.config.draft_address) and not draft,
+    }
+
+
+TABLE: tuple[Metric[Snapshot], ...] = (
+    # requests
+    Metric(
+        Kind.COUNTER,
+        "specwire_requests_total",
+        "Requests that have ended, by gRPC status; finish_reason is empty unless the status is OK.",
+        lambda now: now.totals.requests,
+        ("status", "finish_reason"),
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_requests_running",
+        "Requests that generate now.",
+        lambda now: now.admission.num_running,
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_requests_running_limit",
+        "Most requests that may generate at a time (--max-running).",
+        lambda now: now.config.max_running,
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_requests_waiting",
+        "Requests that wait for a place.",
+        lambda now: now.admission.num_waiting,
+    ),
+    Metric(
+        Kind.HISTOGRAM,
+        "specwire_request_wait_seconds",
+        "Time from a request's arrival to the start of its generation.",
+        lambda now: now.totals.wait_s,
+    ),
+    Metric(
+        Kind.HISTOGRAM,
+        "gen_ai_server_request_duration_seconds",
+        "Time of requests that ended well, from their arrival to the end.",
+        lambda now: now.totals.duration_s,
+    ),
+    Metric(
+        Kind.HISTOGRAM,
+        "gen_ai_server_time_to_first_token_seconds",
+        "Time of requests that ended well, from their arrival to the first token.",
+        lambda now: now.totals.first_token_s,
+    ),
+    Metric(
+        Kind.HISTOGRAM,
+        "gen_ai_server_time_per_output_token_seconds",
+        "Mean time between tokens after the first, of each request that ended well.",
+        lambda now: now.totals.per_token_s,
+    ),
+    # tokens
+    Metric(
+        Kind.COUNTER,
+        "specwire_prompt_tokens_total",
+        "Tokens of prompts.",
+        lambda now: now.totals.prompt_tokens,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_generation_tokens_total",
+        "Tokens sent to clients.",
+        lambda now: now.totals.output_tokens,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_prefix_cache_hit_tokens_total",
+        "Tokens that the verify service found in its KV cache instead of running them.",
+        lambda now: now.totals.hit_tokens,
+    ),
+    # rounds
+    Metric(
+        Kind.COUNTER,
+        "specwire_rounds_total",
+        "Rounds, plain ones included; each takes one verify call.",
+        lambda now: now.totals.rounds,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spec_decode_num_drafts_total",
+        "Rounds that had draft tokens.",
+        lambda now: now.totals.drafts,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spec_decode_num_draft_tokens_total",
+        "Draft tokens that were verified.",
+        lambda now: now.totals.draft_tokens,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spec_decode_num_accepted_tokens_total",
+        "Draft tokens that were accepted.",
+        lambda now: now.totals.accepted_tokens,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spec_decode_num_draft_tokens_per_pos_total",
+        "Draft tokens that were verified, by their position in the round, from 0.",
+        lambda now: _by_position(now.totals.drafted_per_position),
+        ("position",),
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spec_decode_num_accepted_tokens_per_pos_total",
+        "Draft tokens that were accepted, by their position in the round, from 0.",
+        lambda now: _by_position(now.totals.accepted_per_position),
+        ("position",),
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_prepared_rounds_total",
+        "Rounds whose proposal was there before it was asked for.",
+        lambda now: now.totals.prepared,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_stage_seconds_total",
+        "Time of rounds by stage: forward passes of draft and verify, their queues, the rule, and the rest.",
+        lambda now: {(stage,): ms / 1e3 for stage, ms in now.totals.stage_ms.items()},
+        ("stage",),
+    ),
+    # choices
+    Metric(
+        Kind.GAUGE,
+        "specwire_chosen_draft_tokens",
+        "Draft tokens in the latest rounds that had any, on the average.",
+        lambda now: now.measured.chosen.num_draft_tokens,
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_chosen_draft_tokens_cap",
+        "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
+        lambda now: now.measured.chosen.cap,
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_chosen_outcomes",
+        "Outcomes of a round that the draft prepares for.",
+        lambda now: now.measured.chosen.num_outcomes,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_trials_total",
+        "Trials of another cap or another number of outcomes that have begun.",
+        lambda now: now.measured.chosen.num_trials,
+    ),
+    # peers
+    Metric(
+        Kind.GAUGE,
+        "specwire_replicas",
+        "Draft and verify services that new streams may go to, or may not.",
+        _replicas,
+        ("role", "state"),
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_requests_without_draft_total",
+        "Requests that had to do without a draft service, for a while at least.",
+        lambda now: now.totals.without_draft,
+    ),
+)
