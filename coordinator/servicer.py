@@ -66,12 +66,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._admission.place(caller):
             try:
                 async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
-                    await self._generate(prompt, params, planner, credit, context)
+                    await self._generate(prompt, params, planner, credit, context, request.report_progress)
             finally:
                 self._num_finished += 1
 
     async def _generate(
-        self, prompt: list[int], params: SamplingParams, planner: Planner, credit: Credit, context: Any
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        planner: Planner,
+        credit: Credit,
+        context: Any,
+        report_progress: bool,
     ) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
         drafter = RemoteDrafter(
@@ -107,6 +113,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     eos_token_ids=self._verify.info.eos_token_ids,
                     model=self._verify.info.name,
                     credit=credit,
+                    report_progress=report_progress,
                 )
                 writing: Awaitable[None] | None = None
                 async for chunk in session.chunks():
