@@ -15,6 +15,8 @@ import openai
 import pytest
 
 from specwire import SamplingParams, embedded
+from specwire.config import UpConfig
+from specwire.supervisor import Stack
 from tests.fronts import Fronted, front, fronted, save_chat_target
 from tests.harness import local_stack
 
@@ -302,6 +304,21 @@ def test_a_slow_reader_pauses_its_generation() -> None:
             received += connection.recv(1 << 20)
         assert b"[DONE]" in received[-64:]
         assert received.count(b'"fate":') == num_tokens
+
+
+def test_up_starts_a_front_and_ends_it() -> None:
+    config = UpConfig(
+        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
+    )
+    with Stack(config) as stack:
+        assert stack.http is not None
+        with openai.OpenAI(base_url=f"http://{stack.http.address}/v1", api_key="-", max_retries=0) as client:
+            model = client.models.list().data[0].id
+            answer = client.completions.create(model=model, prompt=[1, 2], max_tokens=8)
+        assert answer.usage.completion_tokens == 8
+        stack.http.terminate()
+        assert stack.wait() is stack.http, "its end is seen"
+        assert stack.http.process.returncode == 0
 
 
 def settled(read: Any) -> int:

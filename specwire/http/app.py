@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specwire import AsyncClient
 from specwire.config import HttpConfig
-from specwire.errors import SpecwireError
+from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import body, page, prompts
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
@@ -64,12 +64,14 @@ class Front:
         return HTMLResponse(page.html(), headers=page.HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """200 while the coordinator answers; needs no token."""
+        """200 while the coordinator answers, be it that it wants a token; needs none itself."""
         try:
-            status = await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
-        except SpecwireError as error:
+            await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
+        except (ServiceUnavailableError, DeadlineExceededError) as error:
             return JSONResponse({"status": "unavailable", "reason": error.status.lower()}, status_code=503)
-        return JSONResponse({"status": "ok", "draft_unavailable": status.draft_unavailable})
+        except SpecwireError:
+            pass
+        return JSONResponse({"status": "ok"})
 
     async def list_models(self, request: Request) -> Response:
         """The one model that is served."""
