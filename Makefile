@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test bench setup format lint types proto proto-check unit train clean
+.PHONY: demo test bench browser setup format lint types proto proto-check unit train clean
 
 demo: setup
 	@$(BIN)/specwire demo
@@ -23,6 +23,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# The page is tested in Chromium; Debian has it together with its driver. Needs root.
+browser:
+	@(command -v chromium && command -v chromedriver) >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core)
 
 format: setup
 	$(BIN)/ruff format $(CODE)

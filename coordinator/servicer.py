@@ -79,12 +79,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._admission.place(caller):
             try:
                 async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
-                    await self._generate(prompt, params, planner, credit, context)
+                    await self._generate(prompt, params, planner, credit, context, request.report_progress)
             finally:
                 self._num_finished += 1
 
     async def _generate(
-        self, prompt: list[int], params: SamplingParams, planner: Planner, credit: Credit, context: Any
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        planner: Planner,
+        credit: Credit,
+        context: Any,
+        report_progress: bool,
     ) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
         drafter = RemoteDrafter(
@@ -125,6 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     eos_token_ids=self._verify.info.eos_token_ids,
                     model=self._verify.info.name,
                     credit=credit,
+                    report_progress=report_progress,
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
                 writing: Awaitable[None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
@@ -41,6 +42,7 @@ class Session:
         eos_token_ids: Sequence[int],
         model: str,
         credit: Credit,
+        report_progress: bool = False,
     ) -> None:
         self._generation = generation
         self._num_prompt_tokens = len(prompt_token_ids)
@@ -48,6 +50,7 @@ class Session:
         self._tokenizer = tokenizer
         self._model = model
         self._credit = credit
+        self._report_progress = report_progress
         self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self._text = TextAssembler(tokenizer, prompt_token_ids, params.stop)
         self._released: list[Token] = []
@@ -133,7 +136,10 @@ class Session:
             Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED) for token_id in rejected
         )
         text = "".join(token.text for token in tokens)
-        return Chunk(text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index)
+        chunk = Chunk(text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index)
+        if not self._report_progress:
+            return chunk
+        return replace(chunk, speculation=self._tally.speculation(), timing=self._tally.timing())
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
@@ -179,7 +185,7 @@ class Tally:
             self._drafted[i] += 1
             self._accepted[i] += i < num_accepted
 
-    def speculation(self, draft_unavailable: str) -> Speculation:
+    def speculation(self, draft_unavailable: str = "") -> Speculation:
         """The counts so far."""
         return Speculation(
             num_rounds=self._num_rounds,

@@ -1,4 +1,4 @@
-"""The command line: `specwire up | demo | generate | bench | timeline | ...`, and the services by name."""
+"""The command line: `specwire up | demo | generate | http | bench | ...`, and the services by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from specwire import config
 from specwire.bench import command as bench
-from specwire.config import ClientConfig, DemoConfig, ProxyConfig, UpConfig
+from specwire.config import ClientConfig, DemoConfig, HttpConfig, ProxyConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, read_config
 from specwire.sampling_flags import add_sampling_flags, token_ids
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     _add_proxy(commands)
     _add_token(commands)
+    _add_http(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -144,6 +145,11 @@ def _add_token(commands: Any) -> None:
     token.set_defaults(run=_token)
 
 
+def _add_http(commands: Any) -> None:
+    about = "serve OpenAI's API and a page in front of a coordinator"
+    _add_command(commands, "http", about, HttpConfig).set_defaults(run=_http)
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the completion as JSON")
 
@@ -154,6 +160,8 @@ def _up(args: argparse.Namespace) -> int:
     try:
         with Stack(settings) as stack:
             print(f"ready {stack.address}", flush=True)
+            if stack.http:
+                print(f"page http://{stack.http.address}/", flush=True)
             return _supervise(stack)
     except KeyboardInterrupt:
         return 0
@@ -233,6 +241,21 @@ def _proxy(args: argparse.Namespace) -> int:
     from specwire import delay_proxy
 
     asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
+    return 0
+
+
+def _http(args: argparse.Namespace) -> int:
+    from specwire import rpc
+
+    settings = read_config(HttpConfig, args, os.environ)
+    try:
+        from specwire.http import server
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
+        ) from None
+    rpc.set_up_logging(settings.log_level)
+    asyncio.run(rpc.run_until_signal(server.serving(settings)))
     return 0
 
 

@@ -172,6 +172,8 @@ class AsyncClient:
         messages: Messages | None = None,
         timeout_s: float | None = None,
         traceparent: str = "",
+        token: str = "",
+        report_progress: bool = False,
     ) -> AsyncIterator[AsyncStream]:
         """Generate, chunk by chunk. Leaving the context cancels the generation on all services.
 
@@ -180,6 +182,8 @@ class AsyncClient:
             params: how to continue it.
             timeout_s: deadline of the whole generation, in seconds.
             traceparent: W3C trace context of the caller, to be the parent of the generation's trace.
+            token: bearer token of whoever this generation is for.
+            report_progress: whether every chunk says what speculation did so far and where the time went.
 
         Raises:
             InvalidRequestError: names the parameter and its value.
@@ -191,8 +195,9 @@ class AsyncClient:
             prompt_token_ids,
             [dict(m) for m in messages] if messages is not None else None,
             credit_tokens=MIN_CREDIT_TOKENS,
+            report_progress=report_progress,
         )
-        metadata = [("traceparent", traceparent)] if traceparent else None
+        metadata = _metadata(traceparent, token)
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
         call = self._stub.Generate(timeout=deadline_s, metadata=metadata)
         sending = asyncio.create_task(rpc.send(call, request))  # now, whenever the first chunk is asked for
@@ -226,10 +231,12 @@ class AsyncClient:
                 pass
             return stream.completion
 
-    async def get_model_info(self, *, timeout_s: float = 10.0) -> tuple[ModelInfo, ModelInfo | None]:
-        """The target, and the draft while one is reachable."""
+    async def get_model_info(
+        self, *, timeout_s: float = 10.0, token: str = ""
+    ) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
-        response = await self._unary(self._stub.GetModelInfo, request, timeout_s)
+        response = await self._unary(self._stub.GetModelInfo, request, timeout_s, token)
         draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
         return wire.model_info_from_proto(response.target), draft
 
@@ -239,9 +246,10 @@ class AsyncClient:
         status: generation_pb2.GetStatusResponse = await self._unary(self._stub.GetStatus, request, timeout_s)
         return status
 
-    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+    async def _unary(self, method: Any, request: Any, timeout_s: float, token: str = "") -> Any:
+        metadata = _metadata("", token)
         try:
-            return await method(request, timeout=_checked_timeout(timeout_s))
+            return await method(request, timeout=_checked_timeout(timeout_s), metadata=metadata)
         except grpc.RpcError as error:
             raise self._explain(error) from None
 
@@ -419,6 +427,11 @@ def _why_not_connected(address: str, text: str) -> str:
     if why.endswith("Socket closed"):
         return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
     return f"nothing serves at {address} ({why.rpartition(': ')[2]})"
+
+
+def _metadata(traceparent: str, token: str) -> list[tuple[str, str]]:
+    metadata = [("traceparent", traceparent)] if traceparent else []
+    return [*metadata, ("authorization", f"Bearer {token}")] if token else metadata
 
 
 def _task_is_cancelled() -> bool:

@@ -357,6 +357,7 @@ class StackConfig:
     draft_dtype: str = option("auto", "number format of the draft's weights")
     draft_device: str = option("cpu", "device of the draft")
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
+    http_address: str = option("", "HOST:PORT for OpenAI's API and the page; empty serves neither")
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP)
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP)
     rule: str = option(AUTO, RULE_HELP)
@@ -373,6 +374,8 @@ class StackConfig:
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         split_address("address", self.address)
+        if self.http_address:
+            split_address("http_address", self.http_address)
         check_model("target", self.target)
         if self.draft != NO_DRAFT:
             check_model("draft", self.draft)
@@ -420,11 +423,10 @@ class DemoConfig(StackConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """Where `specwire generate` finds the coordinator."""
+class ReachConfig:
+    """How a client of the coordinator reaches it."""
 
     server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator")
-    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
     tls: bool = option(False, "speak TLS; --tls-ca, --client-cert and --server-name say so too")
     tls_ca: str = option(
         "", "PEM authorities that vouch for the server; empty for public ones", metavar="FILE"
@@ -432,16 +434,34 @@ class ClientConfig:
     client_cert: str = option("", "PEM certificate shown to the server", metavar="FILE")
     client_key: str = option("", "PEM private key of --client-cert", metavar="FILE")
     server_name: str = option("", "name in the server's certificate; empty for its host")
-    token: str = secret("bearer token shown to the server")
-    token_file: str = option("", "file with the bearer token, instead of SPECWIRE_TOKEN", metavar="FILE")
-    allow_plaintext: bool = option(False, "send the token without TLS beyond this machine")
+    allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
 
     def __post_init__(self) -> None:
         split_address("server", self.server)
-        for name in ("tls_ca", "client_cert", "client_key", "token_file"):
+        for name in ("tls_ca", "client_cert", "client_key"):
             _check_file(name, getattr(self, name))
         both = bool(self.client_cert) == bool(self.client_key)
         _check(both, "client_cert", self.client_cert, "is of use together with --client-key only")
+
+    @property
+    def server_tls(self) -> TLS | None:
+        """How to speak TLS to the coordinator; None for plaintext."""
+        named = (self.tls_ca, self.client_cert, self.server_name)
+        tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
+        return tls if self.tls or any(named) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig(ReachConfig):
+    """Where `specwire generate` finds the coordinator."""
+
+    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
+    token: str = secret("bearer token shown to the server")
+    token_file: str = option("", "file with the bearer token, instead of SPECWIRE_TOKEN", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_file("token_file", self.token_file)
         either = not (self.token and self.token_file)
         _check(either, "token_file", self.token_file, "and SPECWIRE_TOKEN are both given")
         _check_duration("timeout_s", self.timeout_s)
@@ -453,14 +473,38 @@ class ClientConfig:
         Raises:
             ConfigError: the token file cannot be used.
         """
-        named = (self.tls_ca, self.client_cert, self.server_name)
-        tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
         token = read_token(self.token_file) if self.token_file else self.token
-        return {
-            "tls": tls if self.tls or any(named) else None,
-            "token": token,
-            "allow_plaintext": self.allow_plaintext,
-        }
+        return {"tls": self.server_tls, "token": token, "allow_plaintext": self.allow_plaintext}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig(ReachConfig):
+    """`specwire http`: the OpenAI-compatible front of a coordinator."""
+
+    address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
+    tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
+    tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
+    model_name: str = option("", "name that clients ask for; empty is the target's own")
+    tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
+    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds")
+    max_body_bytes: int = option(8 << 20, "largest body of a request, in bytes")
+    grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
+    log_level: str = option("warning", "least severe log records shown on standard error")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tls_cert", "tls_key"):
+            _check_file(name, getattr(self, name))
+        both = bool(self.tls_cert) == bool(self.tls_key)
+        _check(both, "tls_cert", self.tls_cert, "is of use together with --tls-key only")
+        # Tokens pass through on both sides.
+        for name, encrypted in (("address", self.tls_cert), ("server", self.server_tls)):
+            allowed = bool(encrypted) or self.allow_plaintext
+            _check_plaintext(name, getattr(self, name), allowed=allowed)
+        _check_duration("timeout_s", self.timeout_s)
+        _check(self.max_body_bytes >= 1, "max_body_bytes", self.max_body_bytes, "must be at least 1")
+        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,6 +552,7 @@ ALL_CONFIGS: tuple[type[Any], ...] = (
     CoordinatorConfig,
     UpConfig,
     ClientConfig,
+    HttpConfig,
     ProxyConfig,
 )
 

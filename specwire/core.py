@@ -395,12 +395,15 @@ class Chunk:
         tokens: the emitted tokens whose text is in `text`, in order.
         rejected: draft tokens that this round refused, for display.
         first_index: index of `tokens[0]` in the output, from 0.
+        speculation, timing: of the generation so far, where progress was asked for.
     """
 
     text: str
     tokens: tuple[Token, ...]
     rejected: tuple[Token, ...] = ()
     first_index: int = 0
+    speculation: Speculation | None = None
+    timing: Timing | None = None
 
     @property
     def token_ids(self) -> list[int]:

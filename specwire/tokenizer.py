@@ -79,6 +79,10 @@ class Tokenizer:
             self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
+    def spell(self, token_id: int) -> str:
+        """One token for display: special tokens by their names, U+FFFD where it is part of a character."""
+        return str(self._backend.decode([token_id], clean_up_tokenization_spaces=False))
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's next message begins.
 

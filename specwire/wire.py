@@ -292,11 +292,13 @@ def generate_request(
     messages: Iterable[dict[str, str]] | None = None,
     *,
     credit_tokens: int = 0,
+    report_progress: bool = False,
 ) -> generation_pb2.GenerateRequest:
     """A client's first request; exactly one of the three prompt forms must be given.
 
     Args:
         credit_tokens: how far, in tokens, the generation may be ahead of acknowledgements; 0 without limit.
+        report_progress: whether chunks say what speculation did so far.
     """
     given = [form is not None for form in (prompt, prompt_token_ids, messages)]
     if sum(given) != 1:
@@ -313,6 +315,7 @@ def generate_request(
         ),
         num_draft_tokens=params.num_draft_tokens,
         credit_tokens=credit_tokens,
+        report_progress=report_progress,
     )
     if prompt is not None:
         request.text = prompt
@@ -441,6 +444,8 @@ def chunk_to_proto(chunk: core.Chunk) -> generation_pb2.Chunk:
         first_index=chunk.first_index,
         tokens=[token_to_proto(token) for token in chunk.tokens],
         rejected=[token_to_proto(token) for token in chunk.rejected],
+        speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
+        timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
     )
 
 
@@ -452,6 +457,8 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> core.Chunk:
         tokens=tokens,
         rejected=tuple(token_from_proto(token) for token in message.rejected),
         first_index=message.first_index,
+        speculation=_noun(core.Speculation, message.speculation) if message.HasField("speculation") else None,
+        timing=_noun(core.Timing, message.timing) if message.HasField("timing") else None,
     )
 
 
@@ -466,8 +473,8 @@ def completion_to_proto(completion: core.Completion) -> generation_pb2.Completio
         rule=_RULES[completion.rule],
         model=completion.model,
         usage=generation_pb2.Usage(**_fields(completion.usage)),
-        speculation=generation_pb2.Speculation(**_fields(completion.speculation)),
-        timing=generation_pb2.GenerationTiming(**_fields(completion.timing)),
+        speculation=_speculation_to_proto(completion.speculation),
+        timing=_timing_to_proto(completion.timing),
     )
 
 
@@ -487,6 +494,14 @@ def completion_from_proto(message: generation_pb2.Completion, tokens: Sequence[T
         model=message.model,
         tokens=tuple(tokens),
     )
+
+
+def _speculation_to_proto(speculation: core.Speculation) -> generation_pb2.Speculation:
+    return generation_pb2.Speculation(**_fields(speculation))
+
+
+def _timing_to_proto(timing: core.Timing) -> generation_pb2.GenerationTiming:
+    return generation_pb2.GenerationTiming(**_fields(timing))
 
 
 def _fields(record: Any) -> dict[str, Any]:

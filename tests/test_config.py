@@ -15,6 +15,7 @@ from specwire.config import (
     ClientConfig,
     CoordinatorConfig,
     DraftConfig,
+    HttpConfig,
     Link,
     ProxyConfig,
     UpConfig,

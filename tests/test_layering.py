@@ -40,6 +40,11 @@ WITHOUT_GRPC = [
     "specwire/metrics.py",
     "specwire/tokenizer.py",
     "specwire/wire.py",
+    "specwire/http/answers.py",
+    "specwire/http/body.py",
+    "specwire/http/errors.py",
+    "specwire/http/logprobs.py",
+    "specwire/http/prompts.py",
     "specwire/timeline/generation.py",
     "specwire/timeline/layout.py",
     "specwire/timeline/page.py",
@@ -147,6 +152,15 @@ def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
             assert in_group or not group or path.name == "boot.py", path
     boot = imports(ROOT / "specwire/engine/boot.py", lazy=False)
     assert not [name for name in boot if name.startswith("specwire.engine.group")], "size 1 needs no group"
+
+
+def test_the_http_front_is_loaded_by_its_command_alone() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            if path.parent != ROOT / "specwire/http":
+                assert not packages(imports(path)) & {"starlette", "uvicorn", "pydantic"}, path
+                front = {name for name in imports(path, lazy=False) if name.startswith("specwire.http")}
+                assert not front, path
 
 
 def test_the_books_know_no_device() -> None:

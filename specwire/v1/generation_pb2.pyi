@@ -31,7 +31,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     STOP_CONDITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     messages: Messages
@@ -46,7 +47,8 @@ class GenerateRequest(_message.Message):
     stop_conditions: StopConditions
     num_draft_tokens: int
     credit_tokens: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ...) -> None: ...
+    report_progress: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -111,14 +113,18 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("first_index", "tokens", "rejected")
+    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     rejected: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+    speculation: Speculation
+    timing: GenerationTiming
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule")

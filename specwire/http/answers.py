@@ -1,0 +1,197 @@
+"""What a response says: chunks and completions as JSON, in the forms of both APIs. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specwire.core import Chunk, Completion, Speculation, Timing, Token
+from specwire.http import logprobs
+from specwire.http.body import Body, ChatBody
+from specwire.http.model import ServedModel
+
+Json = dict[str, Any]
+_RECORD = ("seed", "rule", "stop_reason", "speculation", "timing")
+
+
+class Answer(ABC):
+    """One response, of one API: knows its id, and how far the text of each choice is."""
+
+    def __init__(self, body: Body, model: ServedModel, num_choices_per_prompt: int = 1) -> None:
+        self._body = body
+        self._model = model
+        self._num_choices_per_prompt = num_choices_per_prompt
+        self._head = {"id": self.id_prefix + secrets.token_hex(12), "created": int(time.time())}
+        self._text_len: dict[int, int] = {}
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    # --- streamed
+
+    def first(self, index: int) -> Json | None:
+        """What comes before a choice's first chunk, if anything does."""
+        return None
+
+    def chunk(self, index: int, chunk: Chunk) -> Json | None:
+        """What a client is sent of a chunk; None for nothing."""
+        if not chunk.tokens and not self._body.return_fates:
+            return None
+        choice = self._part(chunk.text) | {"index": index, "finish_reason": None}
+        choice["logprobs"] = self._logprobs(index, chunk.tokens)
+        if self._body.return_fates:
+            choice["specwire"] = fates(chunk)
+        return self._piece([choice])
+
+    def finish(self, index: int, completion: Completion) -> Json:
+        """The end of a choice."""
+        choice = self._part("") | {"index": index, "finish_reason": completion.finish_reason.value}
+        return self._piece([choice | {"logprobs": None}])
+
+    def usage(self, completions: Sequence[Completion]) -> Json:
+        """The last chunk of a stream that includes usage, with the record of every choice."""
+        return self._piece([]) | self._counts(completions)
+
+    def _piece(self, choices: list[Json]) -> Json:
+        piece = self._head | {"object": self.chunk_name, "model": self._model.name, "choices": choices}
+        return piece | {"usage": None} if self._body.includes_usage else piece
+
+    # --- at once
+
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        """The response when all choices are complete."""
+        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        whole = self._head | {"object": self.object_name, "model": self._model.name, "choices": choices}
+        return whole | self._counts(completions)
+
+    def _choice(self, index: int, completion: Completion) -> Json:
+        choice = self._whole_text(completion.text)
+        choice |= {"index": index, "finish_reason": completion.finish_reason.value}
+        choice["logprobs"] = self._logprobs(index, completion.tokens)
+        if self._body.return_fates:
+            choice["specwire"] = {"tokens": [_token(token) for token in completion.tokens]}
+        return choice
+
+    def _counts(self, completions: Sequence[Completion]) -> Json:
+        return {
+            "usage": usage(completions, self._num_choices_per_prompt),
+            "specwire": [record(completion) for completion in completions],
+        }
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> Json | None:
+        if self._body.num_logprobs is None:
+            return None
+        start = self._text_len.get(index, 0)
+        self._text_len[index] = start + sum(len(token.text) for token in tokens)
+        return self._logprobs_from(start, tokens)
+
+    # --- what differs
+
+    @abstractmethod
+    def _part(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _whole_text(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json: ...
+
+
+class CompletionAnswer(Answer):
+    """Of `/v1/completions`."""
+
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def _part(self, text: str) -> Json:
+        return {"text": text}
+
+    def _whole_text(self, text: str) -> Json:
+        return {"text": text}
+
+    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json:
+        return logprobs.of_completion(tokens, self._model.spell, start)
+
+
+class ChatAnswer(Answer):
+    """Of `/v1/chat/completions`."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def first(self, index: int) -> Json:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
+        return self._piece([choice | {"logprobs": None, "finish_reason": None}])
+
+    def _part(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _whole_text(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json:
+        return logprobs.of_chat(tokens, self._model.spell)
+
+
+def answer(body: Body, model: ServedModel) -> Answer:
+    """The form that goes with a request."""
+    kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
+    return kind(body, model, body.num_choices)
+
+
+def fates(chunk: Chunk) -> Json:
+    """The extension of a streamed choice: what became of each token, and what all rounds so far cost."""
+    return {
+        "first_index": chunk.first_index,
+        "tokens": [_token(token) for token in chunk.tokens],
+        "rejected": [_token(token) for token in chunk.rejected],
+        "speculation": _rounded(chunk.speculation),
+        "timing": _rounded(chunk.timing),
+    }
+
+
+def _token(token: Token) -> Json:
+    return {"id": token.token_id, "text": token.text, "fate": token.fate.value}
+
+
+def _rounded(counts: Speculation | Timing | None) -> Json | None:
+    if counts is None:
+        return None
+    fields = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
+    return {name: round(v, 3) if isinstance(v, float) else v for name, v in fields.items()}
+
+
+def record(completion: Completion) -> Json:
+    """The extension of a response: what speculation did for one choice."""
+    whole: Mapping[str, Any] = completion.to_dict()
+    return {name: whole[name] for name in _RECORD}
+
+
+def usage(completions: Sequence[Completion], num_choices_per_prompt: int) -> Json:
+    """Counts over all choices; a prompt counts once, however many choices it has.
+
+    Draft tokens that were rejected are not part of `completion_tokens`.
+    """
+    prompts = [completion.usage for completion in completions[::num_choices_per_prompt]]
+    num_prompt = sum(counts.prompt_tokens for counts in prompts)
+    num_cached = sum(min(counts.cached_tokens, counts.prompt_tokens) for counts in prompts)
+    num_completion = sum(completion.usage.completion_tokens for completion in completions)
+    speculation = [completion.speculation for completion in completions]
+    num_accepted = sum(counts.num_accepted_tokens for counts in speculation)
+    num_drafted = sum(counts.num_draft_tokens for counts in speculation)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
+        },
+    }

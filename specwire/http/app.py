@@ -1,0 +1,182 @@
+"""Routes: who is asked for what, and what every response has in common."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specwire import AsyncClient
+from specwire.config import HttpConfig
+from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
+from specwire.http import body, page, prompts
+from specwire.http.answers import answer
+from specwire.http.body import Body, ChatBody, CompletionBody
+from specwire.http.choices import Caller, Choice
+from specwire.http.errors import ApiError
+from specwire.http.exchange import Exchange, read_body, refusal
+from specwire.http.model import Models, ServedModel
+
+_HEALTH_TIMEOUT_S = 2.0
+_REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+
+
+class Front:
+    """The handlers of all routes, for one coordinator."""
+
+    def __init__(self, client: AsyncClient, config: HttpConfig) -> None:
+        self._client = client
+        self._config = config
+        self._models = Models(client, config)
+
+    def app(self) -> Starlette:
+        """As an ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/", self.page, methods=["GET"]),
+                Route("/health", self.health, methods=["GET"]),
+                Route("/v1/models", self.list_models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self.get_model, methods=["GET"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            ],
+            middleware=[Middleware(_RequestIds)],
+            exception_handlers={
+                ApiError: _refuse,
+                SpecwireError: _refuse,
+                HTTPException: _refuse_route,
+                ClientDisconnect: _leave,
+                Exception: _refuse,
+            },
+        )
+
+    async def page(self, request: Request) -> Response:
+        """The page to look at."""
+        return HTMLResponse(page.html(), headers=page.HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        """200 while the coordinator answers, be it that it wants a token; needs none itself."""
+        try:
+            await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
+        except (ServiceUnavailableError, DeadlineExceededError) as error:
+            return JSONResponse({"status": "unavailable", "reason": error.status.lower()}, status_code=503)
+        except SpecwireError:
+            pass
+        return JSONResponse({"status": "ok"})
+
+    async def list_models(self, request: Request) -> Response:
+        """The one model that is served."""
+        model = await self._models.served(_caller(request).token)
+        return JSONResponse({"object": "list", "data": [_model(model)]})
+
+    async def get_model(self, request: Request) -> Response:
+        """One model by its name."""
+        model = await self._models.served(_caller(request).token)
+        _check_model(request.path_params["name"], model)
+        return JSONResponse(_model(model))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        return await self._generate(request, CompletionBody)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Continue a conversation."""
+        return await self._generate(request, ChatBody)
+
+    async def _generate(self, request: Request, kind: type[Body]) -> Response:
+        _check_json(request)
+        wanted = body.read(kind, await read_body(request.receive, self._config.max_body_bytes))
+        caller = _caller(request)
+        model = await self._models.served(caller.token)
+        _check_model(wanted.model, model)
+        return Exchange(
+            self._client,
+            await _choices(wanted, model),
+            caller,
+            answer(wanted, model),
+            wanted,
+        )
+
+
+async def _choices(wanted: Body, model: ServedModel) -> list[Choice]:
+    """Every prompt's choices, one prompt after the other."""
+    return [
+        Choice(prompt, wanted.params(prompts.max_tokens(wanted, prompt, model.info.context_len), i))
+        for prompt in await prompts.encode(wanted, model)
+        for i in range(wanted.num_choices)
+    ]
+
+
+def _caller(request: Request) -> Caller:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    traceparent = request.headers.get("traceparent", "")
+    return Caller(token.strip() if scheme.lower() == "bearer" else "", traceparent)
+
+
+def _check_json(request: Request) -> None:
+    """A page of another origin can send any other type without asking us first."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"Content-Type {given!r} is not application/json", code="unsupported_media_type")
+
+
+def _check_model(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        message = f"The model {name!r} does not exist; {model.name!r} is served."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "specwire",
+        "max_model_len": model.info.context_len,
+    }
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return refusal(error)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    return refusal(ApiError(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    """Nobody is there to read it."""
+    return Response(status_code=499)
+
+
+class _RequestIds:
+    """Gives every response an `x-request-id`: the client's own, if it sent one that can be printed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

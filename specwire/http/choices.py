@@ -1,0 +1,82 @@
+"""The generations of one request: n at once, each as far ahead as its client reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from specwire import AsyncClient
+from specwire.core import Chunk, Completion, SamplingParams
+
+Event = tuple[int, Chunk | Completion]
+"""Index of a choice, and what it brought; a completion is the last of its choice."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One generation to run."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Caller:
+    """On whose behalf.
+
+    Attributes:
+        token: the bearer token that they brought, empty for none.
+        traceparent: W3C trace context that they brought, empty for none.
+    """
+
+    token: str = ""
+    traceparent: str = ""
+
+
+@contextlib.asynccontextmanager
+async def running(
+    client: AsyncClient, choices: Sequence[Choice], caller: Caller, *, report_progress: bool
+) -> AsyncIterator[AsyncIterator[Event]]:
+    """Run all choices; leaving the context cancels what is left of them on all services.
+
+    Events of different choices come as they are made. Each choice holds at most one that nobody took: its
+    generation then pauses by the SDK's credit.
+
+    Raises:
+        SpecwireError: from the iterator: what ended the first of them that failed.
+    """
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
+
+    async def run(index: int, choice: Choice) -> None:
+        try:
+            async with client.stream(
+                params=choice.params,
+                prompt_token_ids=choice.prompt_token_ids,
+                token=caller.token,
+                traceparent=caller.traceparent,
+                report_progress=report_progress,
+            ) as stream:
+                async for chunk in stream:
+                    await events.put((index, chunk))
+                await events.put((index, stream.completion))
+        except Exception as error:
+            await events.put(error)
+
+    tasks = [asyncio.create_task(run(i, choice)) for i, choice in enumerate(choices)]
+    try:
+        yield _taken(events, len(tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _taken(events: asyncio.Queue[Event | Exception], num_running: int) -> AsyncIterator[Event]:
+    while num_running:
+        event = await events.get()
+        if isinstance(event, Exception):
+            raise event
+        num_running -= isinstance(event[1], Completion)
+        yield event

@@ -1,0 +1,98 @@
+"""Errors as OpenAI's API words them: a status, and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specwire.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    SpecwireError,
+    UnsupportedError,
+)
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+
+#: gRPC status of one of our errors → HTTP status, type, code.
+_BY_STATUS = {
+    "INVALID_ARGUMENT": (400, INVALID, "invalid_value"),
+    "UNIMPLEMENTED": (400, INVALID, "unsupported_value"),
+    "UNAUTHENTICATED": (401, INVALID, "invalid_api_key"),
+    "PERMISSION_DENIED": (403, INVALID, "permission_denied"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "UNAVAILABLE": (503, "service_unavailable_error", "unavailable"),
+    "CANCELLED": (503, "service_unavailable_error", "cancelled"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
+}
+_CODES: tuple[tuple[type[SpecwireError], str], ...] = (
+    (ContextLengthError, "context_length_exceeded"),
+    (UnsupportedError, "unsupported_value"),
+)
+
+
+class ApiError(Exception):
+    """What a client is told.
+
+    Attributes:
+        status: of HTTP.
+        kind: the `type` of OpenAI's error object.
+        param: the request's field that is at fault, if one is.
+        code: for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error; of a defect, nothing but that there is one: the log has the rest."""
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, SpecwireError) or error.status not in _BY_STATUS:
+        log.error("a request failed by no fault of its own", exc_info=error)
+        return ApiError(500, "internal error; the server's log has the details", kind="server_error")
+    status, kind, code = _BY_STATUS[error.status]
+    code = next((known for type_, known in _CODES if isinstance(error, type_)), code)
+    param = _param(error.field) if isinstance(error, InvalidRequestError) else None
+    return ApiError(status, str(error), kind=kind, param=param, code=code, headers=_headers(error))
+
+
+def _param(field: str) -> str:
+    """The SDK's name of a field as this API has it."""
+    return field.replace("prompt_token_ids", "prompt", 1)
+
+
+def _headers(error: SpecwireError) -> dict[str, str]:
+    """When to come back; OpenAI's clients read all three."""
+    if not isinstance(error, ResourceExhaustedError):
+        return {}
+    if error.retry_after_ms is None:
+        return {"x-should-retry": "false"}
+    seconds = max(1, math.ceil(error.retry_after_ms / 1e3))
+    return {"retry-after": str(seconds), "retry-after-ms": str(error.retry_after_ms)}

@@ -1,0 +1,159 @@
+"""One request on the wire: its generations run exactly as long as its client listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from specwire import AsyncClient
+from specwire.core import Completion
+from specwire.http.answers import Answer
+from specwire.http.body import Body
+from specwire.http.choices import Caller, Choice, Event, running
+from specwire.http.errors import ApiError, api_error
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # or nginx would hold tokens back
+]
+
+
+def refusal(error: Exception) -> JSONResponse:
+    """An error as the whole response."""
+    told = api_error(error)
+    return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
+
+
+class Exchange(Response):
+    """The response of a generating request, streamed or at once.
+
+    The status line waits for the first event, so that what is refused is refused by its status; what goes
+    wrong later ends the stream with an error event, and without `[DONE]`.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        choices: Sequence[Choice],
+        caller: Caller,
+        answer: Answer,
+        body: Body,
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._choices = choices
+        self._caller = caller
+        self._answer = answer
+        self._body = body
+        self._completions: dict[int, Completion] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._respond(scope, receive, send))
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = running(
+            self._client, self._choices, self._caller, report_progress=self._body.reports_progress
+        )
+        async with choices as events:
+            try:
+                first = await anext(events)
+                if not self._body.streams:
+                    self._completions |= {i: done async for i, done in _completions(first, events)}
+            except Exception as error:
+                await refusal(error)(scope, receive, send)
+                return
+            if self._body.streams:
+                await self._stream(first, events, send)
+            else:
+                whole = self._answer.whole(self._in_order())
+                await JSONResponse(whole)(scope, receive, send)
+
+    async def _stream(self, first: Event, events: AsyncIterator[Event], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        try:
+            for index in range(len(self._choices)):
+                await _send_event(send, self._answer.first(index))
+            await self._send_event_of(send, *first)
+            async for index, event in events:
+                await self._send_event_of(send, index, event)
+            if self._body.includes_usage:
+                await _send_event(send, self._answer.usage(self._in_order()))
+            await send(_body(b"data: [DONE]\n\n"))
+        except Exception as error:
+            await _send_event(send, api_error(error).body())
+        await send(_body(b"", more=False))
+
+    async def _send_event_of(self, send: Send, index: int, event: Any) -> None:
+        if isinstance(event, Completion):
+            self._completions[index] = event
+            await _send_event(send, self._answer.finish(index, event))
+        else:
+            await _send_event(send, self._answer.chunk(index, event))
+
+    def _in_order(self) -> list[Completion]:
+        return [self._completions[index] for index in range(len(self._choices))]
+
+
+async def _completions(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Completion]]:
+    if isinstance(first[1], Completion):
+        yield first[0], first[1]
+    async for index, event in events:
+        if isinstance(event, Completion):
+            yield index, event
+
+
+async def _send_event(send: Send, data: dict[str, Any] | None) -> None:
+    """One server-sent event; returns when the connection has room for more."""
+    if data is not None:
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        await send(_body(b"data: " + text.encode() + b"\n\n"))
+
+
+def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; a client that disconnects cancels it at once."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: 413, over the limit in bytes.
+        ClientDisconnect: the client went away before its end.
+    """
+    data = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(data) > limit:
+            raise ApiError(413, f"the body is over {limit} bytes", code="request_too_large")
+    return bytes(data)

@@ -1,0 +1,60 @@
+"""Log probabilities in the two forms that OpenAI's APIs have. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specwire.core import Token
+
+Spell = Callable[[int], str]
+_LEAST = -9999.0
+"""Stands for impossible: JSON has no infinity."""
+
+
+def of_completion(tokens: Sequence[Token], spell: Spell, start: int) -> dict[str, Any]:
+    """Four lists over the tokens.
+
+    Args:
+        spell: one token for display.
+        start: characters of the output before these tokens.
+    """
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token.text)
+    return {
+        "tokens": [spell(token.token_id) for token in tokens],
+        "token_logprobs": [_value(token.logprob) for token in tokens],
+        "top_logprobs": [_alternatives(token, spell) for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _alternatives(token: Token, spell: Spell) -> dict[str, float]:
+    """By text: the likelier of two tokens that look the same; the emitted token is always among them."""
+    found: dict[str, float] = {}
+    emitted = (token.token_id, _value(token.logprob))
+    for token_id, logprob in (*token.top_logprobs, emitted):
+        found.setdefault(spell(token_id), _value(logprob))
+    return found
+
+
+def of_chat(tokens: Sequence[Token], spell: Spell) -> dict[str, Any]:
+    """One entry a token, with as many alternatives as were asked for."""
+    return {"content": [_entry(token, spell) for token in tokens], "refusal": None}
+
+
+def _entry(token: Token, spell: Spell) -> dict[str, Any]:
+    top = [_alternative(spell(token_id), logprob) for token_id, logprob in token.top_logprobs]
+    return _alternative(spell(token.token_id), token.logprob) | {"top_logprobs": top}
+
+
+def _alternative(text: str, logprob: float | None) -> dict[str, Any]:
+    """`bytes` is null where the token is only a part of a character."""
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _value(logprob), "bytes": data}
+
+
+def _value(logprob: float | None) -> float:
+    return max(_LEAST, logprob) if logprob is not None else _LEAST

@@ -1,0 +1,45 @@
+"""The page to look at: one document that needs nothing from anywhere else, and may load nothing.
+
+Styles and script are part of it, and its Content-Security-Policy admits them by their hashes alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib import resources
+
+
+@cache
+def html() -> str:
+    """The document."""
+    return _source("page.html").replace("{css}", _source("page.css")).replace("{js}", _source("page.js"))
+
+
+def _source(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(name: str) -> str:
+    digest = hashlib.sha256(_source(name).encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+HEADERS = {
+    "content-security-policy": "; ".join(
+        (
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src data:",
+            f"style-src {_hash('page.css')}",
+            f"script-src {_hash('page.js')}",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}

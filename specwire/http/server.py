@@ -1,0 +1,85 @@
+"""The process: uvicorn with one socket, ended gracefully."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from specwire import AsyncClient
+from specwire.config import HttpConfig, split_address
+from specwire.errors import ConfigError
+from specwire.http.app import Front
+
+_SEND_BUFFER_BYTES = 64 << 10
+"""Of a connection, in the kernel: a client that stops reading shall pause its generation soon."""
+
+
+@contextlib.asynccontextmanager
+async def serving(config: HttpConfig) -> AsyncIterator[str]:
+    """A running front; yields its `HOST:PORT`, and ends gracefully.
+
+    It serves before its coordinator does: `/health` says whether that one answers.
+
+    Raises:
+        ConfigError: the address cannot be bound, or certificate and key cannot be read.
+    """
+    host, _ = split_address("address", config.address)
+    listening = _bind(config.address)
+    async with AsyncClient(config.server, timeout_s=config.timeout_s, tls=config.server_tls) as client:
+        server = _Server(_settings(config, Front(client, config)))
+        running = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield f"{host}:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
+
+
+class _Server(uvicorn.Server):
+    """Signals are handled by whoever runs us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
+    settings = uvicorn.Config(
+        front.app(),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=max(1, round(config.grace_s)),
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--tls-cert {config.tls_cert}: cannot be used ({error})") from None
+    return settings
+
+
+def _bind(address: str) -> socket.socket:
+    """Raises:
+    ConfigError: the address is in use, or not of this machine.
+    """
+    host, port = split_address("address", address)
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError(f"--address {address}: cannot be bound ({problem})") from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listening.setblocking(False)
+    return listening
