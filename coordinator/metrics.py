@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from coordinator.admission import Admission
 from coordinator.draft_length import SharedMeasurements
-from coordinator.peers import DraftPeer, VerifyPeer
+from coordinator.pool import Pool
 from coordinator.totals import Totals
 from specwire.config import CoordinatorConfig
 from specwire.metrics import Kind, Labelled, Metric
@@ -19,8 +19,8 @@ class Snapshot(NamedTuple):
     totals: Totals
     admission: Admission
     measured: SharedMeasurements
-    verify: VerifyPeer
-    draft: DraftPeer
+    verify: Pool
+    draft: Pool
     config: CoordinatorConfig
 
 
@@ -29,12 +29,10 @@ def _by_position(counts: Sequence[int]) -> Labelled:
 
 
 def _replicas(now: Snapshot) -> Labelled:
-    draft = now.draft.available
     return {
-        ("verify", "available"): 1,
-        ("verify", "unavailable"): 0,
-        ("draft", "available"): draft,
-        ("draft", "unavailable"): bool(now.config.draft_address) and not draft,
+        (pool.role, state): len(pool.available) if there else len(pool.replicas) - len(pool.available)
+        for pool in (now.verify, now.draft)
+        for state, there in (("available", True), ("unavailable", False))
     }
 
 
