@@ -297,10 +297,12 @@ class DraftPool(Pool):
         return next((replica.info for replica in self.available), None)
 
     async def connect(self) -> None:
-        """Try the handshake once with each; whoever is not there is looked for in the background.
+        """Try the handshake once with each; whoever is not there in 5 s is looked for in the background.
 
         Raises:
             HandshakeError: one is there, and does not fit the target.
         """
         self.start()
-        await self.met()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                await self.met()

@@ -278,7 +278,7 @@ class CoordinatorConfig(ServiceConfig):
     max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
     failover_timeout_s: float = option(
-        10.0, "longest wait of a running generation for a verify service, in seconds"
+        5.0, "longest wait of a running generation for a verify service, in seconds"
     )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
     peer_ca: str = option(

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from specwire import AsyncClient
+from specwire import AsyncClient, SamplingParams
+from specwire.config import NO_DRAFT, UpConfig
+from specwire.supervisor import Stack
 from specwire.v1 import generation_pb2
 from tests.fleet import Fleet, Load, Seen, run, stopped
 
@@ -170,3 +172,27 @@ async def test_one_of_two_verify_replicas_is_killed_and_then_the_other(
 
     seen = await run(fleet.address, LOAD, restart)
     check(seen, undisturbed, gap_s=60.0)
+
+
+def test_up_starts_replicas_and_goes_on_while_one_is_left() -> None:
+    config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
+    params = SamplingParams(max_tokens=20, seed=1)
+    with Stack(config) as stack:
+        assert len(stack.verifies) == 2
+        asyncio.run(served(stack, params, num_available=2))
+        stack.verifies[0].kill()
+        ended = stack.wait()
+        assert ended is stack.verifies[0]
+        assert not stack.is_missed(ended)
+        asyncio.run(served(stack, params, num_available=1))
+        stack.verifies[1].kill()
+        assert stack.is_missed(stack.wait())
+
+
+async def served(stack: Stack, params: SamplingParams, num_available: int) -> None:
+    async with AsyncClient(stack.address) as client:
+        done = await client.generate(params=params, prompt_token_ids=[1, 2, 3])
+        assert done.usage.completion_tokens == params.max_tokens
+        replicas = (await client.get_status()).verify_replicas
+        assert {one.address for one in replicas} == {one.address for one in stack.verifies}
+        assert sum(not one.unavailable for one in replicas) == num_available

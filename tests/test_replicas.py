@@ -14,8 +14,8 @@ import verify_service.service
 from coordinator.addresses import Names, resolve_by_system
 from coordinator.attempts import MAX_FAILURES, Attempts
 from coordinator.replicas import Replica, SentPrefixes, choose
-from specwire import AsyncClient, Rule, SamplingParams
-from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig, split_addresses
+from specwire import AsyncClient, Rule, SamplingParams, supervisor
+from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig, split_addresses
 from specwire.core import ModelInfo
 from specwire.errors import (
     ConfigError,
@@ -145,6 +145,24 @@ class TestAddresses:
         assert "127.0.0.1:70" in await resolve_by_system("localhost", 70)
         with pytest.raises(OSError, match=r"."):
             await resolve_by_system("does-not-exist.invalid", 70)
+
+
+class TestUp:
+    def test_what_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="--replicas 0"):
+            UpConfig(replicas=0)
+        with pytest.raises(ConfigError, match=r"--replicas 2: need --ray-address"):
+            UpConfig(replicas=2, tensor_parallel_size=2)
+        UpConfig(replicas=2, tensor_parallel_size=2, ray_address="127.0.0.1:6379")
+
+    @pytest.mark.parametrize(
+        ("device", "devices"),
+        [("cuda", ["cuda:0", "cuda:1"]), ("cuda:1", ["cuda:1"] * 2), ("cpu", ["cpu"] * 2)],
+    )
+    def test_cards_are_spread_where_none_is_named(self, device: str, devices: list[str]) -> None:
+        config = UpConfig(device=device, replicas=2)
+        flags = [supervisor._verify_flags(config, index) for index in range(2)]
+        assert [words[words.index("--device") + 1] for words in flags] == devices
 
 
 # --- with services ----------------------------------------------------------------------------------
