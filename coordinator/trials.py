@@ -169,7 +169,7 @@ class Trials:
         """As `option`, for whoever only looks: a number of streams that is new stays new."""
         key = max(1, num_streams).bit_length()
         near = min(self._levels, key=lambda known: abs(known - key), default=None)
-        return self._first if near is None else self._levels[near].option
+        return self._first() if near is None else self._levels[near].option
 
     def best(self, num_streams: int) -> int:
         """What is thought to be best."""
