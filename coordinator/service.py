@@ -40,11 +40,11 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIte
         text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = rpc.Server(config, [name])
-        stack.push_async_callback(server.stop)
         servicer = GenerationServicer(config, verify, draft, text, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         shown = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
         await stack.enter_async_context(shown)
+        stack.push_async_callback(server.stop)
         yield await server.start()
 
 

@@ -29,10 +29,9 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         DraftServicer(service, tracer, config.max_outcomes), server.grpc
     )
     group = engine_metrics.group(service, "draft")
-    async with metrics.serving(config.metrics_address, [group], tracer, "draft"):
-        try:
-            yield await server.start()
-        finally:
-            await server.stop()
-            service.close()
-            tracer.shutdown()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(tracer.shutdown)
+        stack.callback(service.close)
+        await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "draft"))
+        stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
+        yield await server.start()

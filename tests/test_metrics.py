@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,10 +22,11 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import verify_service.service
 from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, Totals
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams
-from specwire.config import DraftConfig, UpConfig
+from specwire.config import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
 from specwire.metrics import PATH, TRACING, Distribution, Endpoint, Group, Kind, Metric
@@ -304,6 +306,16 @@ async def test_what_cannot_be_bound_is_named() -> None:
         with pytest.raises(ConfigError, match=f"--metrics-address {endpoint.address}: cannot be bound"):
             async with Endpoint(endpoint.address, []):
                 pass
+
+
+async def test_a_service_whose_metrics_cannot_be_shown_ends() -> None:
+    before = set(threading.enumerate())
+    async with Endpoint(LOOPBACK, []) as endpoint:
+        config = VerifyConfig(model="emulated:step_ms=1", metrics_address=endpoint.address)
+        with pytest.raises(ConfigError, match="--metrics-address"):
+            async with verify_service.service.serving(config):
+                pass
+    assert not [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

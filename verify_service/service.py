@@ -27,10 +27,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
     group = engine_metrics.group(service, "verify")
-    async with metrics.serving(config.metrics_address, [group], tracer, "verify"):
-        try:
-            yield await server.start()
-        finally:
-            await server.stop()
-            service.close()
-            tracer.shutdown()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(tracer.shutdown)
+        stack.callback(service.close)
+        await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))
+        stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
+        yield await server.start()
