@@ -189,7 +189,7 @@ class Stack:
         self.coordinator.ready(config.start_timeout_s)
         self.http = self._front(config, environ) if config.http_address else None
 
-    def _front(self, config: UpConfig, environ: Mapping[str, str] | None) -> Service:
+    def _front(self, config: StackConfig, environ: Mapping[str, str] | None) -> Service:
         """OpenAI's API and the page."""
         flags = _flags(address=config.http_address, server=self.address, grace_s=config.grace_s)
         front = self._service("specwire.cli", ["http", *flags], environ)

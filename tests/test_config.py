@@ -15,7 +15,6 @@ from specwire.config import (
     ClientConfig,
     CoordinatorConfig,
     DraftConfig,
-    HttpConfig,
     Link,
     ProxyConfig,
     UpConfig,
