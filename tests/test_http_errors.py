@@ -35,10 +35,10 @@ def here() -> Iterator[Fronted]:
         yield running
 
 
-def post(here: Fronted, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any], Any]:
+def post(here: Fronted, path: str, body: Any, **headers: str | bytes) -> tuple[int, dict[str, Any], Any]:
     """Status, error object and headers of a request as it stands."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | headers
+    headers = {"content-type": "application/json", **headers}
     response = httpx2.post(here.url + path, content=data, headers=headers, timeout=60)
     return response.status_code, response.json().get("error", {}), response.headers
 
@@ -164,9 +164,11 @@ def test_every_response_has_a_request_id(here: Fronted) -> None:
 
 
 def test_headers_that_cannot_be_passed_on(here: Fronted) -> None:
-    status, error, _ = post(here, COMPLETIONS, completion(here), authorization="Bearer gr\u00fcn")
+    status, error, _ = post(
+        here, COMPLETIONS, completion(here), authorization="Bearer gr\u00fcn".encode("latin-1")
+    )
     assert (status, error["code"]) == (401, "invalid_api_key")
-    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent="\u00fc")
+    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent="\u00fc".encode("latin-1"))
     assert status == 200
 
 
