@@ -412,6 +412,10 @@ class UpConfig(StackConfig, DoorConfig):
     def __post_init__(self) -> None:
         StackConfig.__post_init__(self)
         DoorConfig.__post_init__(self)
+        if self.http_address:
+            _check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
+            problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
+            _check(not self.tls_cert, "http_address", self.http_address, problem)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,11 +129,11 @@ class TestCompletions:
 
     def test_n_streams_come_together(self, here: Fronted) -> None:
         texts, order = {0: "", 1: ""}, []
-        for chunk in complete(here, n=2, stream=True, max_tokens=96):
+        for chunk in complete(here, n=2, stream=True, max_tokens=64):
             [choice] = chunk.choices
             texts[choice.index] += choice.text
             order.append(choice.index)
-        whole = complete(here, n=2, max_tokens=96)
+        whole = complete(here, n=2, max_tokens=64)
         assert texts == {choice.index: choice.text for choice in whole.choices}
         assert order != sorted(order), "one after the other would make the second wait"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import ssl
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,14 @@ import httpx2
 import openai
 import pytest
 
+import coordinator.servicer
 from specwire import errors
 from specwire.config import HttpConfig
 from specwire.errors import ConfigError
 from specwire.http import server
 from specwire.http.errors import api_error
+from specwire.tokens import make_token
+from tests.certificates import Authority
 from tests.fronts import Fronted, front, fronted
 from tests.harness import LoopThread, local_stack
 
@@ -34,10 +35,10 @@ def here() -> Iterator[Fronted]:
         yield running
 
 
-def post(here: Fronted, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any], Any]:
+def post(here: Fronted, path: str, body: Any, **headers: str | bytes) -> tuple[int, dict[str, Any], Any]:
     """Status, error object and headers of a request as it stands."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | headers
+    headers = {"content-type": "application/json", **headers}
     response = httpx2.post(here.url + path, content=data, headers=headers, timeout=60)
     return response.status_code, response.json().get("error", {}), response.headers
 
@@ -162,6 +163,15 @@ def test_every_response_has_a_request_id(here: Fronted) -> None:
     assert found["x-request-id"].startswith("req-")
 
 
+def test_headers_that_cannot_be_passed_on(here: Fronted) -> None:
+    status, error, _ = post(
+        here, COMPLETIONS, completion(here), authorization="Bearer gr\u00fcn".encode("latin-1")
+    )
+    assert (status, error["code"]) == (401, "invalid_api_key")
+    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent="\u00fc".encode("latin-1"))
+    assert status == 200
+
+
 def test_a_body_over_the_limit(here: Fronted) -> None:
     with front(here.stack.address, max_body_bytes=1000) as address:
         response = httpx2.post(
@@ -230,43 +240,49 @@ def test_a_defect_tells_nothing(defect: Exception) -> None:
     assert "/" not in str(told)
 
 
-def test_the_callers_token_reaches_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gRPC metadata, read where the coordinator reads it."""
-    import coordinator.servicer
-
-    seen: list[Any] = []
+def test_the_callers_trace_reaches_the_coordinator(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
     read: Callable[[Any], str] = coordinator.servicer._traceparent
 
     def noted(context: Any) -> str:
-        seen.append(dict(context.invocation_metadata()))
-        return read(context)
+        seen.append(read(context))
+        return seen[-1]
 
     monkeypatch.setattr(coordinator.servicer, "_traceparent", noted)
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with local_stack(EMULATED) as stack, front(stack.address) as address:
-        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="sk-mine", max_retries=0)
-        with client:
-            model = client.models.list().data[0].id
-            client.completions.create(
-                model=model, prompt=[1], max_tokens=2, extra_headers={"traceparent": trace}
+    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent=trace)
+    assert (status, seen) == (200, [trace])
+
+
+def test_doors(tmp_path: Path) -> None:
+    """TLS on both sides of the front, and a token that it passes on without knowing it."""
+    authority = Authority(tmp_path)
+    cert, key = authority.pair("server")
+    token, line = make_token("alice")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(line + "\n")
+    doors = {"tls_cert": cert, "tls_key": key, "tokens": str(tokens)}
+    trusted = ssl.create_default_context(cafile=authority.path)
+    with (
+        local_stack(EMULATED, coordinator_options=doors) as stack,
+        front(stack.address, tls_ca=authority.path, tls_cert=cert, tls_key=key, model_name="m") as address,
+        httpx2.Client(verify=trusted) as http,
+    ):
+        assert http.get(f"https://{address}/health").json() == {"status": "ok"}
+        for given, expected in ((token, 200), ("wrong", 401)):
+            client = openai.OpenAI(
+                base_url=f"https://{address}/v1", api_key=given, max_retries=0, http_client=http
             )
-    assert seen[0]["authorization"] == "Bearer sk-mine"
-    assert seen[0]["traceparent"] == trace
-
-
-def test_tls(tmp_path: Path, here: Fronted) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl command to make a certificate with")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    files = ["-keyout", str(key), "-out", str(certificate), "-days", "2"]
-    subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
-    with front(here.stack.address, tls_cert=str(certificate), tls_key=str(key)) as address:
-        verified = httpx2.get(
-            f"https://{address}/health", verify=ssl.create_default_context(cafile=certificate)
-        )
-        assert verified.json()["status"] == "ok"
+            if expected == 200:
+                assert client.models.list().data[0].id == "m"
+                answer = client.completions.create(model="m", prompt=[1], max_tokens=2)
+                assert answer.usage.completion_tokens == 2
+            else:
+                with pytest.raises(openai.AuthenticationError):
+                    client.models.list()
+                with pytest.raises(openai.AuthenticationError) as raised:
+                    client.completions.create(model="m", prompt=[1])
+                assert raised.value.code == "invalid_api_key"
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"https://{address}/health")
 
@@ -277,8 +293,12 @@ def test_a_front_that_cannot_start() -> None:
         pytest.raises(ConfigError, match=f"--address {taken}: cannot be bound"),
     ):
         start(HttpConfig(address=taken))
-    with pytest.raises(ConfigError, match="--tls-cert /no/such: cannot be used"):
-        start(HttpConfig(address="127.0.0.1:0", tls_cert="/no/such", tls_key="/no/such"))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        start(HttpConfig(address="127.0.0.1:0", tls_cert=__file__, tls_key=__file__))
+    with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:0: would be plaintext"):
+        HttpConfig(address="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="--server 10"):
+        HttpConfig(server="10.0.0.1:7070")
 
 
 def start(config: HttpConfig) -> None:

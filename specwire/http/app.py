@@ -27,6 +27,7 @@ from specwire.http.exchange import Exchange, read_body, refusal
 from specwire.http.model import Models, ServedModel
 
 _HEALTH_TIMEOUT_S = 2.0
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 
@@ -117,9 +118,17 @@ async def _choices(wanted: Body, model: ServedModel) -> list[Choice]:
 
 
 def _caller(request: Request) -> Caller:
+    """What the headers say of the caller; a trace context that is none starts a new trace, as W3C has it.
+
+    Raises:
+        ApiError: 401, a token that no door could know.
+    """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    token = token.strip() if scheme.lower() == "bearer" else ""
+    if token and not (token.isascii() and token.isprintable()):
+        raise ApiError(401, "the bearer token is not ASCII text", code="invalid_api_key")
     traceparent = request.headers.get("traceparent", "")
-    return Caller(token.strip() if scheme.lower() == "bearer" else "", traceparent)
+    return Caller(token, traceparent if _TRACEPARENT.fullmatch(traceparent) else "")
 
 
 def _check_json(request: Request) -> None:
