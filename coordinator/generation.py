@@ -110,6 +110,7 @@ class Generation:
     """One sequence on its way.
 
     Args:
+        generated_token_ids: emitted before, by another coordinator; they count for `max_tokens`.
         may_start: awaited before each round; whoever must wait for something does it here.
 
     Attributes:
@@ -127,10 +128,11 @@ class Generation:
         tracer: tracing.Tracing,
         parent: str = "",
         may_start: Callable[[], Awaitable[None]] | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> None:
         assert params.seed is not None  # drawn by the coordinator when the client gave none
         self._seed = params.seed
-        self.committed = list(prompt_token_ids)
+        self.committed = [*prompt_token_ids, *generated_token_ids]
         self._end_len = len(prompt_token_ids) + params.max_tokens
         self._params = params
         self._drafter = drafter

@@ -18,6 +18,7 @@ from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
 from coordinator.peers import DraftPool, VerifyPool
 from coordinator.replicas import Replica
+from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
@@ -75,11 +76,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_fit(prompt, params, self._verify.info, self._tokenizer)
         caller = doors.caller(context)
         caller.check(params)
+        seam = find_seam(
+            list(request.generated_token_ids),
+            request.context_digest,
+            prompt=prompt,
+            params=params,
+            target=self._verify.info,
+        )
         planner = self._planner(params)
         async with self._admission.place(caller):
             try:
                 async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
-                    await self._generate(prompt, params, planner, credit, context, request.report_progress)
+                    await self._generate(
+                        prompt,
+                        params,
+                        planner,
+                        credit,
+                        context,
+                        seam=seam,
+                        report_progress=request.report_progress,
+                    )
             finally:
                 self._num_finished += 1
 
@@ -90,6 +106,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         planner: Planner,
         credit: Credit,
         context: Any,
+        *,
+        seam: Seam,
         report_progress: bool,
     ) -> None:
         remaining_s: Callable[[], float | None] = context.time_remaining
@@ -122,6 +140,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     tracer=self._tracer,
                     parent=span.traceparent,
                     may_start=credit.room,
+                    generated_token_ids=seam.token_ids,
                 )
                 session = Session(
                     generation,
@@ -131,12 +150,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     eos_token_ids=self._verify.info.eos_token_ids,
                     model=self._verify.info.name,
                     credit=credit,
+                    generated_token_ids=seam.token_ids,
                     report_progress=report_progress,
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
+                info = wire.resume_info_to_proto(seam.info)
                 writing: Awaitable[None] | None = None
                 async for chunk in session.chunks():
-                    message = generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk))
+                    message = generation_pb2.GenerateResponse(
+                        chunk=wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
+                    )
                     if writing is not None:
                         await writing
                     writing = asyncio.ensure_future(context.write(message))  # while the next round begins

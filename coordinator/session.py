@@ -22,6 +22,7 @@ from specwire.core import (
     Usage,
     Verdict,
 )
+from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
 
 
@@ -30,6 +31,13 @@ class Session:
 
     It spends the client's credit, which the generation waits for between rounds: so a round is whole, and as
     long, whoever reads it.
+
+    Args:
+        generated_token_ids: what the client has of it already. They go through the same machines as the ones
+            to come, without a word: a stop string or a character may lie across the seam.
+
+    Raises:
+        InvalidRequestError: the generated tokens go on after their end.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class Session:
         model: str,
         credit: Credit,
         report_progress: bool = False,
+        generated_token_ids: Sequence[int] = (),
     ) -> None:
         self._generation = generation
         self._num_prompt_tokens = len(prompt_token_ids)
@@ -57,6 +66,7 @@ class Session:
         self._num_emitted = 0
         self._stop_reason: str | int | None = None
         self._tally = Tally()
+        self._replay(generated_token_ids)
 
     @property
     def ended(self) -> bool:
@@ -64,22 +74,34 @@ class Session:
         return self._stop_reason is not None or self._num_emitted == self._params.max_tokens
 
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """One chunk a round at the most; every emitted token exactly once, in order.
+        """One chunk a round; every emitted token exactly once, in order, but for those that are only held.
 
         Raises:
             SpecwireError: what ended the generation, an unusable acknowledgement included.
         """
+        if self.ended:  # by what was generated before
+            return
         async for done in self._generation.rounds():
             self._tally.add(done)
+            num_before = self._num_emitted
             tokens = self._emit(done)
-            ended = self.ended
-            if ended:
+            if self.ended:
                 tokens += self._text.finish()
             self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))
-            if tokens or done.rejected:
-                yield self._chunk(tokens, done.rejected)
-            if ended:
+            yield self._chunk(tokens, done.rejected, self._text.waiting(self._num_emitted - num_before))
+            if self.ended:
                 return
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
+        """Emit again what was emitted before; what is certain of it was sent then."""
+        for i, token_id in enumerate(token_ids):
+            if self.ended:
+                name = f"generated_token_ids[{i}]"
+                raise InvalidRequestError(name, token_id, "comes after the end of the generation")
+            self._released += self._take(Token(token_id=token_id, text="", fate=Fate.GIVEN))
+        if self.ended:
+            self._released += self._text.finish()
+        self._credit.spend(num_emitted=len(token_ids) - len(self._released), num_sent=0)
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The end of the stream; the stop reason is known by now."""
@@ -106,15 +128,20 @@ class Session:
         """Take the round's tokens up to one that ends it all; returns those whose text is certain."""
         certain: list[Token] = []
         for i, (token_id, fate) in enumerate(done.emitted):
-            ends = token_id in self._end_ids
-            self._num_emitted += 1
-            certain += self._text.add(self._token(done.verdict, i, token_id, fate), silent=ends)
-            if self._text.stopped_by is not None:
-                self._stop_reason = self._text.stopped_by
-            elif ends:
-                self._stop_reason = token_id
+            certain += self._take(self._token(done.verdict, i, token_id, fate))
             if self._stop_reason is not None:
                 break
+        return certain
+
+    def _take(self, token: Token) -> list[Token]:
+        """Emit a token; returns those whose text is certain now."""
+        ends = token.token_id in self._end_ids
+        self._num_emitted += 1
+        certain = self._text.add(token, silent=ends)
+        if self._text.stopped_by is not None:
+            self._stop_reason = self._text.stopped_by
+        elif ends:
+            self._stop_reason = token.token_id
         return certain
 
     def _token(self, verdict: Verdict, i: int, token_id: int, fate: Fate) -> Token:
@@ -129,14 +156,16 @@ class Session:
             top_logprobs=tuple(entry.top()),
         )
 
-    def _chunk(self, tokens: list[Token], rejected: list[int]) -> Chunk:
+    def _chunk(self, tokens: list[Token], rejected: list[int], held: list[Token]) -> Chunk:
         first_index = len(self._released)
         self._released += tokens
         shown = tuple(
             Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED) for token_id in rejected
         )
         text = "".join(token.text for token in tokens)
-        chunk = Chunk(text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index)
+        chunk = Chunk(
+            text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index, held=tuple(held)
+        )
         if not self._report_progress:
             return chunk
         return replace(chunk, speculation=self._tally.speculation(), timing=self._tally.timing())

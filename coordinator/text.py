@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from specwire.core import Token
 from specwire.tokenizer import Tokenizer
@@ -202,6 +203,11 @@ class TextAssembler:
     @property
     def stopped_by(self) -> str | None:
         return self._matcher.stopped_by
+
+    def waiting(self, num_latest: int) -> list[Token]:
+        """Of the latest tokens, those that are not released yet, without their text."""
+        latest = [replace(token, text="") for token in islice(reversed(self._held), num_latest)]
+        return latest[::-1]
 
     def add(self, token: Token, silent: bool = False) -> list[Token]:
         """Append a token (its own `text` is ignored) and return those that are now certain.

@@ -22,16 +22,16 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         ModelLoadError: the model cannot be served.
         ConfigError: an address cannot be bound.
     """
-    tracer = tracing.configure("specwire-draft")
-    service = boot.start(config, "draft", Drafter(config))
-    server = rpc.Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(
-        DraftServicer(service, tracer, config.max_outcomes), server.grpc
-    )
-    group = engine_metrics.group(service, "draft")
     async with contextlib.AsyncExitStack() as stack:
+        tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
+        service = boot.start(config, "draft", Drafter(config))
         stack.callback(service.close)
+        group = engine_metrics.group(service, "draft")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "draft"))
+        server = rpc.Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(
+            DraftServicer(service, tracer, config.max_outcomes), server.grpc
+        )
         yield await server.start()

@@ -30,6 +30,7 @@ from specwire.errors import (
     ConfigError,
     ContextLengthError,
     DeadlineExceededError,
+    GenerationLostError,
     HandshakeError,
     InternalError,
     InvalidRequestError,
@@ -44,7 +45,9 @@ from specwire.errors import (
 )
 
 if TYPE_CHECKING:
-    from specwire.client import AsyncClient, AsyncStream, Client, Stream
+    from specwire.client import AsyncClient, Client
+    from specwire.resume import RetryPolicy
+    from specwire.streaming import AsyncStream, Stream
 
 __version__ = "0.1.0"
 
@@ -60,6 +63,7 @@ __all__ = [
     "DeadlineExceededError",
     "Fate",
     "FinishReason",
+    "GenerationLostError",
     "HandshakeError",
     "InternalError",
     "InvalidRequestError",
@@ -68,6 +72,7 @@ __all__ = [
     "PrefixMismatchError",
     "RequestCancelledError",
     "ResourceExhaustedError",
+    "RetryPolicy",
     "Rule",
     "SamplingParams",
     "ServiceUnavailableError",
@@ -81,7 +86,7 @@ __all__ = [
     "Usage",
 ]
 
-_CLIENT_NAMES = ("AsyncClient", "AsyncStream", "Client", "Stream")
+_CLIENT_NAMES = ("AsyncClient", "AsyncStream", "Client", "RetryPolicy", "Stream")
 
 
 def __getattr__(name: str) -> Any:

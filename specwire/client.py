@@ -1,4 +1,7 @@
-"""The client SDK: `AsyncClient`, and `Client`, which runs one on a thread of its own. Torch-free."""
+"""The client SDK: `AsyncClient`, and `Client`, which runs one on a thread of its own. Torch-free.
+
+Their streams are in `streaming.py`; what happens when a coordinator is lost is decided in `resume.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -17,119 +20,40 @@ import grpc.aio
 from specwire import rpc, wire
 from specwire.config import split_address
 from specwire.core import (
-    MAX_KEPT_BACK_TOKENS,
     MIN_CREDIT_TOKENS,
-    Chunk,
     Completion,
     ModelInfo,
     SamplingParams,
-    Token,
 )
 from specwire.credentials import TLS, Credentials
+from specwire.endpoints import Endpoint, Endpoints
 from specwire.errors import (
     ConfigError,
     InvalidRequestError,
     RequestCancelledError,
-    ResourceExhaustedError,
-    ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.resume import RetryPolicy, as_addresses
+from specwire.streaming import AsyncStream, Stream
+from specwire.v1 import generation_pb2
 
 DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_RETRY = RetryPolicy()
 Messages = Sequence[Mapping[str, str]]
 Result = TypeVar("Result")
-
-
-class AsyncStream:
-    """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
-
-    Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
-    48); asking for the next chunk resumes it, and says that the one before is consumed.
-    """
-
-    def __init__(self, call: Any, explain: Callable[[grpc.RpcError], SpecwireError]) -> None:
-        self._call = call
-        self._explain = explain
-        self._num_in_hand = 0
-        self._num_kept_back = 0
-        self._tokens: list[Token] = []
-        self._completion: Completion | None = None
-
-    @property
-    def completion(self) -> Completion:
-        """The finished generation.
-
-        Raises:
-            SpecwireError: the stream is not at its end yet.
-        """
-        if self._completion is None:
-            raise SpecwireError("the generation is not complete; iterate to its end first")
-        return self._completion
-
-    @property
-    def tokens(self) -> list[Token]:
-        """Tokens received so far."""
-        return list(self._tokens)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        """The next chunk, until the generation is complete.
-
-        Raises:
-            SpecwireError: what ended the generation before it was complete.
-        """
-        if self._completion is not None:
-            raise StopAsyncIteration
-        self._num_kept_back += self._num_in_hand
-        self._num_in_hand = 0
-        response = await self._read()
-        if response.WhichOneof("event") == "completion":
-            self._completion = wire.completion_from_proto(response.completion, self._tokens)
-            raise StopAsyncIteration
-        chunk = wire.chunk_from_proto(response.chunk)
-        self._tokens += chunk.tokens
-        self._num_in_hand = len(chunk.tokens)
-        return chunk
-
-    async def _read(self) -> Any:
-        try:
-            await self._acknowledge()
-            response = await self._call.read()
-        except grpc.RpcError as error:
-            raise self._explain(error) from None
-        except asyncio.CancelledError:
-            # Either the caller's own task is being cancelled, or the stream was, by `cancel` or `close`.
-            if not self._call.cancelled() or _task_is_cancelled():
-                raise
-            raise RequestCancelledError("the generation was cancelled") from None
-        if response is grpc.aio.EOF:
-            num_tokens = len(self._tokens)
-            raise ServiceUnavailableError(f"the stream ended after {num_tokens} tokens without a completion")
-        return response
-
-    async def _acknowledge(self) -> None:
-        """Say what was consumed since the last time; not every chunk is worth a message."""
-        if self._num_kept_back > MAX_KEPT_BACK_TOKENS:
-            num_tokens, self._num_kept_back = self._num_kept_back, 0
-            await rpc.send(self._call, wire.acknowledgement(num_tokens))
-
-    def cancel(self) -> None:
-        """End the generation on all services; harmless when it is complete."""
-        self._call.cancel()
 
 
 class AsyncClient:
     """Speaks to a coordinator from asyncio code.
 
     Args:
-        address: `HOST:PORT` of the coordinator.
+        address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
+            separated by commas. The one that served last is asked first, to begin with the first one.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
         tls: speak TLS, with these files; None speaks plaintext.
         token: bearer token shown with every request.
         allow_plaintext: send the token without TLS beyond this machine.
+        retry: what to do when a coordinator is lost, or says no.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
@@ -138,19 +62,23 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy = DEFAULT_RETRY,
         tls: TLS | None = None,
         token: str = "",
         allow_plaintext: bool = False,
     ) -> None:
-        _check_address(address)
-        self._address = address
+        addresses = _checked_addresses(address)
         self._timeout_s = _checked_timeout(timeout_s)
-        credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
-        self._channel = rpc.open_channel(address, credentials=credentials)
-        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._retry = retry
+        self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in addresses])
+        self._streams: set[AsyncStream] = set()
+
+    def _open_channel(self, address: str) -> grpc.aio.Channel:
+        return rpc.open_channel(address, credentials=self._credentials)
 
     async def __aenter__(self) -> Self:
         return self
@@ -159,8 +87,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the channel; running generations are cancelled."""
-        await self._channel.close()
+        """Close the channels; running generations are cancelled."""
+        for stream in self._streams:
+            stream.cancel()
+        await self._endpoints.close()
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -199,13 +129,12 @@ class AsyncClient:
         )
         metadata = _metadata(traceparent, token)
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        call = self._stub.Generate(timeout=deadline_s, metadata=metadata)
-        sending = asyncio.create_task(rpc.send(call, request))  # now, whenever the first chunk is asked for
-        call.add_done_callback(lambda _: sending.cancel())
-        stream = AsyncStream(call, self._explain)
+        stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata)
+        self._streams.add(stream)
         try:
             yield stream
         finally:
+            self._streams.discard(stream)
             stream.cancel()
 
     async def generate(
@@ -236,91 +165,49 @@ class AsyncClient:
     ) -> tuple[ModelInfo, ModelInfo | None]:
         """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
-        response = await self._unary(self._stub.GetModelInfo, request, timeout_s, token)
+        response = await self._endpoints.unary(
+            "GetModelInfo", request, _checked_timeout(timeout_s), _metadata("", token)
+        )
         draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
         return wire.model_info_from_proto(response.target), draft
 
     async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
         """What the coordinator is doing now."""
         request = generation_pb2.GetStatusRequest()
-        status: generation_pb2.GetStatusResponse = await self._unary(self._stub.GetStatus, request, timeout_s)
+        status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
+            "GetStatus", request, _checked_timeout(timeout_s)
+        )
         return status
-
-    async def _unary(self, method: Any, request: Any, timeout_s: float, token: str = "") -> Any:
-        metadata = _metadata("", token)
-        try:
-            return await method(request, timeout=_checked_timeout(timeout_s), metadata=metadata)
-        except grpc.RpcError as error:
-            raise self._explain(error) from None
-
-    def _explain(self, error: grpc.RpcError) -> SpecwireError:
-        """What gRPC reports by itself, in terms of the caller: which server, which argument."""
-        ours = rpc.from_rpc_error(error)
-        text = str(ours)
-        if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
-            return ServiceUnavailableError(_why_not_connected(self._address, text))
-        if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
-            sizes = text.partition("(")[2].partition(")")[0]
-            return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
-        return ours
-
-
-class Stream:
-    """A running generation: iterate over its chunks; leaving its `with` cancels what is left."""
-
-    def __init__(self, stream: AsyncStream, run: Any) -> None:
-        self._stream = stream
-        self._run = run
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Chunks until the generation is complete; errors as for `AsyncStream`."""
-        while (chunk := self._run(self._next())) is not None:
-            yield chunk
-
-    async def _next(self) -> Chunk | None:
-        return await anext(self._stream, None)
-
-    @property
-    def completion(self) -> Completion:
-        """The finished generation; see `AsyncStream.completion`."""
-        return self._stream.completion
-
-    @property
-    def tokens(self) -> list[Token]:
-        """Tokens received so far."""
-        return self._stream.tokens
-
-    def cancel(self) -> None:
-        """End the generation on all services."""
-        self._run(_call(self._stream.cancel))
 
 
 class Client:
     """Speaks to a coordinator from ordinary code; may be shared between threads.
 
     Args:
-        address: `HOST:PORT` of the coordinator.
+        address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
+            separated by commas. The one that served last is asked first, to begin with the first one.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
-        tls, token, allow_plaintext: as for `AsyncClient`; errors too.
+        retry, tls, token, allow_plaintext: as for `AsyncClient`; errors too.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy = DEFAULT_RETRY,
         tls: TLS | None = None,
         token: str = "",
         allow_plaintext: bool = False,
     ) -> None:
-        _check_address(address)
+        _checked_addresses(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._calling = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
-        options = {"tls": tls, "token": token, "allow_plaintext": allow_plaintext}
+        options = {"retry": retry, "tls": tls, "token": token, "allow_plaintext": allow_plaintext}
         try:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
         except BaseException:
@@ -419,31 +306,21 @@ async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _why_not_connected(address: str, text: str) -> str:
-    """gRPC's words for a failed connection, down to what the caller can do something about."""
-    why = text.partition("last error: ")[2].removesuffix(": OK")
-    if "handshake failed" in why or "Verification" in why:
-        return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"
-    if why.endswith("Socket closed"):
-        return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
-    return f"nothing serves at {address} ({why.rpartition(': ')[2]})"
-
-
 def _metadata(traceparent: str, token: str) -> list[tuple[str, str]]:
     metadata = [("traceparent", traceparent)] if traceparent else []
     return [*metadata, ("authorization", f"Bearer {token}")] if token else metadata
 
 
-def _task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _check_address(address: str) -> None:
-    try:
-        split_address("address", address)
-    except ConfigError:
-        raise InvalidRequestError("address", address, "is not HOST:PORT") from None
+def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    addresses = as_addresses(address)
+    if not addresses:
+        raise InvalidRequestError("address", "empty", "at least one HOST:PORT is required")
+    for each in addresses:
+        try:
+            split_address("address", each)
+        except ConfigError:
+            raise InvalidRequestError("address", each, "is not HOST:PORT") from None
+    return addresses
 
 
 def _checked_timeout(timeout_s: float) -> float:

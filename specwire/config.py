@@ -430,7 +430,7 @@ class DemoConfig(StackConfig):
 class ReachConfig:
     """How a client of the coordinator reaches it."""
 
-    server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator")
+    server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator, or of several with commas between")
     tls: bool = option(False, "speak TLS; --tls-ca, --client-cert and --server-name say so too")
     tls_ca: str = option(
         "", "PEM authorities that vouch for the server; empty for public ones", metavar="FILE"
@@ -441,7 +441,8 @@ class ReachConfig:
     allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
 
     def __post_init__(self) -> None:
-        split_address("server", self.server)
+        for address in self.server.split(","):
+            split_address("server", address.strip())
         for name in ("tls_ca", "client_cert", "client_key"):
             _check_file(name, getattr(self, name))
         both = bool(self.client_cert) == bool(self.client_key)

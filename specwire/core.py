@@ -51,6 +51,8 @@ class Fate(enum.StrEnum):
     REJECTED = "rejected"
     RECOVERED = "recovered"
     BONUS = "bonus"
+    GIVEN = "given"
+    """Came with the request of a resumed generation; clients show the fate that it had before."""
 
 
 class FinishReason(enum.StrEnum):
@@ -396,6 +398,7 @@ class Chunk:
         rejected: draft tokens that this round refused, for display.
         first_index: index of `tokens[0]` in the output, from 0.
         speculation, timing: of the generation so far, where progress was asked for.
+        held: tokens of the round whose text is not certain yet; a later chunk has them in `tokens`.
     """
 
     text: str
@@ -404,11 +407,26 @@ class Chunk:
     first_index: int = 0
     speculation: Speculation | None = None
     timing: Timing | None = None
+    held: tuple[Token, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
         """Ids of the emitted tokens."""
         return [token.token_id for token in self.tokens]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeInfo:
+    """What fixes a generation beside its request, for whoever goes on with it.
+
+    Attributes:
+        seed, rule: as in the completion.
+        context_digest: of the target, its tokenizer, and the prompt as token ids.
+    """
+
+    seed: int
+    rule: Rule
+    context_digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -488,6 +506,9 @@ class Timing:
 class Completion:
     """A finished generation.
 
+    Where it lost its coordinator, `speculation`, `timing` and `usage.cached_tokens` are those of the part
+    after the last loss; all else is about the whole.
+
     Attributes:
         text: the output, without stop string or special tokens.
         token_ids: all emitted tokens, the one that ended it included.
@@ -496,6 +517,7 @@ class Completion:
         seed: fixes all random choices of this generation.
         rule: that it ran under.
         tokens: the emitted tokens with their fates and log probabilities.
+        num_resumes: how often another coordinator, or the same one again, had to go on with it.
     """
 
     text: str
@@ -509,6 +531,7 @@ class Completion:
     rule: Rule = Rule.REJECTION
     model: str = ""
     tokens: tuple[Token, ...] = ()
+    num_resumes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
@@ -528,6 +551,7 @@ class Completion:
             },
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
             "logprobs": _logprob_dicts(self.tokens),
+            "num_resumes": self.num_resumes,
         }
 
 

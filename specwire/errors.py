@@ -11,6 +11,7 @@
     ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
     ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
     ├── ServiceUnavailableError     the peer is not there, or went away
+    │   └── GenerationLostError     a coordinator went away, and none went on in time; says how far it came
     ├── DeadlineExceededError       the deadline passed
     ├── RequestCancelledError       the caller or the server's shutdown ended it
     └── InternalError               a defect: what the peer reported fits nothing above
@@ -22,8 +23,11 @@ knows no grpc; `specwire.rpc` translates.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import ClassVar
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from specwire.core import Token
 
 _MAX_SHOWN_LEN = 200
 
@@ -167,6 +171,34 @@ class ServiceUnavailableError(SpecwireError):
 
     def details(self) -> dict[str, str]:
         return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
+
+
+class GenerationLostError(ServiceUnavailableError):
+    """A running generation lost its coordinator, and no other one went on with it in time.
+
+    Attributes:
+        tokens: received before, in order, with their texts.
+        retry_after_ms: when another try may succeed; None when nobody can tell.
+    """
+
+    reason = "GENERATION_LOST"
+
+    def __init__(
+        self, message: str, retry_after_ms: int | None = None, *, tokens: Sequence[Token] = ()
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+        self.tokens = tuple(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """How far it came."""
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """What came of it."""
+        return "".join(token.text for token in self.tokens)
 
 
 class DeadlineExceededError(SpecwireError, TimeoutError):

@@ -28,7 +28,8 @@ from grpc_status import rpc_status
 from specwire import channel, doors, errors
 from specwire.config import ServiceConfig, split_address
 from specwire.credentials import PLAINTEXT, Credentials
-from specwire.errors import ConfigError, SpecwireError
+from specwire.draining import Drain
+from specwire.errors import ConfigError, ServiceUnavailableError, SpecwireError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CONNECT_TIMEOUT_MS = 5_000
+_FAREWELL_S = 2.0
+_OURS = "/specwire."
 # Our own clients ping once a second; after a stall several may arrive at once. A peer that keeps pinging
 # faster than four times a second is disconnected.
 _PERMIT_KEEPALIVE = [
@@ -97,6 +100,11 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
         return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
+
+
+def was_reported(error: grpc.RpcError) -> bool:
+    """Whether the peer itself said what is wrong; else it is gone, or whatever lies between is."""
+    return _error_info(error) is not None
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
@@ -158,11 +166,40 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
 # --- servers --------------------------------------------------------------------------------------
 
 
+class _Counted(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Our own methods run as requests of a drain; health and reflection answer until the very end."""
+
+    def __init__(self, drain: Drain) -> None:
+        self._drain = drain
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_OURS):
+            return handler
+        style = "stream_stream" if handler.response_streaming else "unary_unary"
+        return handler._replace(**{style: self._counted(getattr(handler, style))})
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        async def counted(request: Any, context: Any) -> Any:
+            try:
+                with self._drain.request():
+                    return await method(request, context)
+            except ServiceUnavailableError as error:  # refused: the method itself raises no error of ours
+                await _abort(context, error)
+
+        return counted
+
+
 class Server:
-    """A gRPC server with health, reflection, one port and a graceful end."""
+    """A gRPC server with health, reflection, one port and a graceful end.
+
+    Attributes:
+        drain: of its requests; who serves the same things in another way counts them here too.
+    """
 
     def __init__(self, config: ServiceConfig, service_names: Sequence[str]) -> None:
         self._config = config
+        self.drain = Drain()
         self._service_names = ["", *service_names]
         self._started = False
         options = [
@@ -176,7 +213,7 @@ class Server:
         self.grpc = grpc.aio.server(
             options=options,
             # The door comes first: interceptors behind it may remember what they got.
-            interceptors=doors.interceptors(config, _abort),
+            interceptors=[*doors.interceptors(config, _abort), _Counted(self.drain)],
             maximum_concurrent_rpcs=_MAX_STREAMS,
         )
         self._health = health.aio.HealthServicer()
@@ -212,19 +249,52 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self) -> None:
-        """Report unhealthy, refuse new requests, let running ones finish within the grace."""
+        """Drain, then end: at the latest when the grace is over, or at once when this is cancelled.
+
+        From the first moment on, health says NOT_SERVING and new requests are refused with UNAVAILABLE, on
+        connections old and new, while those that run go on, streams of many requests included.
+        """
         if not self._started:
             return
-        await self._health.enter_graceful_shutdown()
-        await self.grpc.stop(self._config.grace_s)
+        self.drain.close()
+        try:
+            await self._health.enter_graceful_shutdown()
+            if not await self.drain.idle(self._config.grace_s):
+                log.warning("the grace is over: cutting off %d requests", self.drain.num_running)
+        finally:
+            # Whoever has just finished still sends its status.
+            await self.grpc.stop(0 if self.drain.num_running else min(self._config.grace_s, _FAREWELL_S))
 
 
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
-    """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM."""
+    """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
+
+    A second signal cuts off what the first one left running.
+    """
+    stopping, hurrying = asyncio.Event(), False
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        nonlocal hurrying
+        if stopping.is_set():
+            hurrying = True
+            task.cancel()
+        stopping.set()
+
+    try:
+        await _serve_until(serving, stopping, stop)
+    except asyncio.CancelledError:
+        if not hurrying:
+            raise
+
+
+async def _serve_until(
+    serving: AbstractAsyncContextManager[str], stopping: asyncio.Event, stop: Callable[[], None]
+) -> None:
     async with serving as address:
-        stopping = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         # What was loaded stays: to look through all of it again in every full collection stops the service
         # for over 100 ms.
         gc.collect()

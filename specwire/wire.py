@@ -26,6 +26,7 @@ from specwire.core import (
     ModelInfo,
     Preparation,
     Proposal,
+    ResumeInfo,
     Rule,
     SamplingParams,
     Support,
@@ -42,6 +43,7 @@ _FATES = {
     Fate.REJECTED: generation_pb2.FATE_REJECTED,
     Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
     Fate.BONUS: generation_pb2.FATE_BONUS,
+    Fate.GIVEN: generation_pb2.FATE_GIVEN,
 }
 _FATE_NAMES = {number: fate for fate, number in _FATES.items()}
 _FINISH_REASONS = {
@@ -328,6 +330,33 @@ def generate_request(
     return request
 
 
+def resuming_request(
+    original: generation_pb2.GenerateRequest, info: ResumeInfo, token_ids: Sequence[int]
+) -> generation_pb2.GenerateRequest:
+    """The same request for another coordinator, after these tokens."""
+    request = generation_pb2.GenerateRequest()
+    request.CopyFrom(original)
+    request.sampling.seed = info.seed
+    request.sampling.rule = _RULES[info.rule]
+    request.context_digest = info.context_digest
+    request.generated_token_ids.extend(token_ids)
+    return request
+
+
+def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
+    """What the first message of a stream says of it."""
+    return generation_pb2.ResumeInfo(
+        seed=info.seed, rule=_RULES[info.rule], context_digest=info.context_digest
+    )
+
+
+def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
+    """The same, read."""
+    return ResumeInfo(
+        seed=message.seed, rule=_RULE_NAMES[message.rule], context_digest=message.context_digest
+    )
+
+
 def _checked_ids(token_ids: Sequence[int]) -> list[int]:
     checked = []
     for i, token_id in enumerate(token_ids):
@@ -446,6 +475,7 @@ def chunk_to_proto(chunk: core.Chunk) -> generation_pb2.Chunk:
         rejected=[token_to_proto(token) for token in chunk.rejected],
         speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
         timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
+        held=[token_to_proto(token) for token in chunk.held],
     )
 
 
@@ -459,6 +489,7 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> core.Chunk:
         first_index=message.first_index,
         speculation=_noun(core.Speculation, message.speculation) if message.HasField("speculation") else None,
         timing=_noun(core.Timing, message.timing) if message.HasField("timing") else None,
+        held=tuple(token_from_proto(token) for token in message.held),
     )
 
 
@@ -478,8 +509,10 @@ def completion_to_proto(completion: core.Completion) -> generation_pb2.Completio
     )
 
 
-def completion_from_proto(message: generation_pb2.Completion, tokens: Sequence[Token]) -> core.Completion:
-    """The completion of a stream that brought these tokens."""
+def completion_from_proto(
+    message: generation_pb2.Completion, tokens: Sequence[Token], num_resumes: int = 0
+) -> core.Completion:
+    """The completion of a generation that brought these tokens, and was resumed so many times."""
     which = message.WhichOneof("stop_reason")
     return core.Completion(
         text="".join(token.text for token in tokens),
@@ -493,6 +526,7 @@ def completion_from_proto(message: generation_pb2.Completion, tokens: Sequence[T
         rule=_RULE_NAMES[message.rule],
         model=message.model,
         tokens=tuple(tokens),
+        num_resumes=num_resumes,
     )
 
 

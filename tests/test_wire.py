@@ -184,12 +184,13 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         Token(token_id=i, text=f"t{i}", fate=fate, logprob=-0.5, top_logprobs=((1, -0.25),))
         for i, fate in enumerate(Fate)
     )
-    chunk = Chunk(text="t0t1t2t3", tokens=tokens, rejected=tokens[:1], first_index=6)
+    text = "".join(token.text for token in tokens)
+    chunk = Chunk(text=text, tokens=tokens, rejected=tokens[:1], first_index=6, held=tokens[2:])
     got = wire.chunk_from_proto(over_the_wire(wire.chunk_to_proto(chunk)))
     assert got == chunk
     sent = Completion(
         text=chunk.text,
-        token_ids=(0, 1, 2, 3),
+        token_ids=tuple(range(len(tokens))),
         finish_reason=FinishReason.STOP,
         usage=Usage(prompt_tokens=3, completion_tokens=4),
         speculation=Speculation(
@@ -214,8 +215,9 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         seed=2**63 - 1,
         model="m",
         tokens=tokens,
+        num_resumes=2,
     )
-    assert wire.completion_from_proto(over_the_wire(wire.completion_to_proto(sent)), got.tokens) == sent
+    assert wire.completion_from_proto(over_the_wire(wire.completion_to_proto(sent)), got.tokens, 2) == sent
 
 
 class TestErrors:
@@ -231,6 +233,7 @@ class TestErrors:
         errors.ResourceExhaustedError("full", 20),
         errors.ResourceExhaustedError("too large"),
         errors.ServiceUnavailableError("gone"),
+        errors.GenerationLostError("gone after 3 tokens"),
         errors.DeadlineExceededError("late"),
         errors.RequestCancelledError("cancelled"),
         errors.InternalError("a defect"),

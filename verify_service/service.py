@@ -22,14 +22,14 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         ModelLoadError: the model cannot be served.
         ConfigError: an address cannot be bound.
     """
-    tracer = tracing.configure("specwire-verify")
-    service = boot.start(config, "verify", Verifier())
-    server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
-    group = engine_metrics.group(service, "verify")
     async with contextlib.AsyncExitStack() as stack:
+        tracer = tracing.configure("specwire-verify")
         stack.callback(tracer.shutdown)
+        service = boot.start(config, "verify", Verifier())
         stack.callback(service.close)
+        group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))
+        server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
         yield await server.start()

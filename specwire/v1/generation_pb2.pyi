@@ -15,6 +15,7 @@ class Fate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FATE_REJECTED: _ClassVar[Fate]
     FATE_RECOVERED: _ClassVar[Fate]
     FATE_BONUS: _ClassVar[Fate]
+    FATE_GIVEN: _ClassVar[Fate]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,12 +27,13 @@ FATE_ACCEPTED: Fate
 FATE_REJECTED: Fate
 FATE_RECOVERED: Fate
 FATE_BONUS: Fate
+FATE_GIVEN: Fate
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress", "generated_token_ids", "context_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +42,8 @@ class GenerateRequest(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     messages: Messages
@@ -48,7 +52,9 @@ class GenerateRequest(_message.Message):
     num_draft_tokens: int
     credit_tokens: int
     report_progress: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ...) -> None: ...
+    generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    context_digest: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -83,12 +89,24 @@ class StopConditions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunk", "completion")
+    __slots__ = ("chunk", "completion", "resume_info")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    RESUME_INFO_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     completion: Completion
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
+    resume_info: ResumeInfo
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., resume_info: _Optional[_Union[ResumeInfo, _Mapping]] = ...) -> None: ...
+
+class ResumeInfo(_message.Message):
+    __slots__ = ("seed", "rule", "context_digest")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    rule: _common_pb2.Rule
+    context_digest: str
+    def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "fate", "logprob", "top_logprobs")
@@ -113,18 +131,20 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing")
+    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing", "held")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     rejected: _containers.RepeatedCompositeFieldContainer[Token]
     speculation: Speculation
     timing: GenerationTiming
-    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule")

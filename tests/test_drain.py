@@ -1,0 +1,185 @@
+"""SIGTERM: refused at the door, finished inside. Real processes, emulated models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specwire import (
+    AsyncClient,
+    AsyncStream,
+    Completion,
+    GenerationLostError,
+    RetryPolicy,
+    Rule,
+    SamplingParams,
+    ServiceUnavailableError,
+)
+from specwire.draining import Drain
+from specwire.supervisor import Service, wait_ready
+
+PROMPT = [1, 2, 3]
+NUM_STREAMS = 200
+NUM_TOKENS = 100  # farther than a generation gets that nobody reads
+START_S = 90.0
+END_S = 60.0
+GRACE_S = 60.0
+
+
+class TestDrain:
+    async def test_waits_for_those_that_are_in(self) -> None:
+        drain = Drain()
+        with drain.request():
+            drain.close()
+            assert drain.num_running == 1
+            assert not await drain.idle(0.0)
+            waiting = asyncio.create_task(drain.idle(30.0))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        assert await waiting
+        assert await drain.idle(0.0)
+
+    async def test_lets_nobody_in_when_closed(self) -> None:
+        drain = Drain()
+        drain.close()
+        with pytest.raises(ServiceUnavailableError, match="shutting down"), drain.request():
+            pytest.fail("refused requests do not run")
+        assert drain.num_running == 0
+
+    async def test_one_that_fails_is_out_too(self) -> None:
+        drain = Drain()
+        with pytest.raises(ZeroDivisionError), drain.request():
+            raise ZeroDivisionError
+        assert await drain.idle(0.0)
+
+
+class Processes:
+    """Draft, verify and two coordinators, each of which a test ends."""
+
+    def __init__(self) -> None:
+        self._started: list[Service] = []
+        self.verify = self._start("verify_service", "--model", "emulated:step_ms=5")
+        self.draft = self._start("draft_service", "--model", "emulated:step_ms=1,alpha=0.95")
+        wait_ready([self.verify, self.draft], START_S)
+        self.coordinators = [self.start_coordinator(), self.start_coordinator()]
+
+    def _start(self, module: str, *flags: str) -> Service:
+        service = Service(module, [*flags, "--address", "127.0.0.1:0", "--grace-s", str(GRACE_S)])
+        self._started.append(service)
+        return service
+
+    def start_coordinator(self) -> Service:
+        peers = ("--verify-address", self.verify.address, "--draft-address", self.draft.address)
+        service = self._start("coordinator", *peers, "--num-draft-tokens", "8")
+        service.ready(START_S)
+        return service
+
+    def kill(self) -> None:
+        for service in self._started:
+            service.kill()
+
+
+def health(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest()
+        status: int = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status
+        return status
+
+
+async def ask_to_end(service: Service) -> None:
+    """SIGTERM, and wait until it shows."""
+    service.terminate()
+    deadline = time.monotonic() + END_S
+    while await asyncio.to_thread(health, service.address) != health_pb2.HealthCheckResponse.NOT_SERVING:
+        assert time.monotonic() < deadline, "still serving"
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def begun(client: AsyncClient, num_streams: int) -> AsyncIterator[list[AsyncStream]]:
+    """So many generations, begun and not read on: none can end before somebody does."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.GUMBEL, seed=1)
+    async with contextlib.AsyncExitStack() as stack:
+        contexts = [client.stream(params=params, prompt_token_ids=PROMPT) for _ in range(num_streams)]
+        streams = [await stack.enter_async_context(context) for context in contexts]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        yield streams
+
+
+async def finish(streams: list[AsyncStream]) -> list[Completion]:
+    async def read_on(stream: AsyncStream) -> Completion:
+        async for _ in stream:
+            pass
+        return stream.completion
+
+    return await asyncio.gather(*map(read_on, streams))
+
+
+class TestSigterm:
+    """One after the other on the same processes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def processes(cls) -> Iterator[Processes]:
+        running = Processes()
+        try:
+            yield running
+        finally:
+            running.kill()
+
+    async def test_200_in_flight_and_none_fails(self, processes: Processes) -> None:
+        ending, other = processes.coordinators
+        addresses = [ending.address, other.address]
+        async with AsyncClient(addresses) as client, AsyncClient(ending.address) as alone:
+            async with begun(client, NUM_STREAMS) as streams:
+                await ask_to_end(ending)
+                with pytest.raises(ServiceUnavailableError, match="shutting down"):
+                    await alone.generate(params=SamplingParams(max_tokens=4), prompt_token_ids=PROMPT)
+                new = await client.generate(params=SamplingParams(max_tokens=4), prompt_token_ids=PROMPT)
+                assert (new.usage.completion_tokens, new.num_resumes) == (4, 0), "from the other coordinator"
+                done = await finish(streams)
+            assert await asyncio.to_thread(ending.process.wait, END_S) == 0
+        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * NUM_STREAMS
+        assert len({each.token_ids for each in done}) == 1
+        assert not any(each.num_resumes for each in done), "the coordinator itself finished them"
+
+    async def test_a_second_signal_cuts_off_what_runs(self, processes: Processes) -> None:
+        ending = processes.start_coordinator()
+        retry = RetryPolicy(resume=False)
+        async with AsyncClient(ending.address, retry=retry) as client, begun(client, 1) as streams:
+            await ask_to_end(ending)
+            ending.terminate()
+            assert await asyncio.to_thread(ending.process.wait, END_S) == 0
+            with pytest.raises(GenerationLostError) as caught:
+                await finish(streams)
+            assert 0 < caught.value.num_tokens < NUM_TOKENS
+
+    async def test_a_draft_that_ends_serves_its_streams_and_generation_goes_on(
+        self, processes: Processes
+    ) -> None:
+        async with AsyncClient(processes.coordinators[1].address) as client:
+            async with begun(client, 4) as streams:
+                await ask_to_end(processes.draft)
+                params = SamplingParams(max_tokens=4)
+                new = await client.generate(params=params, prompt_token_ids=PROMPT)
+                assert "shutting down" in new.speculation.draft_unavailable
+                done = await finish(streams)
+            assert await asyncio.to_thread(processes.draft.process.wait, END_S) == 0
+        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
+        assert len({each.token_ids for each in done}) == 1
+
+    async def test_a_verify_that_ends_serves_its_streams(self, processes: Processes) -> None:
+        async with AsyncClient(processes.coordinators[1].address) as client:
+            async with begun(client, 4) as streams:
+                await ask_to_end(processes.verify)
+                done = await finish(streams)
+            assert await asyncio.to_thread(processes.verify.process.wait, END_S) == 0
+            with pytest.raises(ServiceUnavailableError):
+                await client.generate(params=SamplingParams(max_tokens=4), prompt_token_ids=PROMPT)
+        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
