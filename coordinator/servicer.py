@@ -23,7 +23,7 @@ from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
 from specwire import doors, rpc, tracing, wire
 from specwire.config import CoordinatorConfig
-from specwire.core import Completion, ModelInfo, Rule, SamplingParams
+from specwire.core import Chunk, Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
@@ -134,14 +134,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     report_progress=report_progress,
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
-                writing: Awaitable[None] | None = None
-                async for chunk in session.chunks():
-                    message = generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk))
-                    if writing is not None:
-                        await writing
-                    writing = asyncio.ensure_future(context.write(message))  # while the next round begins
-                if writing is not None:
-                    await writing
+                await write_chunks(session.chunks(), context)
                 completion = session.completion(drafter.unavailable)
                 span.set(_response_attributes(completion))
             await context.write(
@@ -190,6 +183,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             verify_replicas=map(_replica_status, self._verify.replicas),
             draft_replicas=map(_replica_status, self._draft.replicas),
         )
+
+
+async def write_chunks(chunks: AsyncIterator[Chunk], context: Any) -> None:
+    """Write each chunk while the next round begins; what ends the rounds is heard after all they brought."""
+    writing: Awaitable[None] | None = None
+    try:
+        async for chunk in chunks:
+            message = generation_pb2.GenerateResponse(chunk=wire.chunk_to_proto(chunk))
+            if writing is not None:
+                await writing
+            writing = asyncio.ensure_future(context.write(message))
+    except BaseException:
+        if writing is not None:
+            await asyncio.gather(writing, return_exceptions=True)
+        raise
+    if writing is not None:
+        await writing
 
 
 @contextlib.asynccontextmanager

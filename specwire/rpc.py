@@ -29,6 +29,7 @@ from specwire import channel, doors, errors
 from specwire.config import ServiceConfig, split_address
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.errors import ConfigError, SpecwireError
+from specwire.unreadable import RefuseUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Server:
         self.grpc = grpc.aio.server(
             options=options,
             # The door comes first: interceptors behind it may remember what they got.
-            interceptors=doors.interceptors(config, _abort),
+            interceptors=[*doors.interceptors(config, _abort), RefuseUnreadable(_abort)],
             maximum_concurrent_rpcs=_MAX_STREAMS,
         )
         self._health = health.aio.HealthServicer()
