@@ -1,4 +1,4 @@
-"""What the tests here measured, as a table: printed at the end of a run, and kept by `make chaos`."""
+"""What the tests here measured, as a table: `make chaos` prints it and keeps it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/chaos.md"
 _HEAD = """# Faults, as measured by `make chaos`
 
+What each row is about: [docs/faults.md](../../docs/faults.md).
+
 | case | outcome | measured |
 |---|---|---|
 """
-_rows: dict[str, tuple[str, str]] = {}
+_rows: dict[str, str] = {}
 
 
 def note(case: str, outcome: str, measured: str = "") -> None:
     """One row; the last word on a case counts."""
-    _rows[case] = outcome, measured
+    _rows[case] = f"| {case} | {outcome} | {measured} |"
 
 
-def table() -> str:
-    """All rows in Markdown; empty when there are none."""
-    lines = [f"| {case} | {outcome} | {measured} |" for case, (outcome, measured) in _rows.items()]
-    return _HEAD + "\n".join(lines) + "\n" if lines else ""
+def keep() -> str:
+    """Add this run's rows to the file, in place of older ones on the same cases; returns this run's."""
+    rows = dict(_rows)
+    if RESULTS.exists():
+        kept = [line for line in RESULTS.read_text().splitlines() if line.startswith("| ")]
+        rows = {line.split(" | ")[0].removeprefix("| "): line for line in kept[1:]} | rows
+    RESULTS.write_text(_HEAD + "\n".join(rows.values()) + "\n")
+    return "\n".join(_rows.values()) + "\n"
