@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,21 +54,7 @@ class Rig:
 
     def request(self, timeout_s: float) -> Ending:
         """One request, read to its end, whatever that is."""
-        started_s = last_s = time.monotonic()
-        gap_s = 0.0
-        token_ids: list[int] = []
-        status = "OK"
-        try:
-            with self.client.stream(params=PARAMS, prompt_token_ids=PROMPT, timeout_s=timeout_s) as stream:
-                for chunk in stream:
-                    gap_s, last_s = max(gap_s, time.monotonic() - last_s), time.monotonic()
-                    assert chunk.first_index == len(token_ids)
-                    token_ids += [token.token_id for token in chunk.tokens]
-                assert stream.completion.token_ids == tuple(token_ids)
-        except SpecwireError as error:
-            status = error.status
-        now_s = time.monotonic()
-        return Ending(tuple(token_ids), status, now_s - started_s, max(gap_s, now_s - last_s))
+        return read(self.client, PARAMS, timeout_s)
 
     def heal_time_s(self) -> float:
         """From now until a request is served as ever."""
@@ -83,6 +70,29 @@ class Rig:
         stack = self.stack
         addresses = {"client": stack.address, "draft": stack.draft_address, "verify": stack.verify_address}
         return {name: is_serving(address) for name, address in addresses.items()}
+
+
+def read(
+    client: Client, params: SamplingParams, timeout_s: float, started: threading.Event | None = None
+) -> Ending:
+    """A request, read to its end; `started` is set as soon as something came."""
+    started_s = last_s = time.monotonic()
+    gap_s = 0.0
+    token_ids: list[int] = []
+    status = "OK"
+    try:
+        with client.stream(params=params, prompt_token_ids=PROMPT, timeout_s=timeout_s) as stream:
+            for chunk in stream:
+                gap_s, last_s = max(gap_s, time.monotonic() - last_s), time.monotonic()
+                assert chunk.first_index == len(token_ids)
+                token_ids += [token.token_id for token in chunk.tokens]
+                if started is not None:
+                    started.set()
+            assert stream.completion.token_ids == tuple(token_ids)
+    except SpecwireError as error:
+        status = error.status
+    now_s = time.monotonic()
+    return Ending(tuple(token_ids), status, now_s - started_s, max(gap_s, now_s - last_s))
 
 
 def is_serving(address: str) -> bool:

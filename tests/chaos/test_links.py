@@ -23,6 +23,8 @@ CLOSE_S = sized(0.5, 3.0)
 AGAIN_S = 0.25
 NUM_REQUESTS = sized(2, 4)
 TIMEOUT_S = 30.0
+SHORT_TIMEOUT_S = 1.0
+LATE_S = sized(5.0, 1.0)  # a busy machine adds to the second that the bar allows
 pytestmark = pytest.mark.timeout(sized(120, 400))
 
 Fault = Callable[[StackProxy, Sequence[Direction]], None]
@@ -97,6 +99,32 @@ def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) ->
     with ThreadPoolExecutor(len(chosen)) as pool:
         for found in [pool.submit(try_out, case, name) for case in chosen]:
             found.result()
+
+
+def test_a_deadline_in_the_silence(cases: list[Case]) -> None:
+    """It ends a request that nothing else would end."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for found in [pool.submit(expire, case) for case in cases]:
+            found.result()
+
+
+def expire(case: Case) -> None:
+    proxy, directions = case.rig.proxies[case.link], WAYS[case.way]
+    proxy.call(DelayProxy.stall, *directions)
+    ending = case.rig.request(SHORT_TIMEOUT_S)
+    proxy.call(DelayProxy.resume, *directions)
+    assert ending.token_ids == case.rig.expected[: len(ending.token_ids)]
+    assert ending.elapsed_s < SHORT_TIMEOUT_S + LATE_S
+    typed = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "OK")
+    assert ending.status in typed[: 3 if case.link == "draft" else 2]
+    heal_s = case.rig.heal_time_s()
+    case.rig.stack.assert_idle_within(20.0)
+    measured = (
+        f"ended {ending.elapsed_s - SHORT_TIMEOUT_S:+.2f} s after it, served again {heal_s:.1f} s after"
+    )
+    report.note(
+        f"deadline of {SHORT_TIMEOUT_S:g} s in silence, {case.link}, {case.way}", ending.status, measured
+    )
 
 
 def try_out(case: Case, name: str) -> None:

@@ -19,9 +19,9 @@ from specwire.supervisor import Stack
 from tests.chaos import CHAOS, report, sized
 from tests.chaos.load import Load
 
-BURST_S = sized(4.0, 30.0)
-SETTLE_S = sized(2.0, 570.0)
-SOAK_S = sized(14.0, 1200.0)
+BURST_S = sized(3.0, 30.0)
+SETTLE_S = sized(1.0, 570.0)
+SOAK_S = sized(10.0, 1200.0)
 SAMPLE_S = sized(1.0, 10.0)
 PER_S = 4.0
 NUM_TOGETHER = 16
