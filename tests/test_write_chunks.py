@@ -1,4 +1,4 @@
-"""Each chunk is written while the next round begins; whatever ends the rounds, nothing they brought is lost."""
+"""Each chunk is written while the next round begins; whatever ends the rounds, nothing of theirs is lost."""
 
 from __future__ import annotations
 

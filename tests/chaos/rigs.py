@@ -15,9 +15,9 @@ from specwire import Client, SamplingParams, SpecwireError
 from specwire.delay_proxy import DelayProxy, Link
 from tests.harness import LocalStack, LoopThread, StackProxy, local_stack
 
-TARGET, DRAFT = "emulated:step_ms=10", "emulated:step_ms=1,alpha=0.8"
+TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
-PARAMS = SamplingParams(max_tokens=120, rule="gumbel", seed=5)
+PARAMS = SamplingParams(max_tokens=60, rule="gumbel", seed=5)
 """Half a second of work; the rule fixes the text whatever befalls the draft."""
 LINKS = ("client", "draft", "verify")
 """From each of them to the coordinator."""

@@ -41,8 +41,22 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[list[Case]]:
+    """One for each link and direction."""
     with contextlib.ExitStack() as stack:
-        yield [Case(link, way, stack.enter_context(rig())) for link in LINKS for way in WAYS]
+        ways = [way for way, directions in WAYS.items() if directions != BOTH]
+        yield [Case(link, way, stack.enter_context(rig())) for link in LINKS for way in ways]
+
+
+def both_ways(cases: list[Case]) -> list[Case]:
+    """One for each link."""
+    return [Case(case.link, "both", case.rig) for case in cases if case.way == "there"]
+
+
+def together(run: Callable[[Case], None], cases: list[Case]) -> None:
+    """All of them at once, for they mostly wait."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for found in [pool.submit(run, case) for case in cases]:
+            found.result()
 
 
 def degraded(link: Link) -> Fault:
@@ -94,18 +108,17 @@ LOSSLESS = ("latency", "jitter", "bandwidth")
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) -> None:
-    """All links at once, each of a stack of its own."""
-    chosen = [case for case in cases if case.way != "both" or name == "silence"]
-    with ThreadPoolExecutor(len(chosen)) as pool:
-        for found in [pool.submit(try_out, case, name) for case in chosen]:
-            found.result()
+    together(lambda case: try_out(case, name), cases)
+
+
+def test_a_link_that_is_silent_both_ways(cases: list[Case]) -> None:
+    together(lambda case: try_out(case, "silence"), both_ways(cases))
 
 
 def test_a_deadline_in_the_silence(cases: list[Case]) -> None:
     """It ends a request that nothing else would end."""
-    with ThreadPoolExecutor(len(cases)) as pool:
-        for found in [pool.submit(expire, case) for case in cases]:
-            found.result()
+    together(expire, cases)
+    together(expire, both_ways(cases))
 
 
 def expire(case: Case) -> None:
