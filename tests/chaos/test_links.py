@@ -161,7 +161,8 @@ def try_out(case: Case, name: str) -> None:
     gap_s = max(ending.gap_s for ending in endings)
     statuses = ", ".join(sorted({ending.status for ending in endings}))
     measured = f"longest gap {gap_s:.1f} s, served again {heal_s:.1f} s after"
-    report.note(f"{name}, {case.link}, {case.way}", statuses, measured)
+    title = f"silence of {SILENCE_S:g} s" if name == "silence" else name
+    report.note(f"{title}, {case.link}, {case.way}", statuses, measured)
 
 
 def assert_serving(case: Case) -> None:
