@@ -111,8 +111,8 @@ def test_soak() -> None:
         growth_mib = after[name].rss_mib - before[name].rss_mib
         slope = slope_mib(samples) if CHAOS else 0.0
         report.note(
-            f"soak of {SOAK_S / 60:.0f} minutes, {name}",
-            f"{load.counts.total()} requests, {load.num_cancels} not read to the end",
+            f"soak, {SOAK_S / 60:.0f} of {(BURST_S + SETTLE_S + SOAK_S) / 60:.0f} minutes counted, {name}",
+            f"{load.counts.total()} requests, {load.num_cancels / SOAK_S:.1f} a second not read to the end",
             f"{slope:+.2f} MiB in 10 minutes; {before[name].rss_mib:.1f} to {after[name].rss_mib:.1f} MiB, "
             f"{before[name].num_fds} to {after[name].num_fds} descriptors, "
             f"{before[name].num_threads} to {after[name].num_threads} threads",
