@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from specwire import AsyncClient, Rule, SamplingParams, SpecwireError
 
-_ENDS = ("finish", "finish", "finish", "cancel", "disconnect", "deadline")
+_ENDS = ("finish", "cancel", "finish", "disconnect", "finish", "deadline")
 _MAX_TOKENS = 48
 
 
@@ -57,9 +57,9 @@ class Load:
                 await asyncio.sleep(self._draws.expovariate(per_s))
 
     async def request(self, client: AsyncClient) -> None:
-        """One, ended in one of four ways."""
+        """One, ended in one of four ways, which take turns."""
         draws = self._draws
-        end = draws.choice(_ENDS)
+        end = _ENDS[self.counts.total() % len(_ENDS)]
         self.counts[end] += 1
         params = SamplingParams(
             max_tokens=_MAX_TOKENS if end != "finish" else draws.randint(1, _MAX_TOKENS),
