@@ -136,8 +136,8 @@ class DelayProxy:
                 connection.lines[direction].put(Signal.END)
 
     def close_slowly(self, direction: Direction, delay_s: float) -> None:
-        """Close the ends that this direction comes from now; the other ends hear of it so much later, and what
-        they say until then is lost."""
+        """Close the ends that this direction comes from now; the other ends hear of it so much later, and
+        what they say until then is lost."""
         for connection in list(self._connections):
             connection.close_slowly(direction, delay_s)
 
