@@ -5,12 +5,16 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test bench browser setup format lint types proto proto-check unit train clean
+.PHONY: demo test chaos bench browser setup format lint types proto proto-check unit train clean
 
 demo: setup
 	@$(BIN)/specwire demo
 
 test: setup lint types proto-check unit
+
+# The long forms of the tests about faults, over an hour; results in benchmarks/results/chaos.md.
+chaos: setup
+	CHAOS=1 $(BIN)/python -m pytest -rA $$(grep -rlwE 'CHAOS|tests\.chaos' --include='test_*.py' tests)
 
 bench: setup
 	$(BIN)/python -m benchmarks

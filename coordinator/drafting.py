@@ -116,6 +116,8 @@ class _DraftStream:
     def close(self) -> None:
         """Cancel the stream; the peer frees its memory, and the receiver sees the end."""
         self._call.cancel()
+        if self._sending is not None:  # to a peer that was never reached it would wait for ever
+            self._sending.cancel()
 
 
 class RemoteDrafter:

@@ -24,7 +24,7 @@ from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
 from specwire import doors, rpc, tracing, wire
 from specwire.config import CoordinatorConfig
-from specwire.core import Completion, ModelInfo, Rule, SamplingParams
+from specwire.core import Chunk, Completion, ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
@@ -155,16 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
                 info = wire.resume_info_to_proto(seam.info)
-                writing: Awaitable[None] | None = None
-                async for chunk in session.chunks():
-                    message = generation_pb2.GenerateResponse(
-                        chunk=wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
-                    )
-                    if writing is not None:
-                        await writing
-                    writing = asyncio.ensure_future(context.write(message))  # while the next round begins
-                if writing is not None:
-                    await writing
+                await write_chunks(session.chunks(), info, context)
                 completion = session.completion(drafter.unavailable)
                 span.set(_response_attributes(completion))
             await context.write(
@@ -213,6 +204,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             verify_replicas=map(_replica_status, self._verify.replicas),
             draft_replicas=map(_replica_status, self._draft.replicas),
         )
+
+
+async def write_chunks(chunks: AsyncIterator[Chunk], info: generation_pb2.ResumeInfo, context: Any) -> None:
+    """Write each chunk while the next round begins; what ends the rounds is heard after all they brought.
+
+    Args:
+        info: goes with the first one.
+    """
+    writing: Awaitable[None] | None = None
+    try:
+        async for chunk in chunks:
+            message = generation_pb2.GenerateResponse(
+                chunk=wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
+            )
+            if writing is not None:
+                await writing
+            writing = asyncio.ensure_future(context.write(message))
+    except BaseException:
+        if writing is not None:
+            await asyncio.gather(writing, return_exceptions=True)
+        raise
+    if writing is not None:
+        await writing
 
 
 @contextlib.asynccontextmanager

@@ -76,12 +76,14 @@ class DelayLine:
         self._pieces: deque[tuple[float, bytes | Signal]] = deque()
         self.num_held_bytes = 0
         self._alarm_s = -math.inf
-        self._is_closed = False
+        self._has_ended = False
+        self.is_closed = False
 
     def put(self, what: bytes | Signal) -> None:
-        """Send bytes, or a signal, on their way."""
-        if self._is_closed:
+        """Send bytes, or a signal, on their way; after the end there is only the reset."""
+        if self.is_closed or (self._has_ended and what is not Signal.RESET):
             return
+        self._has_ended = what is Signal.END
         link = self._lane.link
         delay_s = (link.rtt_ms / 2 + self._random.uniform(-link.jitter_ms, link.jitter_ms)) / 1e3
         was_empty = not self._pieces
@@ -108,8 +110,8 @@ class DelayLine:
             self._source.resume_reading()
 
     def close(self) -> None:
-        """The sink is gone, and what was on its way to it is lost."""
-        self._is_closed = True
+        """The sink is gone, or out of reach: what was on its way to it is lost, and so is what follows."""
+        self.is_closed = True
         self._pieces.clear()
         self.num_held_bytes = 0
 

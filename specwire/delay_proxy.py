@@ -1,4 +1,5 @@
-"""A network between two services that are neighbours: a TCP proxy with latency, jitter and a bandwidth limit.
+"""A network between two services that are neighbours: a TCP proxy with latency, jitter and a bandwidth limit,
+and with what happens to networks: silence, resets, ends that come half, late or one way.
 
     client ──▶ [ (bytes, due), (bytes, due), ... ] ──▶ service
     client ◀── [ ..., (due, bytes), (due, bytes) ] ◀── service        (`delay_line`)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import logging
 import signal
@@ -24,9 +26,16 @@ from specwire.config import Link, ProxyConfig, split_address
 from specwire.delay_line import DelayLine, Lane, Signal
 from specwire.errors import ConfigError
 
-__all__ = ["DelayProxy", "Link", "run_until_signal"]
+__all__ = ["DelayProxy", "Direction", "Link", "run_until_signal"]
 
 log = logging.getLogger(__name__)
+
+
+class Direction(enum.IntEnum):
+    """One way of a link: from the client to the service, or back."""
+
+    THERE = 0
+    BACK = 1
 
 
 class DelayProxy:
@@ -80,8 +89,12 @@ class DelayProxy:
     @link.setter
     def link(self, link: Link) -> None:
         self._link = link
-        for lane in self._lanes:
-            lane.change(link)
+        for direction in Direction:
+            self.degrade(direction, link)
+
+    def degrade(self, direction: Direction, link: Link) -> None:
+        """Add to one direction what this link adds to it: of its round trip, a half."""
+        self._lanes[direction].change(link)
 
     @property
     def num_connections(self) -> int:
@@ -93,18 +106,40 @@ class DelayProxy:
         """Bytes that are under way, in both directions of all connections."""
         return sum(c.there.num_held_bytes + c.back.num_held_bytes for c in self._connections)
 
-    def stall(self) -> None:
-        """Hold everything back, as a network that parts without a word; connections stay open."""
-        for lane in self._lanes:
-            lane.is_stalled = True
+    def stall(self, *directions: Direction) -> None:
+        """Hold everything back, as a network that parts without a word; connections stay open.
 
-    def resume(self) -> None:
+        Args:
+            directions: both when none is named; here and below.
+        """
+        for direction in directions or Direction:
+            self._lanes[direction].is_stalled = True
+
+    def resume(self, *directions: Direction) -> None:
         """End a stall: what is overdue arrives now."""
-        for lane in self._lanes:
-            lane.is_stalled = False
+        for direction in directions or Direction:
+            self._lanes[direction].is_stalled = False
+            for connection in list(self._connections):
+                connection.lines[direction].deliver()
+
+    def reset(self, *directions: Direction) -> None:
+        """Reset the ends that these directions lead to. With one of them, the other end hears nothing any
+        more, as when a router has forgotten a connection."""
         for connection in list(self._connections):
-            connection.there.deliver()
-            connection.back.deliver()
+            for direction in directions or Direction:
+                connection.reset(direction)
+
+    def half_close(self, *directions: Direction) -> None:
+        """End what flows in these directions, after all that is under way."""
+        for connection in list(self._connections):
+            for direction in directions or Direction:
+                connection.lines[direction].put(Signal.END)
+
+    def close_slowly(self, direction: Direction, delay_s: float) -> None:
+        """Close the ends that this direction comes from now; the other ends hear of it so much later, and
+        what they say until then is lost."""
+        for connection in list(self._connections):
+            connection.close_slowly(direction, delay_s)
 
     def cut(self) -> None:
         """Reset all connections now; what is under way is lost. New ones are welcome."""
@@ -129,8 +164,9 @@ class _Connection:
 
     def set_lines(self, lanes: tuple[Lane, Lane], alarm: Alarm, seed: str) -> None:
         """Lines in both directions, on these lanes."""
-        self.there = DelayLine(lanes[0], alarm, self.client, self.service, f"{seed}/there")
-        self.back = DelayLine(lanes[1], alarm, self.service, self.client, f"{seed}/back")
+        self.there = DelayLine(lanes[Direction.THERE], alarm, self.client, self.service, f"{seed}/there")
+        self.back = DelayLine(lanes[Direction.BACK], alarm, self.service, self.client, f"{seed}/back")
+        self.lines = self.there, self.back
 
     def out_of(self, end: _End) -> DelayLine:
         """The line that takes what this end says."""
@@ -159,6 +195,20 @@ class _Connection:
         self.client.reset()
         self.service.reset()
 
+    def reset(self, direction: Direction) -> None:
+        """Reset the end that this direction leads to; it can tell the other end nothing of it."""
+        end = self.service if direction is Direction.THERE else self.client
+        self.out_of(end).close()
+        end.reset()
+
+    def close_slowly(self, direction: Direction, delay_s: float) -> None:
+        """Close one end now, and the other one later."""
+        end = self.client if direction is Direction.THERE else self.service
+        self.into(end).close()
+        line = self.out_of(end)
+        end.close()
+        asyncio.get_running_loop().call_later(delay_s, line.put, Signal.END)
+
     def end_is_gone(self) -> None:
         """Called by an end."""
         if self.client.is_gone and self.service.is_gone:
@@ -171,7 +221,7 @@ class _End(asyncio.Protocol):
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self._transport: asyncio.Transport | None = None
-        self._has_read_all = self._has_written_all = False
+        self._has_read_all = self._has_written_all = self._leaves_silently = False
         self.takes_more = True
         self.is_gone = False
 
@@ -200,7 +250,7 @@ class _End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_gone = True
         self._connection.into(self).close()
-        if exc is not None or not self._has_read_all:
+        if not self._leaves_silently and (exc is not None or not self._has_read_all):
             self._connection.out_of(self).put(Signal.RESET)
         self._connection.end_is_gone()
 
@@ -249,8 +299,15 @@ class _End(asyncio.Protocol):
         elif not self.is_gone:
             self.connection_lost(None)
 
+    def close(self) -> None:
+        """Close without a word to the other end."""
+        self._leaves_silently = True
+        if self._transport is not None:
+            self._transport.close()
+
     def _close_if_over(self) -> None:
-        if self._transport is not None and self._has_read_all and self._has_written_all:
+        has_all = self._has_written_all or self._connection.into(self).is_closed
+        if self._transport is not None and self._has_read_all and has_all:
             self._transport.close()
 
 

@@ -30,6 +30,7 @@ from specwire.config import ServiceConfig, split_address
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.draining import Drain
 from specwire.errors import ConfigError, ServiceUnavailableError, SpecwireError
+from specwire.unreadable import RefuseUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,11 @@ class Server:
         self.grpc = grpc.aio.server(
             options=options,
             # The door comes first: interceptors behind it may remember what they got.
-            interceptors=[*doors.interceptors(config, _abort), _Counted(self.drain)],
+            interceptors=[
+                *doors.interceptors(config, _abort),
+                _Counted(self.drain),
+                RefuseUnreadable(_abort),
+            ],
             maximum_concurrent_rpcs=_MAX_STREAMS,
         )
         self._health = health.aio.HealthServicer()

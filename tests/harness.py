@@ -90,6 +90,10 @@ class StackProxy:
     def cut(self) -> None:
         self._thread.call(self._proxy.cut)
 
+    def call(self, method: Callable[..., None], *args: Any) -> None:
+        """Any other of the proxy's methods: `call(DelayProxy.reset, Direction.THERE)`."""
+        self._thread.call(method, self._proxy, *args)
+
 
 class LocalStack:
     """Addresses and a client of a running stack; `status` reads a model service's engine.

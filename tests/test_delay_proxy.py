@@ -26,7 +26,7 @@ import pytest
 from specwire import Completion, Rule, SamplingParams, alarm
 from specwire.config import split_address
 from specwire.delay_line import MAX_HELD_BYTES
-from specwire.delay_proxy import DelayProxy, Link
+from specwire.delay_proxy import DelayProxy, Direction, Link
 from specwire.errors import ConfigError
 from tests.harness import LocalStack, local_stack
 
@@ -208,9 +208,14 @@ class TestJitter:
             client, served = await linked.connect()
             return [await client.sends_to(served, b"x") * 1e3 for _ in range(15)]
 
+    async def least_delays_ms(self, link: Link) -> list[float]:
+        """Of several runs, since a busy machine adds to some."""
+        runs = [await self.delays_ms(link) for _ in range(4)]
+        return [min(delays) for delays in zip(*runs, strict=True)]
+
     async def test_delays_vary_and_the_seed_says_how(self) -> None:
-        first, again = await self.delays_ms(self.LINK), await self.delays_ms(self.LINK)
-        other = await self.delays_ms(dataclasses.replace(self.LINK, seed=2))
+        first, again = await self.least_delays_ms(self.LINK), await self.least_delays_ms(self.LINK)
+        other = await self.least_delays_ms(dataclasses.replace(self.LINK, seed=2))
         assert statistics.pstdev(first) > 3
         assert statistics.median(abs(a - b) for a, b in zip(first, again, strict=True)) < 2
         assert statistics.median(abs(a - b) for a, b in zip(first, other, strict=True)) > 2
@@ -261,6 +266,92 @@ class TestStall:
             linked.proxy.resume()
             assert await ending == b""
             await (await opening)[0].sends_to((await opening)[1], b"new")
+
+
+class TestOneWay:
+    """The faults that concern one direction, or one end."""
+
+    @staticmethod
+    def sides(pair: tuple[Peer, Peer], direction: Direction) -> tuple[Peer, Peer]:
+        """Where a direction comes from, and where it leads to."""
+        client, served = pair
+        return (client, served) if direction is Direction.THERE else (served, client)
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_a_link_of_one_direction(self, direction: Direction) -> None:
+        async with Linked(Link()) as linked:
+            near, far = self.sides(await linked.connect(), direction)
+            linked.proxy.degrade(direction, Link(rtt_ms=1000))
+            assert await near.sends_to(far, b"slow") >= 500 * MS
+            assert await far.sends_to(near, b"fast") < 500 * MS
+            linked.proxy.degrade(direction, Link())
+            assert await near.sends_to(far, b"fast") < 500 * MS
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_silence_in_one_direction(self, direction: Direction) -> None:
+        async with Linked(Link(rtt_ms=2)) as linked:
+            near, far = self.sides(await linked.connect(), direction)
+            linked.proxy.stall(direction)
+            near.writer.write(b"held")
+            reading = asyncio.create_task(far.reader.readexactly(4))
+            await far.sends_to(near, b"passed")
+            done, _ = await asyncio.wait([reading], timeout=0.05)
+            assert not done
+            linked.proxy.resume(direction)
+            assert await reading == b"held"
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_a_reset_that_one_end_does_not_hear_of(self, direction: Direction) -> None:
+        async with Linked(Link()) as linked:
+            near, far = self.sides(await linked.connect(), direction)
+            linked.proxy.reset(direction)
+            with pytest.raises(ConnectionResetError):
+                await far.reader.read()
+            near.writer.write(b"anyone?")
+            hearing = asyncio.create_task(near.reader.read())
+            done, _ = await asyncio.wait([hearing], timeout=0.05)
+            assert not done
+            assert linked.proxy.num_held_bytes == 0
+            near.writer.close()
+            await until(lambda: linked.proxy.num_connections == 0)
+
+    async def test_a_reset_of_both_ends(self) -> None:
+        async with Linked(Link()) as linked:
+            pair = await linked.connect()
+            linked.proxy.reset()
+            for side in pair:
+                with pytest.raises(ConnectionResetError):
+                    await side.reader.read()
+            await until(lambda: linked.proxy.num_connections == 0)
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_an_end_that_nobody_asked_for(self, direction: Direction) -> None:
+        async with Linked(Link(rtt_ms=20)) as linked:
+            near, far = self.sides(await linked.connect(), direction)
+            near.writer.write(b"before")
+            await near.writer.drain()
+            await until(lambda: linked.proxy.num_held_bytes > 0)
+            linked.proxy.half_close(direction)
+            near.writer.write(b"after")
+            assert await far.reader.read() == b"before"
+            await far.sends_to(near, b"still")
+            far.writer.close()
+            assert await near.reader.read() == b""
+            near.writer.close()
+            await until(lambda: linked.proxy.num_connections == 0)
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_an_end_that_comes_late(self, direction: Direction) -> None:
+        async with Linked(Link()) as linked:
+            near, far = self.sides(await linked.connect(), direction)
+            started = time.monotonic()
+            linked.proxy.close_slowly(direction, 0.2)
+            assert await near.reader.read() == b""
+            far.writer.write(b"lost")
+            assert await far.reader.read() == b""
+            assert time.monotonic() - started >= 0.2
+            far.writer.close()
+            await until(lambda: linked.proxy.num_connections == 0)
 
 
 class TestEnds:
@@ -479,7 +570,7 @@ class TestBetweenServices:
         assert found.speculation.num_rounds == expected.speculation.num_rounds > 10
         num_rounds = found.speculation.num_rounds
         longer_ms = (found.timing.total_ms - expected.timing.total_ms) / num_rounds
-        assert 0.9 * 20 <= longer_ms < 1.5 * 20
+        assert 0.9 * 20 <= longer_ms < 3 * 20
 
     def test_the_network_parts_and_heals(self, far: LocalStack) -> None:
         expected = self.generate(far).token_ids
