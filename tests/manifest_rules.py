@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 
-from specwire import config
+from specwire import cli, config
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
@@ -210,21 +211,40 @@ def _policy_ports(manifests: Manifests, name: str, spec: Object) -> Iterator[str
 def probes(manifests: Manifests) -> Iterator[str]:
     """Probes ask, where the process listens, for the health of a service that it serves."""
     for pod in manifests.pods:
+        served = HEALTH_SERVICES.get(pod.labels[COMPONENT])
         for name, probe in pod.probes.items():
-            grpc = probe.get("grpc")
-            if grpc is None:
-                port = next(probe[kind]["port"] for kind in ("httpGet", "tcpSocket") if kind in probe)
-                if port not in pod.ports:
-                    yield f"{pod.owner}: {name} asks at {port}, which is none of its ports"
+            try:
+                port, service = _asked(pod, probe)
+            except ConfigError as error:
+                yield f"{pod.owner}: {name} cannot be run: {error}"
                 continue
-            if grpc["port"] not in pod.ports.values():
-                yield f"{pod.owner}: {name} asks at {grpc['port']}, which is none of its ports"
-            served = HEALTH_SERVICES.get(pod.labels[COMPONENT])
-            if grpc.get("service") != served:
-                yield f"{pod.owner}: {name} asks for {grpc.get('service')} and not for {served}"
+            if port not in pod.ports.values():
+                yield f"{pod.owner}: {name} asks at {port}, which is none of its ports"
+            if service != served:
+                yield f"{pod.owner}: {name} asks for {service} and not for {served}"
     for pod in manifests.services_pods:
         for missing in {"startupProbe", "readinessProbe", "livenessProbe"} - pod.probes.keys():
             yield f"{pod.owner}: has no {missing}"
+
+
+def _asked(pod: Pod, probe: Object) -> tuple[int | None, str | None]:
+    """The port that a probe connects to, and the service whose health it asks for."""
+    if "grpc" in probe:
+        return probe["grpc"]["port"], probe["grpc"].get("service")
+    if "httpGet" in probe:
+        return named_port(pod, probe["httpGet"]["port"]), None
+    program, *words = probe["exec"]["command"]
+    if program != "specwire":
+        raise ConfigError(f"{program} is not specwire")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            args = cli._parser().parse_args([re.sub(r"/etc/specwire/.*", __file__, word) for word in words])
+        except SystemExit:
+            raise ConfigError(said.getvalue().strip()) from None
+    asking = read_config(config.ClientConfig, args, {})
+    if asking.timeout_s >= probe["timeoutSeconds"]:
+        raise ConfigError(f"--timeout-s {asking.timeout_s}: the probe is killed before")
+    return _port_of(asking.server), args.service
 
 
 def reachability(manifests: Manifests) -> Iterator[str]:

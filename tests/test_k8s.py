@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,9 @@ import yaml
 from specwire import cli
 from tests.manifest_rules import HEALTH_SERVICES, ROLES, problems
 from tests.manifests import COMPONENT, K8S, OVERLAYS, ROOT, Manifests, Object, may_connect, render
+
+GPU_HAS = {"autoscaling"}
+"""Components that are part of that overlay."""
 
 rendered = functools.cache(lambda name: Manifests(render(K8S / "overlays" / name)))
 
@@ -38,6 +43,18 @@ class TestOverlay:
 
     def test_is_explained(self, name: str) -> None:
         assert f"k8s/overlays/{name}" in (ROOT / "docs/kubernetes.md").read_text()
+
+
+def test_components_fit_every_overlay(tmp_path: Path) -> None:
+    """All at once, with the one that is furthest from the base."""
+    wanted = [
+        K8S / "overlays/gpu",
+        *(path for path in (K8S / "components").iterdir() if path.name not in GPU_HAS),
+    ]
+    gpu, *components = (os.path.relpath(path, tmp_path) for path in wanted)
+    kustomization = {"resources": [gpu], "components": sorted(components)}
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    assert problems(Manifests(render(tmp_path))) == []
 
 
 def test_every_service_is_asked_for_its_own_health() -> None:
@@ -188,6 +205,32 @@ def _misspelt_field_in_ray_pod(m: Manifests) -> None:
     m.of("RayCluster")["target"]["spec"]["headGroupSpec"]["template"]["spec"]["container"] = []
 
 
+def _probe_with_a_misspelt_flag(m: Manifests) -> None:
+    command = _container(m, "verify")["livenessProbe"]["exec"]["command"]
+    _change(command, "--server-name=specwire-peer", "--servername=specwire-peer")
+
+
+def _probe_that_is_killed(m: Manifests) -> None:
+    _container(m, "verify")["readinessProbe"]["timeoutSeconds"] = 1
+
+
+def _untold_secret(m: Manifests) -> None:
+    volumes = _pod(m, "coordinator")["volumes"]
+    (secret,) = [volume["secret"] for volume in volumes if volume["name"] == "tokens"]
+    secret["secretName"] = "bearers"
+
+
+def _file_outside_volumes(m: Manifests) -> None:
+    env = _container(m, "draft")["env"]
+    (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_TLS_KEY"]
+    entry["value"] = "/etc/tls/tls.key"
+
+
+def _plaintext_beyond_the_machine(m: Manifests) -> None:
+    env = _container(m, "verify")["env"]
+    env.remove({"name": "SPECWIRE_ALLOW_PLAINTEXT", "value": "true"})
+
+
 DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
     ("local", _misspelt_field, "'periodSecond' was unexpected"),
     ("local", _misspelt_flag, "unknown flags --grace=120"),
@@ -214,6 +257,11 @@ DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
     ("observability", _no_config_map, "there is no ConfigMap"),
     ("local", _killed_in_its_grace, "is killed before 130 s"),
     ("local", _restarted_while_it_starts, "may take 600 s to start, and gets 60"),
+    ("secure", _probe_with_a_misspelt_flag, "unrecognized arguments: --servername"),
+    ("secure", _probe_that_is_killed, "the probe is killed before"),
+    ("secure", _untold_secret, "there is no Secret bearers"),
+    ("secure", _file_outside_volumes, "SPECWIRE_TLS_KEY=/etc/tls/tls.key lies in no volume"),
+    ("local", _plaintext_beyond_the_machine, "would be plaintext beyond this machine"),
     ("local", _root, "runs as root"),
     ("local", _writes, "can write to its file system"),
     ("gpu", _too_few_gpus, "wants 8 GPUs, and the Ray cluster has 4"),
