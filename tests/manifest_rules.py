@@ -16,7 +16,9 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 
+from coordinator import metrics as coordinator_metrics
 from specwire import cli, config
+from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
@@ -35,6 +37,11 @@ HEALTH_SERVICES = {
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
     "verify": verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name,
     "coordinator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+}
+METRICS = {
+    "draft": engine_metrics.TABLE,
+    "verify": engine_metrics.TABLE,
+    "coordinator": coordinator_metrics.TABLE,
 }
 ADDRESSES = ("verify_address", "draft_address", "ray_address")
 """Fields that say where somebody else listens."""
@@ -184,6 +191,9 @@ def ports(manifests: Manifests) -> Iterator[str]:
         listens = _port_of(values.address)
         if pod.ports.get("grpc") != listens:
             yield f"{pod.owner}: listens on {listens}, and its port grpc is {pod.ports.get('grpc')}"
+        shows = _port_of(values.metrics_address) if values.metrics_address else None
+        if pod.ports.get("metrics") != shows:
+            yield f"{pod.owner}: shows metrics at {shows}, and its port metrics is {pod.ports.get('metrics')}"
     for name, service in manifests.of("Service").items():
         for entry in service["spec"]["ports"]:
             for pod in manifests.selected(service["spec"]["selector"]):
@@ -297,6 +307,16 @@ def selectors(manifests: Manifests) -> Iterator[str]:
             yield f"HorizontalPodAutoscaler {name}: each apply would reset the number of replicas"
 
 
+def measures(manifests: Manifests) -> Iterator[str]:
+    """Autoscalers look at metrics that their services have, and somebody scrapes them."""
+    for name, item in manifests.of("HorizontalPodAutoscaler").items():
+        shown = {metric.name for metric in METRICS.get(item["spec"]["scaleTargetRef"]["name"], ())}
+        for metric in item["spec"]["metrics"]:
+            wanted = metric["pods"]["metric"]["name"]
+            if wanted not in shown:
+                yield f"HorizontalPodAutoscaler {name}: its target has no metric {wanted}"
+
+
 def _selectors(value: Any, where: str) -> Iterator[tuple[str, Object]]:
     """All selectors of an object, wherever they are."""
     if isinstance(value, list):
@@ -308,6 +328,16 @@ def _selectors(value: Any, where: str) -> Iterator[tuple[str, Object]]:
                 yield f"{where} {key}", entry
             else:
                 yield from _selectors(entry, where)
+
+
+def namespaces(manifests: Manifests) -> Iterator[str]:
+    """Everything is in the namespace that the policies lock; so are those to whom rights are given."""
+    for item in manifests.objects:
+        if item["kind"] != "Namespace" and item["metadata"].get("namespace") not in manifests.of("Namespace"):
+            yield f"{_name(item)}: is not in a namespace of ours"
+        for subject in item.get("subjects", ()):
+            if subject.get("namespace") not in manifests.of("Namespace"):
+                yield f"{_name(item)}: gives rights to {subject['name']} of another namespace"
 
 
 def references(manifests: Manifests) -> Iterator[str]:
@@ -434,6 +464,8 @@ RULES: tuple[Rule, ...] = (
     probes,
     reachability,
     selectors,
+    measures,
+    namespaces,
     references,
     grace,
     rights,

@@ -189,6 +189,30 @@ def _writes(m: Manifests) -> None:
     _container(m, "verify")["securityContext"]["readOnlyRootFilesystem"] = False
 
 
+def _nothing_to_scale(m: Manifests) -> None:
+    m.of("HorizontalPodAutoscaler")["draft"]["spec"]["scaleTargetRef"]["name"] = "drafts"
+
+
+def _no_such_metric(m: Manifests) -> None:
+    m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"][0]["pods"]["metric"]["name"] = (
+        "specwire_streams"
+    )
+
+
+def _number_that_is_not_ours(m: Manifests) -> None:
+    _deployment(m, "draft")["replicas"] = 2
+
+
+def _another_namespace(m: Manifests) -> None:
+    m.of("Deployment")["jaeger"]["metadata"]["namespace"] = "default"
+
+
+def _metrics_at_no_port(m: Manifests) -> None:
+    env = _container(m, "draft")["env"]
+    (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_METRICS_ADDRESS"]
+    entry["value"] = "0.0.0.0:9000"
+
+
 def _too_few_gpus(m: Manifests) -> None:
     _deployment(m, "verify")["replicas"] = 2
 
@@ -264,6 +288,15 @@ DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
     ("local", _plaintext_beyond_the_machine, "would be plaintext beyond this machine"),
     ("local", _root, "runs as root"),
     ("local", _writes, "can write to its file system"),
+    ("gpu", _nothing_to_scale, "its target is not there"),
+    (
+        "gpu",
+        _no_such_metric,
+        "HorizontalPodAutoscaler coordinator: its target has no metric specwire_streams",
+    ),
+    ("gpu", _number_that_is_not_ours, "each apply would reset the number of replicas"),
+    ("observability", _another_namespace, "Deployment jaeger: is not in a namespace of ours"),
+    ("observability", _metrics_at_no_port, "shows metrics at 9000, and its port metrics is 9464"),
     ("gpu", _too_few_gpus, "wants 8 GPUs, and the Ray cluster has 4"),
     ("gpu", _another_ray, "rayVersion 2.9.0 is not"),
     ("gpu", _misspelt_ray_field, "'minReplica' was unexpected"),
@@ -290,8 +323,7 @@ def test_the_way_into_a_ray_cluster_is_good_shell_and_python(tmp_path: Path) -> 
 
 def test_jaeger_listens_where_its_service_and_its_probes_say() -> None:
     manifests = rendered("observability")
-    (text,) = [m["data"]["config.yaml"] for name, m in manifests.of("ConfigMap").items() if "jaeger" in name]
-    config = yaml.safe_load(text)
+    config = yaml.safe_load(_text(manifests, "jaeger-"))
     (pod,) = [pod for pod in manifests.pods if pod.owner == "Deployment jaeger"]
     extensions = config["extensions"]
     listening = {
@@ -307,6 +339,41 @@ def test_jaeger_listens_where_its_service_and_its_probes_say() -> None:
     for part in ("receivers", "processors", "exporters"):
         assert pipeline[part] == list(config[part])
     assert sorted(config["service"]["extensions"]) == sorted(extensions)
+
+
+def _text(manifests: Manifests, config_map: str) -> str:
+    """The one file of a generated ConfigMap."""
+    (found,) = [
+        item["data"] for name, item in manifests.of("ConfigMap").items() if name.startswith(config_map)
+    ]
+    (text,) = found.values()
+    return str(text)
+
+
+def test_prometheus_scrapes_every_service_and_names_pods_as_autoscalers_do() -> None:
+    manifests = rendered("observability")
+    (job,) = yaml.safe_load(_text(manifests, "prometheus-"))["scrape_configs"]
+    (keep,) = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    (prometheus,) = [pod for pod in manifests.pods if pod.labels[COMPONENT] == "prometheus"]
+    for pod in manifests.services_pods:
+        (port,) = [number for name, number in pod.ports.items() if re.fullmatch(keep["regex"], name)]
+        assert may_connect(manifests, prometheus, pod, port)
+    targets = {rule["target_label"] for rule in job["relabel_configs"] if "target_label" in rule}
+    assert {"namespace", "pod"} <= targets
+    (sd,) = job["kubernetes_sd_configs"]
+    assert sd == {"role": "pod", "namespaces": {"own_namespace": True}}
+    assert {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]} in manifests.of(
+        "Role"
+    )["prometheus"]["rules"]
+
+
+def test_the_dashboard_is_there_for_grafana() -> None:
+    (found,) = [
+        m for m in rendered("observability").of("ConfigMap").values() if "dashboard" in m["metadata"]["name"]
+    ]
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(found["data"]["specwire.json"])["panels"]
 
 
 # --- the image ------------------------------------------------------------------------------------
