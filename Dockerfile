@@ -1,4 +1,4 @@
-# One image for all services:  docker run IMAGE draft|verify|coordinator FLAGS
+# One image for all services:  docker run IMAGE draft|verify|coordinator|http FLAGS
 #
 #   docker build -t specwire:0.1.0 .                                              CPU, about 2 GB
 #   docker build -t specwire:0.1.0-cuda \
@@ -9,7 +9,7 @@ ARG PYTHON=3.11-slim-bookworm
 
 FROM python:${PYTHON} AS build
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=tracing,metrics,ray
+ARG EXTRAS=tracing,metrics,ray,http
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/specwire
 ENV PATH=/opt/specwire/bin:$PATH

@@ -32,6 +32,7 @@ ROLES: dict[str, type[Any]] = {
     "draft": config.DraftConfig,
     "verify": config.VerifyConfig,
     "coordinator": config.CoordinatorConfig,
+    "http": config.HttpConfig,
 }
 HEALTH_SERVICES = {
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
@@ -43,7 +44,7 @@ METRICS = {
     "verify": engine_metrics.TABLE,
     "coordinator": coordinator_metrics.TABLE,
 }
-ADDRESSES = ("verify_address", "draft_address", "ray_address")
+ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields that say where somebody else listens."""
 OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"}
 """Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/tracing.py reads it."""
@@ -189,9 +190,10 @@ def ports(manifests: Manifests) -> Iterator[str]:
     """Flags, container ports, Services and policies speak of the same ports."""
     for pod, values in _started(manifests):
         listens = _port_of(values.address)
-        if pod.ports.get("grpc") != listens:
-            yield f"{pod.owner}: listens on {listens}, and its port grpc is {pod.ports.get('grpc')}"
-        shows = _port_of(values.metrics_address) if values.metrics_address else None
+        name = "http" if role_of(pod) == "http" else "grpc"
+        if pod.ports.get(name) != listens:
+            yield f"{pod.owner}: listens on {listens}, and its port {name} is {pod.ports.get(name)}"
+        shows = _port_of(values.metrics_address) if getattr(values, "metrics_address", "") else None
         if pod.ports.get("metrics") != shows:
             yield f"{pod.owner}: shows metrics at {shows}, and its port metrics is {pod.ports.get('metrics')}"
     for name, service in manifests.of("Service").items():
@@ -241,8 +243,9 @@ def _asked(pod: Pod, probe: Object) -> tuple[int | None, str | None]:
     """The port that a probe connects to, and the service whose health it asks for."""
     if "grpc" in probe:
         return probe["grpc"]["port"], probe["grpc"].get("service")
-    if "httpGet" in probe:
-        return named_port(pod, probe["httpGet"]["port"]), None
+    for kind in ("httpGet", "tcpSocket"):
+        if kind in probe:
+            return named_port(pod, probe[kind]["port"]), None
     program, *words = probe["exec"]["command"]
     if program != "specwire":
         raise ConfigError(f"{program} is not specwire")
@@ -388,7 +391,7 @@ def _longest_start_s(values: Any) -> float:
     """As far as flags bound it; loading a model on one device is bounded by nothing but the probe."""
     if isinstance(values, config.CoordinatorConfig):
         return values.connect_timeout_s
-    return 2 * float(values.load_timeout_s) if values.tensor_parallel_size > 1 else 0.0
+    return 2 * float(values.load_timeout_s) if getattr(values, "tensor_parallel_size", 1) > 1 else 0.0
 
 
 def rights(manifests: Manifests) -> Iterator[str]:

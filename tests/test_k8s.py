@@ -21,8 +21,8 @@ from specwire import cli
 from tests.manifest_rules import HEALTH_SERVICES, ROLES, problems
 from tests.manifests import COMPONENT, K8S, OVERLAYS, ROOT, Manifests, Object, may_connect, render
 
-GPU_HAS = {"autoscaling"}
-"""Components that are part of that overlay."""
+NOT_WITH_THOSE = {"autoscaling", "http"}
+"""Components that the gpu overlay has already, or that do not fit components/tls."""
 
 rendered = functools.cache(lambda name: Manifests(render(K8S / "overlays" / name)))
 
@@ -35,7 +35,7 @@ class TestOverlay:
     def test_runs_every_service_with_all_that_belongs_to_it(self, name: str) -> None:
         manifests = rendered(name)
         for kind in ("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"):
-            assert ROLES.keys() <= manifests.of(kind).keys(), kind
+            assert HEALTH_SERVICES.keys() <= manifests.of(kind).keys(), kind
 
     def test_denies_what_no_policy_allows(self, name: str) -> None:
         policy = rendered(name).of("NetworkPolicy")["default-deny"]["spec"]
@@ -49,7 +49,7 @@ def test_components_fit_every_overlay(tmp_path: Path) -> None:
     """All at once, with the one that is furthest from the base."""
     wanted = [
         K8S / "overlays/gpu",
-        *(path for path in (K8S / "components").iterdir() if path.name not in GPU_HAS),
+        *(path for path in (K8S / "components").iterdir() if path.name not in NOT_WITH_THOSE),
     ]
     gpu, *components = (os.path.relpath(path, tmp_path) for path in wanted)
     kustomization = {"resources": [gpu], "components": sorted(components)}
@@ -58,7 +58,7 @@ def test_components_fit_every_overlay(tmp_path: Path) -> None:
 
 
 def test_every_service_is_asked_for_its_own_health() -> None:
-    assert HEALTH_SERVICES.keys() == ROLES.keys() == cli._SERVICES.keys()
+    assert HEALTH_SERVICES.keys() == ROLES.keys() - {"http"} == cli._SERVICES.keys()
 
 
 def test_the_coordinator_is_the_way_in() -> None:
@@ -134,6 +134,10 @@ def _other_port(m: Manifests) -> None:
 
 def _probe_of_another_port(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
+
+
+def _front_of_nobody(m: Manifests) -> None:
+    _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
 
 
 def _probe_of_another_service(m: Manifests) -> None:
@@ -268,6 +272,7 @@ DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
     ("local", _probe_of_another_port, "readinessProbe asks at 7072"),
     ("local", _probe_of_another_service, "asks for specwire.v1.Draft and not for specwire.v1.DraftService"),
     ("local", _address_of_nobody, "--verify-address dns:///target:7072 is no Service's port"),
+    ("http", _front_of_nobody, "--server coordinator:7071 is no Service's port"),
     ("local", _address_behind_one_name, "is to name all replicas, and has one address"),
     ("local", _service_of_another_port, "port 7777 is not grpc"),
     ("local", _policy_for_nobody, "'drafts'}} chooses no pod"),
