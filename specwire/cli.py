@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_demo(commands)
+    _add_health(commands)
     _add_generate(commands)
     bench.add_command(commands)
     _add_proxy(commands)
@@ -113,6 +114,13 @@ def _add_demo(commands: Any) -> None:
     add_sampling_flags(demo, max_tokens=192)
     _add_json(demo)
     demo.set_defaults(run=_demo)
+
+
+def _add_health(commands: Any) -> None:
+    about = "say whether a service is healthy; status 0 if it is"
+    health = _add_command(commands, "health", about, ClientConfig)
+    health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
+    health.set_defaults(run=_health)
 
 
 def _add_generate(commands: Any) -> None:
@@ -199,6 +207,14 @@ def _demo(args: argparse.Namespace) -> int:
 def _timeline(args: argparse.Namespace) -> int:
     _end_on_signals()
     return timeline.run(args)
+
+
+def _health(args: argparse.Namespace) -> int:
+    from specwire import health
+
+    status = asyncio.run(health.status(read_config(ClientConfig, args, os.environ), args.service))
+    print(status)
+    return 0 if status == health.SERVING else 1
 
 
 def _generate(args: argparse.Namespace) -> int:

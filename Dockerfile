@@ -1,0 +1,36 @@
+# One image for all services:  docker run IMAGE draft|verify|coordinator|http FLAGS
+#
+#   docker build -t specwire:0.1.0 .                                              CPU, about 2 GB
+#   docker build -t specwire:0.1.0-cuda \
+#     --build-arg TORCH_INDEX_URL=https://pypi.org/simple .                       CUDA, several GB more
+#
+# The wheels of torch on PyPI carry CUDA; the CPU's have an index of their own.
+ARG PYTHON=3.11-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=tracing,metrics,ray,http
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/specwire
+ENV PATH=/opt/specwire/bin:$PATH
+WORKDIR /src
+# torch first and by itself: it changes rarely, and its layer is most of the image.
+COPY constraints.txt .
+RUN pip install --index-url "${TORCH_INDEX_URL}" --constraint constraints.txt torch
+COPY . .
+RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
+
+FROM python:${PYTHON}
+COPY --from=build /opt/specwire /opt/specwire
+# In /usr/local/bin too: a login shell, as KubeRay may start Ray in, has a PATH of its own.
+RUN ln -s /opt/specwire/bin/specwire /opt/specwire/bin/ray /usr/local/bin/ \
+ && groupadd --gid 10001 specwire \
+ && useradd --uid 10001 --gid specwire --create-home specwire
+# What NVIDIA's runtime is to bring into the container; without it nothing reads this.
+ENV PATH=/opt/specwire/bin:$PATH \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /home/specwire
+ENTRYPOINT ["specwire"]
+CMD ["--help"]

@@ -1,0 +1,25 @@
+# Makes this pod a node of the Ray cluster, waits for the GPUs, and becomes `specwire "$@"`.
+# Meanwhile it is the pod's first process, which gets no signal that it does not trap.
+set -eu
+trap 'exit 143' TERM
+
+until ray health-check --address "$SPECWIRE_RAY_ADDRESS"; do sleep 2; done
+
+# 80 MB is the least object store that Ray accepts; nothing is kept in it.
+ray start --address="$SPECWIRE_RAY_ADDRESS" --num-cpus=0 --num-gpus=0 --object-store-memory=80000000
+
+python - <<'WAIT'
+import os
+import time
+
+import ray
+
+ray.init(address=os.environ["SPECWIRE_RAY_ADDRESS"], log_to_driver=False, logging_level="error")
+resource = os.environ["SPECWIRE_DEVICE"].replace("cuda", "gpu").upper()
+wanted = int(os.environ["SPECWIRE_TENSOR_PARALLEL_SIZE"])
+while (found := ray.cluster_resources().get(resource, 0)) < wanted:
+    print(f"waiting for {wanted} {resource}s: the Ray cluster has {found:g}", flush=True)
+    time.sleep(5)
+WAIT
+
+exec specwire "$@"
