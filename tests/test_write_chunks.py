@@ -37,8 +37,8 @@ async def chunks(error: BaseException | None) -> AsyncIterator[Chunk]:
 async def test_all_are_written(error: BaseException | None) -> None:
     context = Context()
     if error is None:
-        await write_chunks(chunks(None), context)
+        await write_chunks(chunks(None), generation_pb2.ResumeInfo(), context)
     else:
         with pytest.raises(type(error)):
-            await write_chunks(chunks(error), context)
+            await write_chunks(chunks(error), generation_pb2.ResumeInfo(), context)
     assert context.written == [0, 1, 2]
