@@ -15,11 +15,15 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+_NUM_PROBES = 64
+
 
 class SpanQueue(SpanProcessor):
     """Keeps at most `max_queued` spans that have ended, the batch that is being exported not counted.
 
-    Spans that come when it is full are dropped, not older ones: so traces that began before are whole.
+    Spans that come when it is full are dropped, not older ones: so traces that began before are whole. While
+    the collector fails it keeps no more than what shows whether the collector is back: to make spans that
+    nobody will see, and to try to send them, would cost more than where all is well.
 
     Attributes:
         num_dropped: came when it was full.
@@ -28,6 +32,7 @@ class SpanQueue(SpanProcessor):
     def __init__(self, exporter: SpanExporter, max_queued: int) -> None:
         self._exporter = _Counting(exporter)
         self._max_queued = max_queued
+        self._num_probes = min(_NUM_PROBES, max_queued)
         batch_len = min(512, max_queued)
         self._batches = BatchSpanProcessor(self._exporter, max_queued, max_export_batch_size=batch_len)
         self._lock = threading.Lock()
@@ -52,7 +57,13 @@ class SpanQueue(SpanProcessor):
     @property
     def is_full(self) -> bool:
         """Whether a span that ended now would be dropped."""
-        return self._num_accepted - self._exporter.num_taken >= self._max_queued
+        limit = self._num_probes if self._exporter.fails else self._max_queued
+        return self._num_accepted - self._exporter.num_taken >= limit
+
+    def drop(self) -> None:
+        """Count a span that was not even made."""
+        with self._lock:
+            self.num_dropped += 1
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """See `SpanProcessor`: nothing happens before the end."""
@@ -82,11 +93,12 @@ class SpanQueue(SpanProcessor):
 
 
 class _Counting(SpanExporter):
-    """Counts what the SDK hands to an exporter, and what came of it."""
+    """Counts what the SDK hands to an exporter, and what came of it; `fails` is what came of it last."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self.num_taken = self.num_exported = self.num_failed = 0
+        self.fails = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_taken += len(spans)
@@ -94,7 +106,8 @@ class _Counting(SpanExporter):
         try:
             result = self._exporter.export(spans)
         finally:
-            if result is SpanExportResult.SUCCESS:
+            self.fails = result is not SpanExportResult.SUCCESS
+            if not self.fails:
                 self.num_exported += len(spans)
             else:
                 self.num_failed += len(spans)

@@ -34,9 +34,9 @@ Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_END
 `OTEL_SDK_DISABLED=true`. While it is off, nothing of OpenTelemetry is imported. Protocol, headers,
 sampling, batch sizes and resource are set by the usual `OTEL_*` variables.
 
-A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and nothing
-else: what comes then is dropped and counted (`Tracing.counts`), and generations that begin while the queue is
-full are not traced at all, in none of the services, rather than with holes.
+A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and next to
+nothing else: spans that would begin while the queue is full are not made, nor is anything below them, in none
+of the services, and that is counted (`Tracing.counts`). While exports fail the queue is full with 64.
 
 Parents are always explicit, as W3C `traceparent` strings: one event loop serves many streams, and the
 compute loop knows its times only afterwards, so there is no ambient current span.
@@ -114,7 +114,7 @@ class SpanCounts:
     Attributes:
         num_queued: wait for their export, or are in it.
         num_exported: a collector has taken them.
-        num_dropped: came when the queue was full.
+        num_dropped: came when the queue was full; what would have been below them is not counted.
         num_failed: left the queue, and the collector did not take them.
         num_untraced: generations that were not traced because the queue was full when they began.
     """
@@ -309,11 +309,11 @@ class _OpenTelemetry(Tracing):
         atexit.register(self.shutdown)
 
     def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
-        if name == GENERATE and self._sheds and self._queue.is_full:
-            self._num_untraced += 1
-            return _NoSpan(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
-        if self._sheds and parent and _UNSAMPLED.fullmatch(parent):
-            return _NoSpan(parent)
+        if self._sheds:
+            if parent and _UNSAMPLED.fullmatch(parent):
+                return _NoSpan(parent)
+            if self._queue.is_full:
+                return self._not_made(name)
         return _RealSpan(
             self._tracer.start_span(name, context=self._context(parent), attributes=_present(attributes))
         )
@@ -323,12 +323,23 @@ class _OpenTelemetry(Tracing):
     ) -> None:
         if self._sheds and _UNSAMPLED.fullmatch(parent):
             return
+        if self._queue.is_full:
+            self._queue.drop()
+            return
         context = self._context(parent)
         if context is not self._no_context:
             span = self._tracer.start_span(
                 name, context, start_time=start_ns, attributes=_present(attributes)
             )
             span.end(end_ns)
+
+    def _not_made(self, name: str) -> Span:
+        """A span of no trace, whose children are not recorded either."""
+        if name == GENERATE:
+            self._num_untraced += 1
+        else:
+            self._queue.drop()
+        return _NoSpan(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
 
     @property
     def counts(self) -> SpanCounts:

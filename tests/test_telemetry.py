@@ -198,6 +198,32 @@ def test_spans_that_end_on_many_threads_keep_to_the_bound(monkeypatch: pytest.Mo
         assert tracer.counts.num_dropped >= 8 * 200
 
 
+def test_a_collector_that_fails_is_sent_little_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with OtlpReceiver() as receiver:
+        endpoint = receiver.endpoint
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)  # nobody is there any more
+    tracer = tracing.configure("test")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not tracer.counts.num_failed:
+        assert time.monotonic() < deadline
+        with tracer.span("probe"):
+            time.sleep(0.01)
+    num_queued = tracer.counts.num_queued
+    for _ in range(1000):
+        tracer.record("draft.queue", start_ns=1, end_ns=2, parent="00-" + "ab" * 16 + "-" + "cd" * 8 + "-01")
+    assert tracer.counts.num_queued <= max(num_queued, 3 * 64), "the queue, and what was sent meanwhile"
+    assert tracer.counts.num_dropped > 0
+    with OtlpReceiver(endpoint.removeprefix("http://")) as receiver:
+        while not tracer.counts.num_exported:
+            assert time.monotonic() < deadline + TIMEOUT_S
+            with tracer.span("round"):
+                time.sleep(0.01)
+        tracer.shutdown(int(TIMEOUT_S * 1e3))
+        assert receiver.spans
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
 def test_a_queue_of_no_length_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
