@@ -27,4 +27,5 @@ async def status(settings: ClientConfig, service: str) -> str:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return name

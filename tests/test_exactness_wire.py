@@ -37,7 +37,7 @@ from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.tiny_models import save
 
-NUM_TOKENS = 20_000
+NUM_TOKENS = 12_800
 NUM_STREAMS = 128
 PROMPT = [3]
 
