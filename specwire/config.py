@@ -503,9 +503,10 @@ class HttpConfig(ReachConfig):
         both = bool(self.tls_cert) == bool(self.tls_key)
         _check(both, "tls_cert", self.tls_cert, "is of use together with --tls-key only")
         # Tokens pass through on both sides.
-        for name, encrypted in (("address", self.tls_cert), ("server", self.server_tls)):
-            allowed = bool(encrypted) or self.allow_plaintext
-            _check_plaintext(name, getattr(self, name), allowed=allowed)
+        _check_plaintext("address", self.address, allowed=bool(self.tls_cert) or self.allow_plaintext)
+        for address in self.server.split(","):
+            allowed = self.server_tls is not None or self.allow_plaintext
+            _check_plaintext("server", address.strip(), allowed=allowed)
         _check_duration("timeout_s", self.timeout_s)
         _check(self.max_body_bytes >= 1, "max_body_bytes", self.max_body_bytes, "must be at least 1")
         _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")

@@ -298,7 +298,8 @@ def test_a_front_that_cannot_start() -> None:
     with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:0: would be plaintext"):
         HttpConfig(address="0.0.0.0:0")
     with pytest.raises(ConfigError, match="--server 10"):
-        HttpConfig(server="10.0.0.1:7070")
+        HttpConfig(server="127.0.0.1:7070,10.0.0.1:7070")
+    HttpConfig(server="127.0.0.1:7070,127.0.0.1:7071")
 
 
 def start(config: HttpConfig) -> None:
