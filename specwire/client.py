@@ -266,9 +266,11 @@ class Client:
         """Generate, and wait for the end; options and errors as for `AsyncClient.generate`."""
         return self._run(self._client.generate(prompt, params, **options))
 
-    def get_model_info(self, *, timeout_s: float = 10.0) -> tuple[ModelInfo, ModelInfo | None]:
-        """The target, and the draft while one is reachable."""
-        return self._run(self._client.get_model_info(timeout_s=timeout_s))
+    def get_model_info(
+        self, *, timeout_s: float = 10.0, token: str = ""
+    ) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable; `token` as for `AsyncClient.stream`."""
+        return self._run(self._client.get_model_info(timeout_s=timeout_s, token=token))
 
     def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
         """What the coordinator is doing now."""
