@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from specwire.config import EMULATED, UpConfig
+from specwire.config import AUTO, EMULATED, UpConfig
 from specwire.flags import env_name
 from specwire.supervisor import Stack
 
@@ -28,12 +28,14 @@ class Devices:
         target_ms, draft_ms: a forward pass of each, in milliseconds; it costs no processor time.
         alpha: probability that a draft token is accepted.
         num_draft_tokens: a round.
+        num_outcomes: prepared for; "auto" lets each stack find out by itself what pays.
     """
 
     target_ms: float = 30.0
     draft_ms: float = 2.0
     alpha: float = 0.8
     num_draft_tokens: int = 4
+    num_outcomes: str = AUTO
 
     def stack(self, *, num_kv_tokens: int, environ: Mapping[str, str] | None = None, **limits: int) -> Stack:
         """Three service processes on these devices.
@@ -49,6 +51,7 @@ class Devices:
             draft=f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g}",
             address="127.0.0.1:0",
             num_draft_tokens=str(self.num_draft_tokens),
+            num_outcomes=self.num_outcomes,
             num_kv_tokens=num_kv_tokens,
             grace_s=1.0,
         )
