@@ -23,8 +23,9 @@ PARAMS = SamplingParams(max_tokens=400, rule="gumbel", seed=5)
 """Over a second of work."""
 NUM_REQUESTS = 3
 TIMEOUT_S = 60.0
-DETECT_S = 5.0
+DETECT_S = sized(15.0, 5.0)
 """Longest wait for a proposal, and for a verify service to be back."""
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
