@@ -64,6 +64,10 @@ class _Request:
     draft_unavailable: Callable[[], str] = str
     trace_id: str = ""
 
+    def forget(self) -> None:
+        """Let go of the generation: cancelled timers hold this context for as long as they would have run."""
+        self.generation, self.draft_unavailable = None, str
+
 
 _request: ContextVar[_Request] = ContextVar("specwire_request")
 
@@ -165,6 +169,7 @@ def counted(method: Method) -> Method:
             raise
         finally:
             _end(self.totals, status, request)
+            request.forget()
 
     return wrapped  # type: ignore[return-value]
 

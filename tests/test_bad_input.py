@@ -28,6 +28,7 @@ from specwire import (
     Completion,
     ConfigError,
     ContextLengthError,
+    GenerationLostError,
     HandshakeError,
     InvalidRequestError,
     ModelLoadError,
@@ -594,7 +595,7 @@ class TestRestarts:
             next(chunks)
             verify.stop()
             started = time.monotonic()
-            with refused(ServiceUnavailableError, f"verify service {verify.address}"):
+            with refused(GenerationLostError, f"verify service {verify.address}"):
                 list(chunks)
             with refused(ServiceUnavailableError, f"verify service {verify.address}"):
                 client.generate(PROMPT)

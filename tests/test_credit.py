@@ -322,11 +322,11 @@ class TestPausedStreamEnds:
 
     def test_at_its_deadline(self, stack: LocalStack, credits_: Any) -> None:
         started = time.monotonic()
-        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=0.7) as stream:
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=2.0) as stream:
             next(iter(stream))
             assert credits_.get(timeout=10).paused.wait(10)
-            assert time.monotonic() - started < 0.7
-            stack.assert_idle_within(started + 0.7 + 1.0 - time.monotonic())
+            assert time.monotonic() - started < 2.0
+            stack.assert_idle_within(started + 2.0 + 1.0 - time.monotonic())
             with pytest.raises(DeadlineExceededError):
                 list(stream)
 

@@ -37,7 +37,7 @@ from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.tiny_models import save
 
-NUM_TOKENS = 12_800
+NUM_TOKENS = 9_600
 NUM_STREAMS = 128
 PROMPT = [3]
 
@@ -125,7 +125,7 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
     draft = save(markov_model(scale=-1.0), tmp_path / "draft")
     with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
         params = {"max_tokens": ALONE, "rule": Rule.REJECTION}
-        completions = asyncio.run(_sample(stack.address, params, 10))
+        completions = asyncio.run(_sample(stack.address, params, 6))
     lengths = {len(done.speculation.drafted_per_position) for done in completions}
     assert max(lengths) == 5
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
