@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import time
 
 import pytest
 
@@ -35,6 +36,18 @@ async def waves(stack: LocalStack, count: int, draws: random.Random) -> list[flo
     return times_s
 
 
+def forgotten_within(seconds: float) -> bool:
+    """Whether no sequence is left in memory; tasks of the last ones may end a little later."""
+    deadline_s = time.monotonic() + seconds
+    while True:
+        gc.collect()
+        if not any(issubclass(type(one), TokenSequence | Job | Generation) for one in gc.get_objects()):
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("num_waves", "num_kv_tokens"), [(10, 16384), (3, 1024)], ids=["room for all", "room for a few"]
 )
@@ -51,10 +64,9 @@ def test_cancelled_streams_leave_nothing_behind(
         for service in services.values():
             service.runner.pool.check_integrity()
             assert service.runner.pool.num_held_pages == 0
-        gc.collect()
-        kept = [one for one in gc.get_objects() if issubclass(type(one), TokenSequence | Job | Generation)]
+        is_forgotten = forgotten_within(5.0)
     assert max(times_s) < 1.0
-    assert kept == []
+    assert is_forgotten
     assert [record.getMessage() for record in caplog.records if record.name.startswith("specwire")] == []
 
 
