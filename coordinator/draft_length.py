@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 from coordinator.generation import Cost, Plan, Round
 from coordinator.trials import CAPS, FIRST_CAP, Settling, Trials
 from specwire.core import Load
 from specwire.costs import CostModel
-from specwire.forecast import PRIOR_ACCEPTANCE, own_acceptance, scaled_to, shared_acceptance
+from specwire.forecast import OwnAcceptance, SharedAcceptance
 
 MAX_CHOSEN = CAPS[-1]
 """Most draft tokens a round that are ever chosen."""
@@ -36,10 +34,13 @@ MAX_OUTCOMES = 32
 _RATE = 0.2
 _RENEW_EVERY = 8
 _FIRST_PROPOSALS = 12
-"""After so many acceptance is known well enough to judge by it."""
+"""After so many acceptance and costs are known well enough to judge by them."""
+_YOUNG_LENGTHS = (2, 8)
+"""Of the first proposals, in turns."""
 _OUTLIER = 4
 _HIT_RATE = 0.02
 _USUAL_WAITS = 2
+_WORTH_A_CHANGE = 1.02
 _FAR = 0.25
 """A draft is far away when its answer takes this part of a pass.
 
@@ -53,14 +54,10 @@ class Prospects(NamedTuple):
     """What a number of draft tokens promises to a stream like any other.
 
     Attributes:
-        overall: acceptance at any position.
-        acceptance: [MAX_CHOSEN] at each position, given that those before were accepted.
         tokens: [MAX_CHOSEN + 1] that a round with 0, 1, ... draft tokens commits on the average.
         round_times: [MAX_CHOSEN + 1] nanoseconds of a round with 0, 1, ... draft tokens.
     """
 
-    overall: float
-    acceptance: list[float]
     tokens: list[float]
     round_times: list[float]
 
@@ -90,11 +87,18 @@ class SharedMeasurements:
     """
 
     def __init__(self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0) -> None:
-        self.acceptance = shared_acceptance()
+        self.acceptance = SharedAcceptance()
         self._num_streams = num_streams
         self._fixed_outcomes = num_outcomes
-        self._caps = Trials(CAPS, lambda: FIRST_CAP, self._tokens)
-        self._outcomes = Trials((0, MAX_OUTCOMES), self._first_outcomes, self._tokens, advantage=1.0)
+        self._first_cap = FIRST_CAP
+        self._caps = Trials(CAPS, lambda: self._first_cap, self._tokens, expected=self._expected_rate)
+        self._outcomes = Trials(
+            (0, MAX_OUTCOMES),
+            self._first_outcomes,
+            self._tokens,
+            expected=self._expected_with,
+            advantage=1.0,
+        )
         self._hit_rate = 0.0
         self._draft_costs = CostModel(2)  # of a proposal: its tokens, and those that the draft had to be told
         self._load = Load()
@@ -102,23 +106,25 @@ class SharedMeasurements:
         self._network_ns = 0.0
         self._queue_ns = 0.0
         self._num_drafted = 0.0
-        self._num_added = self._renew_at = self._num_proposals = 0
+        self._num_added = self._renew_at = self._num_proposals = self._num_hits_seen = 0
         self._prospects: Prospects
 
     def prospects(self) -> Prospects:
         """What to choose by; made anew after a few rounds, since all streams ask in every round."""
         if self._num_added >= self._renew_at:
             self._renew_at = self._num_added + min(_RENEW_EVERY, 1 + self._num_added // 2)
-            acceptance = self.acceptance.by_position()
-            overall = self.acceptance.overall(PRIOR_ACCEPTANCE)
-            tokens = tokens_by_length(acceptance)
-            self._prospects = Prospects(overall, acceptance, tokens, self._round_times())
+            self._prospects = Prospects(self.acceptance.tokens(), self._round_times())
         return self._prospects
 
     @property
     def cap(self) -> int:
         """Most draft tokens in the rounds that begin now."""
-        return self._caps.option(self._num_streams())
+        return _YOUNG_LENGTHS[-1] if self._is_new else self._caps.option(self._num_streams())
+
+    @property
+    def young_length(self) -> int | None:
+        """As long as nothing is known: the costs of one length tell nothing of another."""
+        return _YOUNG_LENGTHS[self._num_proposals % len(_YOUNG_LENGTHS)] if self._is_new else None
 
     @property
     def num_outcomes(self) -> int:
@@ -160,7 +166,7 @@ class SharedMeasurements:
     @property
     def on_trial(self) -> bool:
         """True while the cap is an experiment: then something is to be drafted, whatever a stream expects."""
-        return self._is_new or self._caps.on_trial(self._num_streams())
+        return not self._is_new and self._caps.on_trial(self._num_streams())
 
     @property
     def _is_new(self) -> bool:
@@ -180,13 +186,14 @@ class SharedMeasurements:
         """Learn from a round of any stream."""
         self._num_added += 1
         num_drafted, draft_cost = len(done.proposal.token_ids), done.draft_cost
-        self.acceptance.add(num_drafted, done.outcome.num_accepted)
         if num_drafted:
+            if self._num_proposals == _FIRST_PROPOSALS - 1:
+                self._first_cap = self._modelled_cap()
             self._num_proposals += 1
             self._num_drafted += _RATE * (num_drafted - self._num_drafted)
-            self._hit_rate += _HIT_RATE * (draft_cost.prepared - self._hit_rate)
-        if num_drafted and not draft_cost.prepared:
-            self._draft_costs.add((num_drafted, draft_cost.num_told_tokens), max(1, draft_cost.wall_ns))
+            if draft_cost.forward_ns:
+                self._draft_costs.add((num_drafted, draft_cost.num_told_tokens), max(1, draft_cost.wall_ns))
+            self._add_hit(not draft_cost.forward_ns)
         self._add_verify(done.verify_cost, num_drafted)
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
@@ -204,8 +211,30 @@ class SharedMeasurements:
         if cap is not None and not self._outcomes.on_trial(num_streams):
             self._caps.add(cap, num_streams, num_drafted, elapsed_ns)
 
+    def _add_hit(self, is_hit: bool) -> None:
+        """A proposal had been begun before it was asked for, or not, where that was wanted."""
+        if is_hit or self.num_outcomes:
+            self._num_hits_seen += 1
+            rate = max(_HIT_RATE, 1 / self._num_hits_seen)
+            self._hit_rate += rate * (is_hit - self._hit_rate)
+
     def _tokens(self) -> list[float]:
         return self.prospects().tokens
+
+    def _expected_rate(self, cap: int) -> float:
+        """Tokens a nanosecond under a cap, by what is modelled."""
+        tokens, round_times = self.prospects()
+        return max(tokens[n] / round_times[n] for n in range(cap + 1))
+
+    def _expected_with(self, num_outcomes: int) -> float:
+        """Rounds a nanosecond, likewise."""
+        usual = round(self._num_drafted)
+        return 1 / self._round_ns(usual, prepares=num_outcomes > 0)
+
+    def _modelled_cap(self) -> int:
+        """To begin the trials with. Not less than usual: what the network costs is hidden by preparing."""
+        best = best_length(self.acceptance.tokens(), self._round_times())
+        return next(cap for cap in CAPS if cap >= max(best, FIRST_CAP))
 
     def _add_verify(self, cost: Cost, num_drafted: int) -> None:
         if cost.load is None or not cost.load.base_ns:
@@ -219,7 +248,9 @@ class SharedMeasurements:
 
     def _round_times(self) -> list[float]:
         """[MAX_CHOSEN + 1]: modelled, and scaled to what was measured."""
-        times = [self._round_ns(n) for n in range(MAX_CHOSEN + 1)]
+        times = [self._round_ns(n, prepares=self.num_outcomes > 0) for n in range(MAX_CHOSEN + 1)]
+        if self._is_new:
+            return times
         num_streams = self._num_streams()
         speculative = self._caps.rate(self.cap, num_streams).round_ns
         usual = round(self._num_drafted)
@@ -229,17 +260,17 @@ class SharedMeasurements:
         times[0] = self._caps.rate(0, num_streams).round_ns or times[0]
         return times
 
-    def _round_ns(self, num_draft_tokens: int) -> float:
+    def _round_ns(self, num_draft_tokens: int, *, prepares: bool) -> float:
         """Queues grow and shrink with the passes."""
         pass_ns = self._pass_ns(num_draft_tokens)
         queue_ns = self._queue_ns * pass_ns / max(1.0, self._pass_ns(round(self._num_drafted)))
-        wait_ns = self._wait_ns(num_draft_tokens, pass_ns) if num_draft_tokens else 0.0
+        wait_ns = self._wait_ns(num_draft_tokens, pass_ns, prepares) if num_draft_tokens else 0.0
         return max(1.0, wait_ns + queue_ns + pass_ns + self._network_ns)
 
-    def _wait_ns(self, num_draft_tokens: int, pass_ns: float) -> float:
+    def _wait_ns(self, num_draft_tokens: int, pass_ns: float, prepares: bool) -> float:
         """For a proposal, on the average of those that were prepared and those that were not."""
         asked_ns = self._draft_costs.predict((num_draft_tokens, 1))
-        if not self.num_outcomes:
+        if not prepares:
             return asked_ns
         # To know what may follow a whole proposal takes a step more.
         prepared_ns = max(0.0, self._draft_costs.predict((num_draft_tokens + 1, 1)) - pass_ns)
@@ -258,6 +289,7 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int, shared: SharedMeasurements) -> None:
         self.limit = num_draft_tokens
         self._shared = shared
+        self._own = OwnAcceptance(shared.acceptance)
         self._settling = Settling()
 
     def plan(self) -> Plan:
@@ -268,6 +300,7 @@ class FixedLength:
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
+        self._own.add(len(done.proposal.token_ids), done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
         if self.limit and settled is not None:
@@ -282,8 +315,9 @@ class AdaptiveLength:
 
     def __init__(self, shared: SharedMeasurements) -> None:
         self._shared = shared
-        self._own = own_acceptance()
+        self._own = OwnAcceptance(shared.acceptance)
         self._settling = Settling()
+        self._length = 0
 
     def plan(self) -> Plan:
         """See `generation.Planner`."""
@@ -292,35 +326,28 @@ class AdaptiveLength:
         if cap == 0:
             return Plan(0)
         prospects = self._shared.prospects()
-        tokens = tokens_by_length(scaled_to(self._own, prospects.overall, prospects.acceptance[:cap]))
-        best = best_length(tokens, prospects.round_times)
-        if self._shared.on_trial:
-            best = max(1, best)
-        return Plan(best, num_outcomes, self._shared.patience_s(best, prospects))
+        self._length = self._shared.young_length or self._choose(cap, prospects.round_times)
+        return Plan(self._length, num_outcomes, self._shared.patience_s(self._length, prospects))
+
+    def _choose(self, cap: int, round_times: Sequence[float]) -> int:
+        """The best, or the last one where that is hardly worse: it is what was prepared for."""
+        tokens = self._own.tokens(cap)
+        least = 1 if self._shared.on_trial else 0
+        best = least + best_length(tokens[least:], round_times[least:])
+        last = self._length
+        if least <= last <= cap:
+            gain = tokens[best] / round_times[best] * round_times[last] / tokens[last]
+            return best if gain > _WORTH_A_CHANGE else last
+        return best
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         num_drafted = len(done.proposal.token_ids)
-        if num_drafted:
-            self._own.add(num_drafted, done.outcome.num_accepted)
-        else:
-            self._own.fade()  # the text may have become easier: by and by it is like any other again
+        self._own.add(num_drafted, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
         if settled is not None:
             self._shared.add_settled(*settled, num_drafted, elapsed_ns)
-
-
-def tokens_by_length(acceptance: Sequence[float]) -> list[float]:
-    """Tokens that a round with 0, 1, ... draft tokens commits on the average.
-
-    Args:
-        acceptance: [limit] at each position, given that those before were accepted.
-
-    Returns:
-        [limit + 1].
-    """
-    return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
 
 def best_length(tokens: Sequence[float], round_times: Sequence[float]) -> int:

@@ -44,6 +44,8 @@ _TRUST_ROUNDS = 50
 _CHECK_ROUNDS = 10
 """Rounds of each stream before plain decoding is tried with a number of streams that is new."""
 _ADVANTAGE = 1.03
+_ENTRY = 3
+"""Of so many smallest options one may be the next after 0: a token alone may not be worth the wait."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ class _Level:
         """What may be tried: nothing at all first, then a little less or more."""
         options = list(self.arms)
         place = options.index(self.best)
-        near = options[max(0, place - 1) : place + 2]
+        near = options[max(0, place - 1) : max(place + 2, _ENTRY)]
         return [option for option in dict.fromkeys((0, *reversed(near))) if option != self.best]
 
 
@@ -140,6 +142,7 @@ class Trials:
         options: ascending; the first one is 0, for nothing at all.
         first: the one to begin with, asked when the first rounds are counted.
         tokens: what a round brings, by number of draft tokens, as far as is known now.
+        expected: what an option may bring, in any unit, before it was tried; None knows nothing.
         advantage: so many times the tokens of a smaller option must a larger one bring.
 
     Attributes:
@@ -152,9 +155,11 @@ class Trials:
         first: Callable[[], int],
         tokens: Callable[[], Sequence[float]],
         *,
+        expected: Callable[[int], float] | None = None,
         advantage: float = _ADVANTAGE,
     ) -> None:
         self._options = options
+        self._expected = expected
         self._advantage = advantage
         self._tokens = tokens
         self._first = first
@@ -188,6 +193,7 @@ class Trials:
         """All measurements with about so many streams: something else has changed what options are worth."""
         level = self._level(num_streams)
         level.arms = {option: _Arm() for option in self._options}
+        level.clock = 0
         level.switch(level.best)
 
     def add(self, option: int, num_streams: int, num_drafted: int, time_ns: int) -> None:
@@ -207,7 +213,7 @@ class Trials:
             if level.is_clear(tokens) or level.counted >= _UNCLEAR_ROUNDS:
                 _decide(level, num_streams, tokens, self._advantage)
         else:
-            due = [option for option in level.candidates() if level.arms[option].due <= level.clock]
+            due = [option for option in level.candidates() if self._is_due(level, option, num_streams)]
             if due:
                 self.num_trials += 1
                 level.switch(due[0])
@@ -224,6 +230,14 @@ class Trials:
                 for i, arm in enumerate(level.arms.values()):
                     arm.due = (_CHECK_ROUNDS + i * _TRUST_ROUNDS) * num_streams
         return self._levels[key]
+
+    def _is_due(self, level: _Level, option: int, num_streams: int) -> bool:
+        """What promises little is tried as late as if it had been tried before, and had brought it."""
+        arm = level.arms[option]
+        if arm.rate.rounds or self._expected is None:
+            return arm.due <= level.clock
+        loss = max(0.0, 1 - self._expected(option) / self._expected(level.best))
+        return max(arm.due, _MIN_TRIAL_ROUNDS * num_streams * loss / _TRIAL_COST) <= level.clock
 
 
 def _decide(level: _Level, num_streams: int, tokens: Sequence[float], advantage: float) -> None:
