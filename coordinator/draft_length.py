@@ -222,9 +222,9 @@ class SharedMeasurements:
         return self.prospects().tokens
 
     def _expected_rate(self, cap: int) -> float:
-        """Tokens a nanosecond under a cap, by what is modelled."""
+        """Tokens a nanosecond with at least a draft token and at most `cap`, by what is modelled."""
         tokens, round_times = self.prospects()
-        return max(tokens[n] / round_times[n] for n in range(cap + 1))
+        return max(tokens[n] / round_times[n] for n in range(min(1, cap), cap + 1))
 
     def _expected_with(self, num_outcomes: int) -> float:
         """Rounds a nanosecond, likewise."""

@@ -46,8 +46,10 @@ _SPREAD = 1.5
 """Of texts, before anything was measured: standard deviation of the shift."""
 _CHANGE = 0.01
 """Probability, with each token, that the text is another one from there on."""
-_USUAL_RATE, _UNUSUAL = 0.002, 0.2
-"""How fast it is learnt which texts are usual, by round, and what is left to unusual ones."""
+_USUAL_RATE, _FIRST_ROUNDS = 0.002, 10
+"""How fast it is learnt which texts are usual: part of a round, and rounds that a guess counts for."""
+_UNUSUAL = 0.2
+"""What is left to texts that nobody has seen."""
 _MOST_LOG_ODDS = 7.0
 _NUM_STEPS, _LONGEST_STEP = 4, 1.0
 _RENEW_EVERY = 8
@@ -85,7 +87,7 @@ class SharedAcceptance:
         self._judged[:num_judged] = _MEMORY * self._judged[:num_judged] + belief
         self._accepted[:num_judged] *= _MEMORY
         self._accepted[:num_accepted] += 1
-        self._seen += _USUAL_RATE * (belief - self._seen)
+        self._seen += max(_USUAL_RATE, 1 / (_FIRST_ROUNDS + self._num_added)) * (belief - self._seen)
         self._num_added += 1
         if self._num_added % min(_RENEW_EVERY, 1 + self._num_added // 2) == 0:
             self._renew()
