@@ -99,7 +99,7 @@ class SharedMeasurements:
             expected=self._expected_with,
             advantage=1.0,
         )
-        self._hit_rate = 0.0
+        self._hit_rate = self._hit_wait_ns = self._hit_expected_ns = 0.0
         self._draft_costs = CostModel(2)  # of a proposal: its tokens, and those that the draft had to be told
         self._load = Load()
         self._num_sequences = 1.0
@@ -193,6 +193,10 @@ class SharedMeasurements:
             self._num_drafted += _RATE * (num_drafted - self._num_drafted)
             if draft_cost.forward_ns:
                 self._draft_costs.add((num_drafted, draft_cost.num_told_tokens), max(1, draft_cost.wall_ns))
+            else:
+                self._hit_wait_ns += _RATE * (draft_cost.wall_ns - self._hit_wait_ns)
+                expected_ns = self._late_ns(num_drafted, self._pass_ns(num_drafted))
+                self._hit_expected_ns += _RATE * (expected_ns - self._hit_expected_ns)
             self._add_hit(not draft_cost.forward_ns)
         self._add_verify(done.verify_cost, num_drafted)
 
@@ -272,9 +276,17 @@ class SharedMeasurements:
         asked_ns = self._draft_costs.predict((num_draft_tokens, 1))
         if not prepares:
             return asked_ns
-        # To know what may follow a whole proposal takes a step more.
-        prepared_ns = max(0.0, self._draft_costs.predict((num_draft_tokens + 1, 1)) - pass_ns)
+        # A draft that is several rounds ahead is less late than that, by as much as is seen.
+        seen = min(1.0, self._hit_wait_ns / self._hit_expected_ns) if self._hit_expected_ns else 1.0
+        prepared_ns = seen * self._late_ns(num_draft_tokens, pass_ns)
         return self._hit_rate * prepared_ns + (1 - self._hit_rate) * asked_ns
+
+    def _late_ns(self, num_draft_tokens: int, pass_ns: float) -> float:
+        """How long after a pass the proposal comes that was begun with it.
+
+        To know what may follow a whole proposal takes a step more.
+        """
+        return max(0.0, self._draft_costs.predict((num_draft_tokens + 1, 1)) - pass_ns)
 
     def _pass_ns(self, num_draft_tokens: int) -> float:
         """A pass of the usual batch in which every stream has so many draft tokens."""
