@@ -41,6 +41,8 @@ _MAX_DOUBLINGS = 3
 _MIN_PAUSE_TRIALS = 8
 """Between two trials of a cap at least so many times what a trial takes."""
 _TRUST_ROUNDS = 50
+_DOUBTFUL, _DOUBT_ROUNDS = 0.5, 100
+"""What is modelled may be wrong by so much, where devices are shared: so it is tried after so many rounds."""
 _CHECK_ROUNDS = 10
 """Rounds of each stream before plain decoding is tried with a number of streams that is new."""
 _ADVANTAGE = 1.03
@@ -232,12 +234,15 @@ class Trials:
         return self._levels[key]
 
     def _is_due(self, level: _Level, option: int, num_streams: int) -> bool:
-        """What promises little is tried as late as if it had been tried before, and had brought it."""
+        """What promises little is tried late, as if it had been tried before; but a promise may be wrong."""
         arm = level.arms[option]
         if arm.rate.rounds or self._expected is None:
             return arm.due <= level.clock
-        loss = max(0.0, 1 - self._expected(option) / self._expected(level.best))
-        return max(arm.due, _MIN_TRIAL_ROUNDS * num_streams * loss / _TRIAL_COST) <= level.clock
+        part = min(1.0, self._expected(option) / self._expected(level.best))
+        put_off = _MIN_TRIAL_ROUNDS * (1 - part) / _TRIAL_COST
+        if part > _DOUBTFUL:
+            put_off = min(put_off, _DOUBT_ROUNDS)
+        return max(arm.due, put_off * num_streams) <= level.clock
 
 
 def _decide(level: _Level, num_streams: int, tokens: Sequence[float], advantage: float) -> None:

@@ -61,8 +61,8 @@ class Choice:
     Attributes:
         plain: without drafts.
         fixed: by number of draft tokens.
-        chosen: by the adaptive length, once it has seen as many tokens as are counted.
-        young: by the adaptive length, while it saw those.
+        chosen: by the adaptive length, once it has seen twice as many tokens as are counted.
+        young: by the adaptive length, while it saw the first half of those.
     """
 
     text: Text
@@ -92,32 +92,37 @@ class Choice:
         """Chosen over plain decoding."""
         return self.chosen / self.plain
 
+    @property
+    def young_of_plain(self) -> float:
+        """Likewise, while it learnt."""
+        return self.young / self.plain
+
 
 def explore(
     texts: Sequence[Text], rtts_ms: Sequence[float], num_tokens: int, say: Callable[[str], None]
 ) -> list[Choice]:
-    """All pairs; the same `num_tokens` are counted of each length, after at least half as many."""
+    """All pairs; the same `num_tokens` are counted of each length, after half as many, or twice if it learns."""
     found = []
     names = [_PLAIN, _CHOSEN, *map(str, FIXED)]
     with ProcessPoolExecutor() as pool:
         for text in texts:
             for rtt_ms in rtts_ms:
                 measured = pool.map(rates, repeat(text), repeat(rtt_ms), names, repeat(num_tokens))
-                (_, plain), (young, chosen), *fixed = measured
-                by_length = {n: rate for n, (_, rate) in zip(FIXED, fixed, strict=True)}
+                (*_, plain), (young, _, chosen), *fixed = measured
+                by_length = {n: rate for n, (*_, rate) in zip(FIXED, fixed, strict=True)}
                 done = Choice(
                     text=text, rtt_ms=rtt_ms, plain=plain, fixed=by_length, chosen=chosen, young=young
                 )
                 say(
                     f"alpha {text}, {rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
-                    f"{done.of_plain:.3f} of plain; young {young / plain:.3f}"
+                    f"{done.of_plain:.3f} of plain; young {done.young_of_plain:.3f}"
                 )
                 found.append(done)
     return found
 
 
 def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> list[float]:
-    """Tokens/s of a stream in its warm-up and after it."""
+    """Tokens/s of streams one after the other, the last of which counts."""
     setting = Setting(
         model=text.model,
         target=StepCost(base_ms=_TARGET_MS),
@@ -126,6 +131,6 @@ def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> 
         link=Link(rtt_ms=rtt_ms),
         overheads=LEAN,
     )
-    warm_up = num_tokens if num_draft_tokens == _CHOSEN else num_tokens // 2
-    batches = [[SamplingParams(max_tokens=n, temperature=0, seed=1)] for n in (warm_up, num_tokens)]
+    warm_up = [num_tokens] * 2 if num_draft_tokens == _CHOSEN else [num_tokens // 2]
+    batches = [[SamplingParams(max_tokens=n, temperature=0, seed=1)] for n in (*warm_up, num_tokens)]
     return [workload.tokens_per_s(batch) for batch in workload.completions(setting, batches)]

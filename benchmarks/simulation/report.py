@@ -69,10 +69,11 @@ def controller_table(choices: Sequence[Choice]) -> str:
             f"{done.chosen:.1f}",
             _marked(done.of_best, done.least_of_best),
             _marked(done.of_plain, controller.LEAST_OF_PLAIN),
+            f"{done.young_of_plain:.3f}",
         )
         for done in choices
     ]
-    head = ("α", "RTT ms", "plain", "best fixed", "adaptive", "of the best", "of plain")
+    head = ("α", "RTT ms", "plain", "best fixed", "adaptive", "of the best", "of plain", "while it learnt")
     return table(head, rows)
 
 
