@@ -101,7 +101,7 @@ class Choice:
 def explore(
     texts: Sequence[Text], rtts_ms: Sequence[float], num_tokens: int, say: Callable[[str], None]
 ) -> list[Choice]:
-    """All pairs; the same `num_tokens` are counted of each length, after half as many, or twice if it learns."""
+    """All pairs; of each length `num_tokens` are counted, after half as many, or twice if it learns."""
     found = []
     names = [_PLAIN, _CHOSEN, *map(str, FIXED)]
     with ProcessPoolExecutor() as pool:
