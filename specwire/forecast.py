@@ -250,7 +250,7 @@ class Forecast:
                     for share, token_id in zip(shares, token_ids, strict=False)
                     if ends_here * share >= least
                 ]
-        return sorted(found, reverse=True)
+        return sorted(found, key=lambda likely: -likely.probability)  # of equals, the better rank first
 
     def after_all(self, num_drafted: int) -> list[float]:
         """[NUM_RANKS] probabilities that a whole proposal is accepted and each candidate after it follows."""

@@ -87,7 +87,7 @@ class TestForecast:
         candidates = [[10 * k + r for r in range(8)] for k in range(4)]
         outcomes = forecast.outcomes(3, candidates, least=0.0)
         assert 0.8 < sum(likely.probability for likely in outcomes) <= 1 + 1e-9
-        assert outcomes == sorted(outcomes, reverse=True)
+        assert outcomes == sorted(outcomes, key=lambda likely: -likely.probability)
         assert {likely.num_accepted for likely in outcomes} == {0, 1, 2, 3}
         assert all(likely.next_token // 10 == likely.num_accepted for likely in outcomes)
 

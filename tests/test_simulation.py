@@ -13,7 +13,7 @@ from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
-from coordinator.draft_length import best_length, tokens_by_length
+from coordinator.draft_length import best_length
 from specwire import SamplingParams, clock
 from specwire.engine.emulated import EmulatedModel
 
@@ -85,7 +85,8 @@ def test_rounds_are_those_of_the_closed_form(alpha: float, num_draft_tokens: int
 def test_the_best_length_is_that_of_the_closed_form() -> None:
     alpha, lengths = 0.7, (1, 4, 9)
     rates = [1e3 / (done := one_stream(setting(alpha, str(n)))).timing.total_ms * 1500 for n in lengths]
-    best = best_length(tokens_by_length([alpha] * 10), [TARGET_MS + n * DRAFT_MS for n in range(11)])
+    tokens = [expected_length(alpha, n) for n in range(11)]
+    best = best_length(tokens, [TARGET_MS + n * DRAFT_MS for n in range(11)])
     promised = [expected_length(alpha, n) / (TARGET_MS + n * DRAFT_MS) for n in lengths]
     assert abs(lengths[int(np.argmax(rates))] - best) <= 1
     np.testing.assert_allclose(np.array(rates) / 1e3, promised, rtol=0.06)

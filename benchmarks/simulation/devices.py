@@ -208,7 +208,8 @@ class GreedyDrafts:
 
     def consume(self, jobs: Sequence[Job], rows: Any) -> None:
         """One draft token for each job."""
-        half = self._model.vocab_size // 2
+        vocab_size = self._model.vocab_size
+        half = vocab_size // 2
         first = self._model.likeliest(*rows).tolist()
         agrees = self._model.agrees(*rows).tolist()
         num_wrong = self._model.num_wrong(*rows).tolist() if self._model.runner_up else [half] * len(first)
@@ -218,6 +219,8 @@ class GreedyDrafts:
             if not agrees[i]:
                 wrong = [token_id + half for token_id in likely[: num_wrong[i]]]
                 likely = wrong + likely if len(wrong) < _NUM_LIKELY else wrong
+            others = [(likely[-1] + k) % vocab_size for k in range(1, NUM_RANKS + 2)]  # as good as impossible
+            likely += [token_id for token_id in others if token_id not in likely]
             job.add(likely[0], None, likely[: NUM_RANKS + 1])
 
 
