@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=2, help="over the grid in the running system")
     parser.add_argument("--again", action="store_true", help="add passes to those of the last time")
     parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream of `controller`")
+    parser.add_argument("--keep-fixed", action="store_true", help="fixed lengths as they were the last time")
     args = parser.parse_args(argv)
     if args.part == "validate":
         compared = validation.compare(validation.GRIDS, validation.wait_until_quiet, args.passes, _say)
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
                 for done, earlier in zip(compared, writing.validation_so_far(), strict=True)
             ]
         report.save("validation", compared)
+    elif args.part == "controller" and args.keep_fixed:
+        num_tokens = {False: args.tokens, True: 3 * args.tokens}
+        report.save("controller", controller.choose_again(writing.choices_so_far(), num_tokens, _say))
     elif args.part == "controller":
         grid = controller.explore(controller.STEADY, controller.RTTS_MS, args.tokens, _say)
         turns = controller.explore(controller.ALTERNATING, controller.RTTS_MS, 3 * args.tokens, _say)

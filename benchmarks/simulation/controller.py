@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from benchmarks.simulation import workload
@@ -113,11 +113,28 @@ def explore(
                 done = Choice(
                     text=text, rtt_ms=rtt_ms, plain=plain, fixed=by_length, chosen=chosen, young=young
                 )
-                say(
-                    f"alpha {text}, {rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
-                    f"{done.of_plain:.3f} of plain; young {done.young_of_plain:.3f}"
-                )
+                say(_line(done))
                 found.append(done)
+    return found
+
+
+def choose_again(
+    known: Sequence[Choice], num_tokens: Mapping[bool, int], say: Callable[[str], None]
+) -> list[Choice]:
+    """The adaptive length anew, against what plain and fixed ones brought the last time.
+
+    Args:
+        num_tokens: counted of steady (False) and of alternating texts (True).
+    """
+    found = []
+    with ProcessPoolExecutor() as pool:
+        counted = [num_tokens[bool(choice.text.period)] for choice in known]
+        texts, rtts_ms = [choice.text for choice in known], [choice.rtt_ms for choice in known]
+        measured = pool.map(rates, texts, rtts_ms, repeat(_CHOSEN), counted)
+        for choice, (young, _, chosen) in zip(known, measured, strict=True):
+            done = replace(choice, chosen=chosen, young=young)
+            say(_line(done))
+            found.append(done)
     return found
 
 
@@ -134,3 +151,10 @@ def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> 
     warm_up = [num_tokens] * 2 if num_draft_tokens == _CHOSEN else [num_tokens // 2]
     batches = [[SamplingParams(max_tokens=n, temperature=0, seed=1)] for n in (*warm_up, num_tokens)]
     return [workload.tokens_per_s(batch) for batch in workload.completions(setting, batches)]
+
+
+def _line(done: Choice) -> str:
+    return (
+        f"alpha {done.text}, {done.rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
+        f"{done.of_plain:.3f} of plain; young {done.young_of_plain:.3f}"
+    )

@@ -47,6 +47,11 @@ def validation_so_far() -> list[Compared]:
     return [Compared(**part) for part in json.loads(STEM.with_suffix(".json").read_text())["validation"]]
 
 
+def choices_so_far() -> list[Choice]:
+    """Likewise."""
+    return [_choice(part) for part in json.loads(STEM.with_suffix(".json").read_text())["controller"]]
+
+
 def _choice(part: dict[str, Any]) -> Choice:
     return Choice(
         **part
