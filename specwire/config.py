@@ -33,6 +33,7 @@ PEER_CA_HELP = "PEM authorities that vouch for draft and verify; empty for plain
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
 ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
+LEAST_PASS_HELP = "least time of a forward pass, as on a bigger model's device; the rest is slept; 0 for none"
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
@@ -72,6 +73,10 @@ def _parse_count(name: str, value: str, limit: int) -> int | None:
 
 def _check_duration(name: str, value: float) -> None:
     _check(0 < value < math.inf, name, value, "must be a finite number over 0")
+
+
+def _check_least_pass(value: float) -> None:
+    _check(0 <= value < math.inf, "least_pass_ms", value, "must be a finite number, at least 0")
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
@@ -208,9 +213,11 @@ class ModelServiceConfig(ServiceConfig):
     cuda_graphs: bool = option(True, "on CUDA, record passes of usual sizes and replay them")
     batch_invariant: bool = option(False, "compute a token bitwise the same whatever else is in its pass")
     max_sequences: int = option(1024, "most open streams; others are told when to come back")
+    least_pass_ms: float = option(0.0, LEAST_PASS_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_least_pass(self.least_pass_ms)
         _check_choice("dtype", self.dtype, DTYPES)
         _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
@@ -364,6 +371,7 @@ class StackConfig:
     draft_rtt_ms: float = option(0.0, "round trip to emulate between coordinator and draft, in milliseconds")
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
     prefix_sharing: bool = option(True, "find pages of the KV caches again by their tokens")
+    least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}")
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")
     draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch")
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
@@ -396,6 +404,7 @@ class StackConfig:
         _check_choice("rule", self.rule, RULES)
         far = 0 <= self.draft_rtt_ms < math.inf
         _check(far, "draft_rtt_ms", self.draft_rtt_ms, "must be a finite number, at least 0")
+        _check_least_pass(self.least_pass_ms)
         _check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
         _check(self.draft_num_threads >= 0, "draft_num_threads", self.draft_num_threads, "must be at least 0")
         _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
@@ -419,11 +428,20 @@ class UpConfig(StackConfig, DoorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(StackConfig):
-    """`specwire demo`: a free port, and too short for trying out which length pays."""
+class LiveConfig(StackConfig):
+    """`specwire timeline --live`: a free port, and too short for trying out which length pays."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one")
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(LiveConfig):
+    """`specwire demo`: a target as slow as a large one, and the rule that repeats a text."""
+
+    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP)
+    least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}")
+    rule: str = option(Rule.GUMBEL.value, RULE_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)

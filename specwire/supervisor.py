@@ -295,6 +295,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         num_threads=config.num_threads or _default_threads(config),
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
+        least_pass_ms=config.least_pass_ms,
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )

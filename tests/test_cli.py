@@ -221,6 +221,7 @@ class TestUsage:
             num_draft_tokens="3",
             num_outcomes="7",
             draft_rtt_ms=2.5,
+            least_pass_ms=12.5,
             num_kv_tokens=4096,
             num_threads=2,
             draft_num_threads=3,
@@ -276,8 +277,9 @@ class TestSamplingFlags:
     def test_one_by_one(self, command: str, name: str) -> None:
         texts_, value = FLAG_VALUES[name]
         args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
-        expected = SamplingParams(**{"max_tokens": args.max_tokens} if "max_tokens" in args else {})
-        assert cli._sampling_params(args) == dataclasses.replace(expected, **{name: value})
+        shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
+        defaults = {"demo": shown, "generate": SamplingParams()}
+        assert cli._sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
 
     def test_repeated_flags_add_up(self) -> None:
         argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
@@ -461,7 +463,10 @@ class TestProxy:
 class TestDemo:
     """With the services of this process; `test_processes.py` runs the whole of it."""
 
-    ARGV = ("demo", PROMPT, "--max-tokens", "40", "--seed", "7", "--rule", "rejection", "--ignore-eos")
+    ARGV = (
+        *("demo", PROMPT, "--max-tokens", "40", "--temperature", "1"),
+        *("--seed", "7", "--rule", "rejection", "--num-draft-tokens", "4", "--ignore-eos"),
+    )
 
     @pytest.fixture(autouse=True)
     def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,23 +495,37 @@ class TestDemo:
         assert "\x1b" not in out
         assert err == ""
         done = self.expected(stack)
-        assert f"{PROMPT}{demo.printable(done.text)}\n" in out
+        assert f"\nwith speculation:\n{PROMPT}{demo.printable(done.text)}\n" in out
+        assert out.index("\nwithout speculation:\n") < out.index("\nwith speculation:\n")
         spec = done.speculation
         for line in (
-            f"tokens  40 in {spec.num_rounds} rounds",
-            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a round",
+            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a pass",
             f"acceptance rate  {spec.draft_acceptance_rate:.2f}, by position ",
+            "text  another draw from the same distribution",
             "seed  7",
         ):
             assert line in out
-        assert re.search(r"with speculation  \d+ tokens/s", out)
-        assert re.search(r"without  \d+ tokens/s", out)
+        assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes of the target\n", out)
+        passes = f"40 tokens in {spec.num_rounds} passes of the target"
+        assert re.search(rf" with speculation  \d+ tokens/s, {passes}: \d+\.\d times as fast\n", out)
+
+    def test_says_in_one_line_what_is_paced(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for flags, expected in (
+            ([], "paced: a pass of the target takes at least 30 ms, like a large model's on its own device"),
+            (["--least-pass-ms", "0"], "not paced: draft and target share this machine"),
+        ):
+            assert cli.main([*self.ARGV, *flags]) == 0
+            (line,) = [line for line in capsys.readouterr().out.splitlines() if "paced" in line]
+            assert line.startswith(expected)
+            assert ("--least-pass-ms 0" in line) == (not flags)
 
     def test_coloured_on_a_terminal(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal = Terminal()
         monkeypatch.setattr(sys, "stdout", terminal)
         assert cli.main(list(self.ARGV)) == 0
-        shown = terminal.getvalue().partition(f"\x1b[1m{PROMPT}{RESET}")[2].partition("\n\n\x1b[2m")[0]
+        plain, shown = terminal.getvalue().split(f"\x1b[1m{PROMPT}{RESET}")[1:]
+        assert "\x1b" not in plain.partition("\n\n\x1b[2m")[0], "fates are those of speculation"
+        shown = shown.partition("\n\n\x1b[2m")[0]
         green, red, blue = (coloured(shown, code) for code in (GREEN, RED_STRUCK, BLUE))
         spec = self.expected(stack).speculation
         assert 0 < len(green) <= spec.num_accepted_tokens
@@ -522,6 +541,7 @@ class TestDemo:
         monkeypatch.setenv("NO_COLOR", "1")
         assert cli.main(list(self.ARGV)) == 0
         assert "\x1b" not in terminal.getvalue()
+        assert "recovered" not in terminal.getvalue(), "no legend of colours where there are none"
 
     def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*self.ARGV, "--json"]) == 0
@@ -530,13 +550,14 @@ class TestDemo:
         assert got["text"] == self.expected(stack).text
         assert got["without_speculation"]["speculation"]["num_draft_tokens"] == 0
         assert got["without_speculation"]["seed"] == got["seed"] == 7
+        assert got["least_pass_ms"] == 30
 
     def test_greedy_and_gumbel_say_the_same_without_speculation(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for flags in (["--temperature", "0"], ["--rule", "gumbel"]):
             assert cli.main([*self.ARGV, *flags]) == 0
-            assert "without speculation: the same text, token for token" in capsys.readouterr().out
+            assert "text  the same, token for token" in capsys.readouterr().out
 
     def test_control_characters_do_not_reach_the_terminal(self) -> None:
         assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
@@ -544,7 +565,7 @@ class TestDemo:
     def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
         out = capsys.readouterr().out
-        assert "tokens  40 in 40 rounds" in out
+        assert "40 tokens in 40 passes of the target" in out
         assert "acceptance rate  0.00, by position -" in out
 
 
