@@ -28,6 +28,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
+_MAX_INT = 2**31 - 1
+"""What the wire carries of counts and token ids."""
 # Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
 # tokens a client may keep back without acknowledging them (see proto/specwire/v1/generation.proto).
 MIN_CREDIT_TOKENS = 64
@@ -71,6 +73,10 @@ def _check(ok: bool, name: str, value: object, problem: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and 0 <= value <= _MAX_INT  # type: ignore[operator]
 
 
 def _is_finite(value: object) -> bool:
@@ -145,11 +151,9 @@ class SamplingParams:
             raise InvalidRequestError("rule", self.rule, f"is not one of {known}") from None
 
     def _check_counts(self) -> None:
+        most_tokens = self.max_tokens
         _check(
-            _is_int(self.max_tokens) and self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "must be at least 1",
+            _is_count(most_tokens) and most_tokens >= 1, "max_tokens", most_tokens, "must lie in [1, 2**31)"
         )
         gamma = self.num_draft_tokens
         _check(
@@ -184,12 +188,12 @@ class SamplingParams:
         most = f"more than {MAX_STOP_TOKEN_IDS} ids"
         _check(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, most)
         for token_id in self.stop_token_ids:
-            _check(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "must be token ids")
+            _check(_is_count(token_id), "stop_token_ids", token_id, "must be token ids")
 
     def _check_warps(self) -> None:
         t = self.temperature
         _check(_is_finite(t) and t >= 0, "temperature", t, "must be a finite number, at least 0")
-        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be at least 0")
+        _check(_is_count(self.top_k), "top_k", self.top_k, "must lie in [0, 2**31)")
         _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
         _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must lie in [0, 1]")
 
@@ -203,7 +207,7 @@ class SamplingParams:
         _check(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"more than {MAX_LOGIT_BIASES} ids")
         for token_id, bias in self.logit_bias.items():
             name = f"logit_bias[{token_id!r}]"
-            _check(_is_int(token_id) and token_id >= 0, name, token_id, "must be keyed by token ids")
+            _check(_is_count(token_id), name, token_id, "must be keyed by token ids")
             _check(_is_finite(bias) and -100 <= bias <= 100, name, bias, "must lie in [-100, 100]")
 
     @property

@@ -121,11 +121,13 @@ class TestParameters:
             ("min_p", 1.1),
             ("top_k", -1),
             ("top_k", 2.5),
+            ("top_k", 2**31),
             ("rule", "tree"),
             ("num_draft_tokens", 65),
             ("num_draft_tokens", -1),
             ("max_tokens", 0),
             ("max_tokens", True),
+            ("max_tokens", 2**31),
             ("seed", -1),
             ("seed", 2**63),
             ("logprobs", 21),
@@ -134,6 +136,7 @@ class TestParameters:
             ("frequency_penalty", float("-inf")),
             ("stop", ""),
             ("stop_token_ids", [-4]),
+            ("stop_token_ids", [2**31]),
         ],
     )
     def test_field_and_value_are_named(self, field: str, value: Any) -> None:
@@ -146,6 +149,8 @@ class TestParameters:
     def test_bias_names_its_token(self) -> None:
         with refused(InvalidRequestError, "logit_bias[7]=101.0", "[-100, 100]"):
             SamplingParams(logit_bias={7: 101.0})
+        with refused(InvalidRequestError, "logit_bias[2147483648]", "must be keyed by token ids"):
+            SamplingParams(logit_bias={2**31: 1.0})
 
 
 class TestRequests:
