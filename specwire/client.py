@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -70,11 +71,11 @@ class AsyncClient:
         token: str = "",
         allow_plaintext: bool = False,
     ) -> None:
-        addresses = _checked_addresses(address)
+        self._addresses = _checked_addresses(address)
         self._timeout_s = _checked_timeout(timeout_s)
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in addresses])
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
@@ -127,7 +128,7 @@ class AsyncClient:
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
-        metadata = _metadata(traceparent, token)
+        metadata = self._metadata(traceparent, token)
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
         stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata)
         self._streams.add(stream)
@@ -166,7 +167,7 @@ class AsyncClient:
         """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
         response = await self._endpoints.unary(
-            "GetModelInfo", request, _checked_timeout(timeout_s), _metadata("", token)
+            "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
         )
         draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
         return wire.model_info_from_proto(response.target), draft
@@ -178,6 +179,19 @@ class AsyncClient:
             "GetStatus", request, _checked_timeout(timeout_s)
         )
         return status
+
+    def _metadata(self, traceparent: str, token: str) -> list[tuple[str, str]]:
+        """What a call shows; its own token is kept from the network as the client's is.
+
+        Raises:
+            InvalidRequestError: it would travel in plaintext.
+        """
+        metadata = [("traceparent", traceparent)] if traceparent else []
+        if not token:
+            return metadata
+        for address in self._addresses:
+            replace(self._credentials, token=token).check(address)
+        return [*metadata, ("authorization", f"Bearer {token}")]
 
 
 class Client:
@@ -306,11 +320,6 @@ async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a plain function on the loop's thread."""
     return function(*args, **kwargs)
-
-
-def _metadata(traceparent: str, token: str) -> list[tuple[str, str]]:
-    metadata = [("traceparent", traceparent)] if traceparent else []
-    return [*metadata, ("authorization", f"Bearer {token}")] if token else metadata
 
 
 def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:

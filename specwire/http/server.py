@@ -29,7 +29,13 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     """
     host, _ = split_address("address", config.address)
     listening = _bind(config.address)
-    async with AsyncClient(config.server, timeout_s=config.timeout_s, tls=config.server_tls) as client:
+    client = AsyncClient(
+        config.server,
+        timeout_s=config.timeout_s,
+        tls=config.server_tls,
+        allow_plaintext=config.allow_plaintext,
+    )
+    async with client:
         server = _Server(_settings(config, Front(client, config)))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
