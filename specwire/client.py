@@ -18,14 +18,10 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
-from specwire import rpc, wire
+from specwire import client_wire, rpc, wire
+from specwire.completion import Completion
 from specwire.config import split_address
-from specwire.core import (
-    MIN_CREDIT_TOKENS,
-    Completion,
-    ModelInfo,
-    SamplingParams,
-)
+from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.credentials import TLS, Credentials
 from specwire.endpoints import Endpoint, Endpoints
 from specwire.errors import (
@@ -51,10 +47,10 @@ class AsyncClient:
         address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
             separated by commas. The one that served last is asked first, to begin with the first one.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+        retry: what to do when a coordinator is lost, or says no.
         tls: speak TLS, with these files; None speaks plaintext.
         token: bearer token shown with every request.
         allow_plaintext: send the token without TLS beyond this machine.
-        retry: what to do when a coordinator is lost, or says no.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
@@ -120,7 +116,7 @@ class AsyncClient:
             InvalidRequestError: names the parameter and its value.
             SpecwireError: see `specwire.errors`.
         """
-        request = wire.generate_request(
+        request = client_wire.generate_request(
             prompt,
             params or SamplingParams(),
             prompt_token_ids,
@@ -197,11 +193,7 @@ class AsyncClient:
 class Client:
     """Speaks to a coordinator from ordinary code; may be shared between threads.
 
-    Args:
-        address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
-            separated by commas. The one that served last is asked first, to begin with the first one.
-        timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
-        retry, tls, token, allow_plaintext: as for `AsyncClient`; errors too.
+    Arguments and errors are those of `AsyncClient`.
     """
 
     def __init__(

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 from specwire.client import Client
+from specwire.completion import Chunk, Completion, Speculation, Timing, Token
 from specwire.config import StackConfig
-from specwire.core import Chunk, Completion, Fate, SamplingParams, Speculation, Timing, Token
+from specwire.core import Fate, SamplingParams
 from specwire.supervisor import Stack
 
 PROMPT = '''class Stack:

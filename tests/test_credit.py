@@ -29,17 +29,11 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
-    wire,
+    client_wire,
 )
+from specwire.completion import Completion, Speculation
 from specwire.config import UpConfig
-from specwire.core import (
-    MAX_CREDIT_TOKENS,
-    MAX_KEPT_BACK_TOKENS,
-    MAX_LOGPROBS,
-    MIN_CREDIT_TOKENS,
-    Completion,
-    Speculation,
-)
+from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS, MAX_LOGPROBS, MIN_CREDIT_TOKENS
 from specwire.rpc import from_rpc_error
 from specwire.supervisor import Stack
 from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc
@@ -120,7 +114,7 @@ def raw_stub(stack: LocalStack) -> Iterator[Any]:
 
 
 def opening(credit_tokens: int, max_tokens: int = 400, **settings: Any) -> GenerateRequest:
-    request = wire.generate_request(None, params(max_tokens, **settings), PROMPT)
+    request = client_wire.generate_request(None, params(max_tokens, **settings), PROMPT)
     request.credit_tokens = credit_tokens
     return request
 

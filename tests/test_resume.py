@@ -26,8 +26,8 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
+    client_wire,
     rpc,
-    wire,
 )
 from specwire.config import Link
 from specwire.core import ModelInfo
@@ -176,13 +176,13 @@ class Wire:
         messages = await self.read(progress.request())
         for message in messages[:-1]:
             progress.take(message)
-        return wire.completion_from_proto(messages[-1].completion, progress.tokens)
+        return client_wire.completion_from_proto(messages[-1].completion, progress.tokens)
 
 
 def generate_cut(address: str, params: SamplingParams, *cuts: int) -> Completion:
     async def run() -> Completion:
         async with Wire(address) as wires:
-            return await wires.generate(wire.generate_request(PROMPT, params), *cuts)
+            return await wires.generate(client_wire.generate_request(PROMPT, params), *cuts)
 
     return asyncio.run(run())
 
@@ -247,7 +247,7 @@ class TestSeam:
         params = SamplingParams(
             max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop="the lazy dog"
         )
-        *chunks, end = messages_of(stack.address, wire.generate_request(PROMPT, params))
+        *chunks, end = messages_of(stack.address, client_wire.generate_request(PROMPT, params))
         assert any(message.chunk.held for message in chunks)
         num_named = 0
         for message in chunks:
@@ -257,9 +257,11 @@ class TestSeam:
         assert len(chunks) == end.completion.speculation.num_rounds
 
     def test_the_first_message_says_what_it_takes(self, stack: LocalStack) -> None:
-        messages = messages_of(stack.address, wire.generate_request(PROMPT, SamplingParams(max_tokens=20)))
-        info = wire.resume_info_from_proto(messages[0].resume_info)
-        end = wire.completion_from_proto(messages[-1].completion, ())
+        messages = messages_of(
+            stack.address, client_wire.generate_request(PROMPT, SamplingParams(max_tokens=20))
+        )
+        info = client_wire.resume_info_from_proto(messages[0].resume_info)
+        end = client_wire.completion_from_proto(messages[-1].completion, ())
         assert (info.seed, info.rule) == (end.seed, end.rule)
         assert info.context_digest
         assert not any(message.HasField("resume_info") for message in messages[1:])
@@ -267,10 +269,10 @@ class TestSeam:
     def test_a_generation_whose_completion_alone_was_lost(self, stack: LocalStack) -> None:
         for params in (SEEDED, SamplingParams(seed=7, rule=Rule.GUMBEL, stop="e", ignore_eos=True)):
             whole = stack.client.generate(PROMPT, params)
-            request = wire.generate_request(PROMPT, params)
+            request = client_wire.generate_request(PROMPT, params)
             request.generated_token_ids.extend(whole.token_ids)
             (message,) = messages_of(stack.address, request)
-            again = wire.completion_from_proto(message.completion, whole.tokens)
+            again = client_wire.completion_from_proto(message.completion, whole.tokens)
             assert again.stop_reason == whole.stop_reason
             assert again.usage.completion_tokens == len(whole.token_ids)
             assert again.speculation.num_rounds == 0
@@ -281,7 +283,7 @@ class TestRefused:
 
     @staticmethod
     def refusal(stack: LocalStack, token_ids: list[int], digest: str = "", **params: Any) -> Exception:
-        request = wire.generate_request(PROMPT, SamplingParams(**{"max_tokens": 4} | params))
+        request = client_wire.generate_request(PROMPT, SamplingParams(**{"max_tokens": 4} | params))
         request.generated_token_ids.extend(token_ids)
         request.context_digest = digest
         with pytest.raises(grpc.RpcError) as caught:
@@ -327,7 +329,7 @@ class TestRefused:
     def test_only_the_first_request_may_say_it(self) -> None:
         request = generation_pb2.GenerateRequest(generated_token_ids=[1])
         with pytest.raises(InvalidRequestError, match="generated_token_ids"):
-            wire.acknowledged_tokens(request)
+            client_wire.acknowledged_tokens(request)
 
 
 def read_on(stream: Any, done: list[Any]) -> Completion:
@@ -539,7 +541,7 @@ def test_resuming_does_not_bend_the_law(tmp_path: Path) -> None:
     ]
 
     async def sample(address: str) -> list[Completion]:
-        requests = [wire.generate_request(None, each, [3]) for each in params]
+        requests = [client_wire.generate_request(None, each, [3]) for each in params]
         async with Wire(address) as wires:
             return await asyncio.gather(*(wires.generate(request, 1, 7, 2, 12) for request in requests))
 
