@@ -14,7 +14,8 @@ from typing import Any
 
 from specwire import config
 from specwire.bench import command as bench
-from specwire.config import ClientConfig, DemoConfig, HttpConfig, ProxyConfig, UpConfig
+from specwire.client_config import ClientConfig, HttpConfig
+from specwire.config import DemoConfig, ProxyConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, read_config
 from specwire.sampling_flags import add_sampling_flags, token_ids

@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 
 from specwire import client_wire, rpc, wire
+from specwire.checks import split_address
 from specwire.completion import Completion
-from specwire.config import split_address
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.credentials import TLS, Credentials
 from specwire.endpoints import Endpoint, Endpoints

@@ -1,4 +1,4 @@
-"""The nouns of specwire, shared by every process; `completion.py` has what a client gets. No torch, grpc, I/O.
+"""The nouns of specwire, shared by every process; `completion.py` has a client's. No torch, no grpc, no I/O.
 
 The words are those of the field (see docs/architecture.md): a *round* is one draft → verify → commit
 cycle; `output = accepted + (recovered or bonus)`; `num_draft_tokens` is γ.

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Self
 
-from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, split_address
+from specwire.checks import split_address
+from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.flags import env_name, flag_words
 

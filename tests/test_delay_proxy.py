@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from specwire import Completion, Rule, SamplingParams, alarm
-from specwire.config import split_address
+from specwire.checks import split_address
 from specwire.delay_line import MAX_HELD_BYTES
 from specwire.delay_proxy import DelayProxy, Direction, Link
 from specwire.errors import ConfigError

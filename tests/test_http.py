@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
-from specwire.config import HttpConfig, UpConfig
+from specwire.client_config import HttpConfig
+from specwire.config import UpConfig
 from specwire.http.model import Models
 from specwire.supervisor import Stack
 from tests.fronts import Fronted, front, fronted, save_chat_target

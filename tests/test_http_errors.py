@@ -14,7 +14,7 @@ import pytest
 
 import coordinator.servicer
 from specwire import errors
-from specwire.config import HttpConfig
+from specwire.client_config import HttpConfig
 from specwire.errors import ConfigError
 from specwire.http import app, server
 from specwire.http.errors import api_error

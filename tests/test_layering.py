@@ -31,6 +31,8 @@ WITHOUT_GRPC = [
     "specwire/core.py",
     "specwire/completion.py",
     "specwire/errors.py",
+    "specwire/checks.py",
+    "specwire/client_config.py",
     "specwire/config.py",
     "specwire/credentials.py",
     "specwire/tokens.py",

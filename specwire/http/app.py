@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.config import HttpConfig
+from specwire.client_config import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import body, page, prompts
 from specwire.http.answers import answer

@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 
 from specwire import AsyncClient, embedded, tokenizer
-from specwire.config import EMBEDDED, HttpConfig
+from specwire.client_config import HttpConfig
+from specwire.config import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.tokenizer import Tokenizer
 

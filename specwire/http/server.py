@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from specwire import AsyncClient
-from specwire.config import HttpConfig, split_address
+from specwire.checks import split_address
+from specwire.client_config import HttpConfig
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 

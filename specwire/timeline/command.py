@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.config import LiveConfig, split_address
+from specwire.checks import split_address
+from specwire.config import LiveConfig
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, flag_name, read_config
