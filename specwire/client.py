@@ -143,6 +143,7 @@ class AsyncClient:
         messages: Messages | None = None,
         timeout_s: float | None = None,
         traceparent: str = "",
+        token: str = "",
     ) -> Completion:
         """Generate, and wait for the end. Arguments and errors as for `stream`."""
         async with self.stream(
@@ -152,6 +153,7 @@ class AsyncClient:
             messages=messages,
             timeout_s=timeout_s,
             traceparent=traceparent,
+            token=token,
         ) as stream:
             async for _ in stream:
                 pass

@@ -46,7 +46,9 @@ NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a num
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must show a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
-LEAST_PASS_HELP = "least time of a forward pass, as on a bigger model's device; the rest is slept; 0 for none"
+LEAST_PASS_HELP = (
+    "least milliseconds a forward pass takes, as a bigger model's would; the rest is slept; 0: none"
+)
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256

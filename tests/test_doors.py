@@ -451,7 +451,11 @@ class TestPlaintext:
 
     def test_nor_is_a_token_sent_that_one_call_brings(self) -> None:
         with Client("127.0.0.1:1,10.0.0.1:7070") as client:
-            for call in (lambda: client.get_model_info(token="sw_secret"), lambda: _streamed(client)):
+            for call in (
+                lambda: client.get_model_info(token="sw_secret"),
+                lambda: client.generate("x", token="sw_secret"),
+                lambda: _streamed(client),
+            ):
                 with pytest.raises(InvalidRequestError, match=r"is not sent to 10\.0\.0\.1:7070") as refused:
                     call()
                 assert "sw_secret" not in str(refused.value)
