@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from specwire.config import AUTO, EMULATED, UpConfig
+from specwire.checks import AUTO
+from specwire.config import EMULATED, UpConfig
 from specwire.flags import env_name
 from specwire.supervisor import Stack
 

@@ -21,8 +21,8 @@ from benchmarks import stats
 from benchmarks.bare import BareServer, Streams, read_all
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices, Usage, difference
-from specwire import AsyncClient, Rule, SamplingParams, wire
-from specwire.core import Chunk, Completion
+from specwire import AsyncClient, Rule, SamplingParams, client_wire
+from specwire.completion import Chunk, Completion
 from specwire.supervisor import Stack
 from specwire.v1.generation_pb2 import GenerateResponse
 
@@ -137,9 +137,9 @@ def check(
 def messages(received: Sequence[Chunk | Completion]) -> list[GenerateResponse]:
     """The messages that brought it."""
     return [
-        GenerateResponse(chunk=wire.chunk_to_proto(event))
+        GenerateResponse(chunk=client_wire.chunk_to_proto(event))
         if isinstance(event, Chunk)
-        else GenerateResponse(completion=wire.completion_to_proto(event))
+        else GenerateResponse(completion=client_wire.completion_to_proto(event))
         for event in received
     ]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from benchmarks.names import ASSISTED, ASSISTED_CONSTANT, NO_SPECULATION, PLAIN, SPECWIRE
 from benchmarks.peers import Order, Peer
 from specwire import Client, SamplingParams
-from specwire.core import Timing
+from specwire.completion import Timing
 
 __all__ = ["ASSISTED", "ASSISTED_CONSTANT", "NO_SPECULATION", "PLAIN", "SPECWIRE"]
 

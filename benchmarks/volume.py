@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Plan
-from specwire import Client, SamplingParams, sampling, tracing, wire
+from specwire import Client, SamplingParams, client_wire, sampling, tracing, wire
 from specwire.config import DraftConfig, UpConfig
 from specwire.core import Proposal, Rule, Support, Verdict
 from specwire.supervisor import Stack
@@ -73,7 +73,7 @@ def _generate(client: Client, mode: str, plan: Plan) -> list[int]:
         params = SamplingParams(max_tokens=plan.num_tokens, ignore_eos=True, seed=0, **MODES[mode])
         traceparent = f"00-{trace_id}-{1:016x}-01"
         with client.stream(prompt_token_ids=prompt, params=params, traceparent=traceparent) as stream:
-            sizes += [wire.chunk_to_proto(chunk).ByteSize() for chunk in stream]
+            sizes += [client_wire.chunk_to_proto(chunk).ByteSize() for chunk in stream]
     return sizes
 
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from specwire.config import DNS, split_address
+from specwire.checks import DNS, split_address
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.addresses import Names, follow
 from coordinator.replicas import Replica, SentPrefixes, choose
-from specwire.config import DNS, split_addresses
+from specwire.checks import DNS, split_addresses
 
 
 class Pool:

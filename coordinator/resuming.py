@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specwire.core import ModelInfo, ResumeInfo, SamplingParams
+from specwire.completion import ResumeInfo
+from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import HandshakeError, InvalidRequestError
 
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from coordinator import metrics
@@ -22,9 +22,10 @@ from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
-from specwire import doors, rpc, tracing, wire
+from specwire import client_wire, doors, rpc, tracing, wire
+from specwire.completion import Chunk, Completion
 from specwire.config import CoordinatorConfig
-from specwire.core import Chunk, Completion, ModelInfo, Rule, SamplingParams
+from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
@@ -69,9 +70,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         # A stream without a request is one without a prompt.
         request = await anext(aiter(requests), generation_pb2.GenerateRequest())
-        params = self._with_seed_and_rule(wire.generate_params(request))
-        window = wire.opening_credit(request)
-        wire.check_prompt_size(request, self._config.max_prompt_bytes)
+        params = self._with_seed_and_rule(client_wire.generate_params(request))
+        window = client_wire.opening_credit(request)
+        client_wire.check_prompt_size(request, self._config.max_prompt_bytes)
         prompt = prompt_token_ids(request, self._tokenizer)
         check_fit(prompt, params, self._verify.info, self._tokenizer)
         caller = doors.caller(context)
@@ -110,25 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         seam: Seam,
         report_progress: bool,
     ) -> None:
-        remaining_s: Callable[[], float | None] = context.time_remaining
-        drafter = RemoteDrafter(
-            self._draft,
-            params,
-            len(prompt),
-            vocab_limit=self._verify.info.vocab_size,
-            timeout_s=self._config.draft_timeout_ms / 1e3,
-            deadline_s=remaining_s(),
-            tracer=self._tracer,
-        )
-        verifier = RemoteVerifier(
-            self._verify,
-            params,
-            len(prompt),
-            remaining_s=remaining_s,
-            timeout_s=self._config.failover_timeout_s,
-            tracer=self._tracer,
-        )
-        try:
+        with self._peers(params, len(prompt), context.time_remaining) as (drafter, verifier):
             with self._tracer.span("generate", parent=_traceparent(context)) as span:
                 span.set(_request_attributes(params, len(prompt), self._verify.info.name))
                 generation = Generation(
@@ -147,23 +130,42 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt,
                     params,
                     tokenizer=self._tokenizer,
-                    eos_token_ids=self._verify.info.eos_token_ids,
-                    model=self._verify.info.name,
+                    target=self._verify.info,
                     credit=credit,
                     generated_token_ids=seam.token_ids,
                     report_progress=report_progress,
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
-                info = wire.resume_info_to_proto(seam.info)
-                await write_chunks(session.chunks(), info, context)
+                await write_chunks(session.chunks(), client_wire.resume_info_to_proto(seam.info), context)
                 completion = session.completion(drafter.unavailable)
                 span.set(_response_attributes(completion))
-            await context.write(
-                generation_pb2.GenerateResponse(completion=wire.completion_to_proto(completion))
-            )
-        finally:
-            drafter.close()
-            verifier.close()
+            done = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
+            await context.write(done)
+
+    @contextlib.contextmanager
+    def _peers(
+        self, params: SamplingParams, prompt_len: int, remaining_s: Callable[[], float | None]
+    ) -> Iterator[tuple[RemoteDrafter, RemoteVerifier]]:
+        """Draft and verify for one sequence, whose streams end with the context."""
+        drafter = RemoteDrafter(
+            self._draft,
+            params,
+            prompt_len,
+            vocab_limit=self._verify.info.vocab_size,
+            timeout_s=self._config.draft_timeout_ms / 1e3,
+            deadline_s=remaining_s(),
+            tracer=self._tracer,
+        )
+        verifier = RemoteVerifier(
+            self._verify,
+            params,
+            prompt_len,
+            remaining_s=remaining_s,
+            timeout_s=self._config.failover_timeout_s,
+            tracer=self._tracer,
+        )
+        with contextlib.closing(verifier), contextlib.closing(drafter):
+            yield drafter, verifier
 
     def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
         """What the request left to us. Whoever gives a seed wants the same text again, whatever the load."""
@@ -216,7 +218,7 @@ async def write_chunks(chunks: AsyncIterator[Chunk], info: generation_pb2.Resume
     try:
         async for chunk in chunks:
             message = generation_pb2.GenerateResponse(
-                chunk=wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
+                chunk=client_wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
             )
             if writing is not None:
                 await writing
@@ -238,7 +240,7 @@ async def acknowledged(
     async def take_in() -> None:
         try:
             async for request in requests:
-                credit.acknowledge(wire.acknowledged_tokens(request))
+                credit.acknowledge(client_wire.acknowledged_tokens(request))
         except Exception as error:
             credit.fail(error)
 

@@ -9,19 +9,8 @@ from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
 from coordinator.text import TextAssembler
 from specwire import clock
-from specwire.core import (
-    Chunk,
-    Completion,
-    Fate,
-    FinishReason,
-    Rule,
-    SamplingParams,
-    Speculation,
-    Timing,
-    Token,
-    Usage,
-    Verdict,
-)
+from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.core import Fate, ModelInfo, Rule, SamplingParams, Verdict
 from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
 
@@ -47,8 +36,7 @@ class Session:
         params: SamplingParams,
         *,
         tokenizer: Tokenizer | None,
-        eos_token_ids: Sequence[int],
-        model: str,
+        target: ModelInfo,
         credit: Credit,
         report_progress: bool = False,
         generated_token_ids: Sequence[int] = (),
@@ -57,10 +45,10 @@ class Session:
         self._num_prompt_tokens = len(prompt_token_ids)
         self._params = params
         self._tokenizer = tokenizer
-        self._model = model
+        self._model = target.name
         self._credit = credit
         self._report_progress = report_progress
-        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
         self._text = TextAssembler(tokenizer, prompt_token_ids, params.stop)
         self._released: list[Token] = []
         self._num_emitted = 0

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from specwire import clock, errors
-from specwire.core import Completion, FinishReason
+from specwire.completion import Completion, FinishReason
 from specwire.metrics import Distribution
 
 log = logging.getLogger(__name__)

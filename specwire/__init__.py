@@ -12,19 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specwire.core import (
-    Chunk,
-    Completion,
-    Fate,
-    FinishReason,
-    ModelInfo,
-    Rule,
-    SamplingParams,
-    Speculation,
-    Timing,
-    Token,
-    Usage,
-)
+from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.core import Fate, ModelInfo, Rule, SamplingParams
 from specwire.credentials import TLS
 from specwire.errors import (
     ConfigError,

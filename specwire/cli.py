@@ -14,7 +14,8 @@ from typing import Any
 
 from specwire import config
 from specwire.bench import command as bench
-from specwire.config import ClientConfig, DemoConfig, HttpConfig, ProxyConfig, UpConfig
+from specwire.client_config import ClientConfig, HttpConfig
+from specwire.config import DemoConfig, ProxyConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.flags import add_flags, read_config
 from specwire.sampling_flags import add_sampling_flags, token_ids
@@ -111,7 +112,7 @@ def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    add_sampling_flags(demo, max_tokens=192)
+    add_sampling_flags(demo, max_tokens=192, temperature=0.7, seed=7)
     _add_json(demo)
     demo.set_defaults(run=_demo)
 

@@ -12,19 +12,16 @@ import math
 import sys
 import threading
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from specwire import rpc, wire
-from specwire.config import split_address
-from specwire.core import (
-    MIN_CREDIT_TOKENS,
-    Completion,
-    ModelInfo,
-    SamplingParams,
-)
+from specwire import client_wire, rpc, wire
+from specwire.checks import split_address
+from specwire.completion import Completion
+from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.credentials import TLS, Credentials
 from specwire.endpoints import Endpoint, Endpoints
 from specwire.errors import (
@@ -50,10 +47,10 @@ class AsyncClient:
         address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
             separated by commas. The one that served last is asked first, to begin with the first one.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+        retry: what to do when a coordinator is lost, or says no.
         tls: speak TLS, with these files; None speaks plaintext.
         token: bearer token shown with every request.
         allow_plaintext: send the token without TLS beyond this machine.
-        retry: what to do when a coordinator is lost, or says no.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
@@ -70,11 +67,11 @@ class AsyncClient:
         token: str = "",
         allow_plaintext: bool = False,
     ) -> None:
-        addresses = _checked_addresses(address)
+        self._addresses = _checked_addresses(address)
         self._timeout_s = _checked_timeout(timeout_s)
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in addresses])
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
@@ -119,7 +116,7 @@ class AsyncClient:
             InvalidRequestError: names the parameter and its value.
             SpecwireError: see `specwire.errors`.
         """
-        request = wire.generate_request(
+        request = client_wire.generate_request(
             prompt,
             params or SamplingParams(),
             prompt_token_ids,
@@ -127,7 +124,7 @@ class AsyncClient:
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
-        metadata = _metadata(traceparent, token)
+        metadata = self._metadata(traceparent, token)
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
         stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata)
         self._streams.add(stream)
@@ -146,6 +143,7 @@ class AsyncClient:
         messages: Messages | None = None,
         timeout_s: float | None = None,
         traceparent: str = "",
+        token: str = "",
     ) -> Completion:
         """Generate, and wait for the end. Arguments and errors as for `stream`."""
         async with self.stream(
@@ -155,6 +153,7 @@ class AsyncClient:
             messages=messages,
             timeout_s=timeout_s,
             traceparent=traceparent,
+            token=token,
         ) as stream:
             async for _ in stream:
                 pass
@@ -166,7 +165,7 @@ class AsyncClient:
         """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
         response = await self._endpoints.unary(
-            "GetModelInfo", request, _checked_timeout(timeout_s), _metadata("", token)
+            "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
         )
         draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
         return wire.model_info_from_proto(response.target), draft
@@ -179,15 +178,24 @@ class AsyncClient:
         )
         return status
 
+    def _metadata(self, traceparent: str, token: str) -> list[tuple[str, str]]:
+        """What a call shows; its own token is kept from the network as the client's is.
+
+        Raises:
+            InvalidRequestError: it would travel in plaintext.
+        """
+        metadata = [("traceparent", traceparent)] if traceparent else []
+        if not token:
+            return metadata
+        for address in self._addresses:
+            replace(self._credentials, token=token).check(address)
+        return [*metadata, ("authorization", f"Bearer {token}")]
+
 
 class Client:
     """Speaks to a coordinator from ordinary code; may be shared between threads.
 
-    Args:
-        address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
-            separated by commas. The one that served last is asked first, to begin with the first one.
-        timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
-        retry, tls, token, allow_plaintext: as for `AsyncClient`; errors too.
+    Arguments and errors are those of `AsyncClient`.
     """
 
     def __init__(
@@ -306,11 +314,6 @@ async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a plain function on the loop's thread."""
     return function(*args, **kwargs)
-
-
-def _metadata(traceparent: str, token: str) -> list[tuple[str, str]]:
-    metadata = [("traceparent", traceparent)] if traceparent else []
-    return [*metadata, ("authorization", f"Bearer {token}")] if token else metadata
 
 
 def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:

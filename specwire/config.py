@@ -1,4 +1,7 @@
-"""Configuration of every process. Flags and `SPECWIRE_*` variables come from these fields (`flags.py`)."""
+"""Configuration of the services, and of stacks of them; `client_config.py` has that of their clients.
+
+Flags and `SPECWIRE_*` variables come from these fields (`flags.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specwire.checks import (
+    ALLOW_PLAINTEXT_HELP,
+    AUTO,
+    DNS,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    check,
+    check_amount,
+    check_choice,
+    check_duration,
+    check_file,
+    check_log_level,
+    check_pair,
+    check_plaintext,
+    parse_count,
+    split_address,
+    split_addresses,
+)
+from specwire.client_config import ClientConfig, HttpConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
-from specwire.credentials import TLS, Credentials, is_loopback, read_token
-from specwire.errors import ConfigError
-from specwire.flags import flag_name, option, refuse_unknown_variables, secret
+from specwire.credentials import TLS, Credentials
+from specwire.flags import option, refuse_unknown_variables
 
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
 NO_DRAFT = "none"
-DNS = "dns:///"
-AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 RULES = (AUTO, *Rule)
 RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft"
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
-TLS_CERT_HELP = "PEM certificate, with its chain, that clients are shown; empty serves plaintext"
-TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must show a certificate of theirs"
-TLS_CA_HELP = "PEM authorities that vouch for the server; empty for public ones"
-PEER_CA_HELP = "PEM authorities that vouch for draft and verify; empty for plaintext"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
-ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
+LEAST_PASS_HELP = (
+    "least milliseconds a forward pass takes, as a bigger model's would; the rest is slept; 0: none"
+)
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def _check(ok: bool, name: str, value: object, problem: str) -> None:
-    if not ok:
-        raise ConfigError(f"{flag_name(name)} {value}: {problem}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _check(value in choices, name, value, f"is not one of {', '.join(choices)}")
 
 
 def parse_num_draft_tokens(value: str) -> int | None:
@@ -54,37 +61,25 @@ def parse_num_draft_tokens(value: str) -> int | None:
     Raises:
         ConfigError: naming the flag and the value.
     """
-    return _parse_count("num_draft_tokens", value, MAX_NUM_DRAFT_TOKENS)
+    return parse_count("num_draft_tokens", value, MAX_NUM_DRAFT_TOKENS)
 
 
 def parse_num_outcomes(value: str) -> int | None:
     """A number of outcomes to prepare for; None for `auto`. Errors as for `parse_num_draft_tokens`."""
-    return _parse_count("num_outcomes", value, MAX_NUM_OUTCOMES)
-
-
-def _parse_count(name: str, value: str, limit: int) -> int | None:
-    if value == AUTO:
-        return None
-    _check(re.fullmatch(r"-?[0-9]+", value) is not None, name, value, f"is neither a number nor {AUTO}")
-    _check(0 <= int(value) <= limit, name, value, f"must lie in [0, {limit}]")
-    return int(value)
-
-
-def _check_duration(name: str, value: float) -> None:
-    _check(0 < value < math.inf, name, value, "must be a finite number over 0")
+    return parse_count("num_outcomes", value, MAX_NUM_OUTCOMES)
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
     name = "tensor_parallel_size"
-    _check(num_ranks >= 1, name, num_ranks, "must be at least 1")
+    check(num_ranks >= 1, name, num_ranks, "must be at least 1")
     if num_ranks == 1:
-        _check(
+        check(
             not ray_address, "ray_address", ray_address, "is of use with --tensor-parallel-size over 1 only"
         )
         return
-    _check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
+    check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
     placed = device in ("cpu", "cuda")
-    _check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
+    check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
 
 
 def check_model(name: str, source: str) -> None:
@@ -100,44 +95,7 @@ def check_model(name: str, source: str) -> None:
         or (source != "" and Path(source).is_dir())
         or not is_path
     )
-    _check(ok, name, source, "no such model directory")
-
-
-def split_address(name: str, address: str) -> tuple[str, int]:
-    """`HOST:PORT` to its parts; `[::1]:7070` works too.
-
-    Raises:
-        ConfigError: naming the flag and the address.
-    """
-    host, _, port = address.rpartition(":")
-    ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
-    _check(ok, name, address, "is not HOST:PORT")
-    return host, int(port)
-
-
-def _check_file(name: str, path: str) -> None:
-    _check(not path or Path(path).is_file(), name, path, "no such file")
-
-
-def _check_plaintext(name: str, address: str, *, allowed: bool) -> None:
-    """Whoever is on the way reads plaintext, and can be whoever he wants to be."""
-    host, _ = split_address(name, address)
-    problem = "would be plaintext beyond this machine; give TLS files, or --allow-plaintext"
-    _check(allowed or is_loopback(host), name, address, problem)
-
-
-def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
-    """`HOST:PORT` or `dns:///NAME:PORT`, one or several with commas, to its entries.
-
-    Raises:
-        ConfigError: naming the flag and the entry.
-    """
-    entries = tuple(entry.strip() for entry in addresses.split(","))
-    for entry in entries:
-        host, _ = split_address(name, entry.removeprefix(DNS))
-        _check("/" not in host, name, entry, f"is neither HOST:PORT nor {DNS}NAME:PORT")
-        _check(entries.count(entry) == 1, name, entry, "is named twice")
-    return entries
+    check(ok, name, source, "no such model directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +111,12 @@ class DoorConfig:
 
     def __post_init__(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens"):
-            _check_file(name, getattr(self, name))
-        both = bool(self.tls_cert) == bool(self.tls_key)
-        _check(both, "tls_cert", self.tls_cert, "is of use together with --tls-key only")
+            check_file(name, getattr(self, name))
+        check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
         encrypted = bool(self.tls_cert)
         ca = self.tls_client_ca
-        _check(encrypted or not ca, "tls_client_ca", ca, "is of use together with --tls-cert only")
-        _check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext)
+        check(encrypted or not ca, "tls_client_ca", ca, "is of use together with --tls-cert only")
+        check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +132,14 @@ class ServiceConfig(DoorConfig):
         super().__post_init__()
         if self.metrics_address:
             split_address("metrics_address", self.metrics_address)
-        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
-        _check(
+        check_amount("grace_s", self.grace_s)
+        check(
             self.max_message_bytes >= 4096,
             "max_message_bytes",
             self.max_message_bytes,
             "must be at least 4096",
         )
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_log_level(self.log_level)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,28 +165,30 @@ class ModelServiceConfig(ServiceConfig):
     cuda_graphs: bool = option(True, "on CUDA, record passes of usual sizes and replay them")
     batch_invariant: bool = option(False, "compute a token bitwise the same whatever else is in its pass")
     max_sequences: int = option(1024, "most open streams; others are told when to come back")
+    least_pass_ms: float = option(0.0, LEAST_PASS_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
+        check_amount("least_pass_ms", self.least_pass_ms)
+        check_choice("dtype", self.dtype, DTYPES)
+        check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
-        _check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
-        _check_duration("load_timeout_s", self.load_timeout_s)
-        _check_duration("step_timeout_s", self.step_timeout_s)
-        _check(self.page_size >= 0, "page_size", self.page_size, "must be at least 0")
+        check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
+        check_duration("load_timeout_s", self.load_timeout_s)
+        check_duration("step_timeout_s", self.step_timeout_s)
+        check(self.page_size >= 0, "page_size", self.page_size, "must be at least 0")
         num_kv_tokens = self.num_kv_tokens
-        _check(num_kv_tokens >= self.page_len, "num_kv_tokens", num_kv_tokens, "is less than a page")
+        check(num_kv_tokens >= self.page_len, "num_kv_tokens", num_kv_tokens, "is less than a page")
         fraction = self.kv_cache_memory
-        _check(0 <= fraction < 1, "kv_cache_memory", fraction, "must lie in [0, 1)")
-        _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "must be at least 1")
+        check(0 <= fraction < 1, "kv_cache_memory", fraction, "must lie in [0, 1)")
+        check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "must be at least 1")
         least = MAX_NUM_DRAFT_TOKENS + 1
-        _check(
+        check(
             self.max_num_tokens >= least, "max_num_tokens", self.max_num_tokens, f"must be at least {least}"
         )
         at_least_one = "must be at least 1"
-        _check(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, at_least_one)
+        check(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, at_least_one)
 
     @property
     def page_len(self) -> int:
@@ -252,10 +211,10 @@ class DraftConfig(ModelServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
-        _check(self.max_support >= 1, "max_support", self.max_support, "must be at least 1")
+        check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
+        check(self.max_support >= 1, "max_support", self.max_support, "must be at least 1")
         most = MAX_NUM_OUTCOMES
-        _check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
+        check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,27 +252,26 @@ class CoordinatorConfig(ServiceConfig):
         super().__post_init__()
         self._check_peers()
         most = self.max_prompt_bytes
-        _check(most >= 1, "max_prompt_bytes", most, "must be at least 1")
+        check(most >= 1, "max_prompt_bytes", most, "must be at least 1")
         parse_num_draft_tokens(self.num_draft_tokens)
         parse_num_outcomes(self.num_outcomes)
-        _check_choice("rule", self.rule, RULES)
-        _check_duration("draft_timeout_ms", self.draft_timeout_ms)
-        _check_duration("connect_timeout_s", self.connect_timeout_s)
-        _check_duration("failover_timeout_s", self.failover_timeout_s)
+        check_choice("rule", self.rule, RULES)
+        check_duration("draft_timeout_ms", self.draft_timeout_ms)
+        check_duration("connect_timeout_s", self.connect_timeout_s)
+        check_duration("failover_timeout_s", self.failover_timeout_s)
 
     def _check_peers(self) -> None:
         for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):
-            _check_file(name, getattr(self, name))
-        both = bool(self.peer_cert) == bool(self.peer_key)
-        _check(both, "peer_cert", self.peer_cert, "is of use together with --peer-key only")
+            check_file(name, getattr(self, name))
+        check_pair("peer_cert", self.peer_cert, "peer_key", self.peer_key)
         for name in ("peer_cert", "peer_server_name"):
             value = getattr(self, name)
-            _check(bool(self.peer_ca) or not value, name, value, "is of use together with --peer-ca only")
+            check(bool(self.peer_ca) or not value, name, value, "is of use together with --peer-ca only")
         allowed = bool(self.peer_ca) or self.allow_plaintext
         for name in ("verify_address", "draft_address"):
             addresses = getattr(self, name)
             for entry in split_addresses(name, addresses) if addresses or name == "verify_address" else ():
-                _check_plaintext(name, entry.removeprefix(DNS), allowed=allowed)
+                check_plaintext(name, entry.removeprefix(DNS), allowed=allowed)
 
     @property
     def peer_credentials(self) -> Credentials:
@@ -364,6 +322,7 @@ class StackConfig:
     draft_rtt_ms: float = option(0.0, "round trip to emulate between coordinator and draft, in milliseconds")
     num_kv_tokens: int = option(65536, "size of each KV cache, in tokens over all sequences")
     prefix_sharing: bool = option(True, "find pages of the KV caches again by their tokens")
+    least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}")
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch")
     draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch")
     start_timeout_s: float = option(300.0, "longest wait for the services to be ready")
@@ -380,27 +339,27 @@ class StackConfig:
         if self.draft != NO_DRAFT:
             check_model("draft", self.draft)
             fits = self.draft != EMBEDDED or self.target == EMBEDDED
-            _check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
+            check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
         _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
-        _check(self.replicas >= 1, "replicas", self.replicas, "must be at least 1")
+        check(self.replicas >= 1, "replicas", self.replicas, "must be at least 1")
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
-        _check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("draft_dtype", self.draft_dtype, DTYPES)
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("draft_dtype", self.draft_dtype, DTYPES)
+        check_log_level(self.log_level)
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
-            _check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+            check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
         parse_num_draft_tokens(self.num_draft_tokens)
         parse_num_outcomes(self.num_outcomes)
-        _check_choice("rule", self.rule, RULES)
-        far = 0 <= self.draft_rtt_ms < math.inf
-        _check(far, "draft_rtt_ms", self.draft_rtt_ms, "must be a finite number, at least 0")
-        _check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
-        _check(self.draft_num_threads >= 0, "draft_num_threads", self.draft_num_threads, "must be at least 0")
-        _check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
-        _check_duration("start_timeout_s", self.start_timeout_s)
-        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
+        check_choice("rule", self.rule, RULES)
+        check_amount("draft_rtt_ms", self.draft_rtt_ms)
+        check_amount("least_pass_ms", self.least_pass_ms)
+        check(self.num_kv_tokens >= 1, "num_kv_tokens", self.num_kv_tokens, "must be at least 1")
+        check(self.draft_num_threads >= 0, "draft_num_threads", self.draft_num_threads, "must be at least 0")
+        check(self.num_threads >= 0, "num_threads", self.num_threads, "must be at least 0")
+        check_duration("start_timeout_s", self.start_timeout_s)
+        check_amount("grace_s", self.grace_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,104 +372,26 @@ class UpConfig(StackConfig, DoorConfig):
         StackConfig.__post_init__(self)
         DoorConfig.__post_init__(self)
         if self.http_address:
-            _check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
+            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
-            _check(not self.tls_cert, "http_address", self.http_address, problem)
+            check(not self.tls_cert, "http_address", self.http_address, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(StackConfig):
-    """`specwire demo`: a free port, and too short for trying out which length pays."""
+class LiveConfig(StackConfig):
+    """`specwire timeline --live`: a free port, and too short for trying out which length pays."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one")
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachConfig:
-    """How a client of the coordinator reaches it."""
+class DemoConfig(LiveConfig):
+    """`specwire demo`: a target as slow as a large one, and the rule that repeats a text."""
 
-    server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator, or of several with commas between")
-    tls: bool = option(False, "speak TLS; --tls-ca, --client-cert and --server-name say so too")
-    tls_ca: str = option(
-        "", "PEM authorities that vouch for the server; empty for public ones", metavar="FILE"
-    )
-    client_cert: str = option("", "PEM certificate shown to the server", metavar="FILE")
-    client_key: str = option("", "PEM private key of --client-cert", metavar="FILE")
-    server_name: str = option("", "name in the server's certificate; empty for its host")
-    allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
-
-    def __post_init__(self) -> None:
-        for address in self.server.split(","):
-            split_address("server", address.strip())
-        for name in ("tls_ca", "client_cert", "client_key"):
-            _check_file(name, getattr(self, name))
-        both = bool(self.client_cert) == bool(self.client_key)
-        _check(both, "client_cert", self.client_cert, "is of use together with --client-key only")
-
-    @property
-    def server_tls(self) -> TLS | None:
-        """How to speak TLS to the coordinator; None for plaintext."""
-        named = (self.tls_ca, self.client_cert, self.server_name)
-        tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
-        return tls if self.tls or any(named) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig(ReachConfig):
-    """Where `specwire generate` finds the coordinator."""
-
-    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
-    token: str = secret("bearer token shown to the server")
-    token_file: str = option("", "file with the bearer token, instead of SPECWIRE_TOKEN", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_file("token_file", self.token_file)
-        either = not (self.token and self.token_file)
-        _check(either, "token_file", self.token_file, "and SPECWIRE_TOKEN are both given")
-        _check_duration("timeout_s", self.timeout_s)
-
-    @property
-    def credentials(self) -> dict[str, Any]:
-        """What is shown to the server and expected of it: arguments of `Client`.
-
-        Raises:
-            ConfigError: the token file cannot be used.
-        """
-        token = read_token(self.token_file) if self.token_file else self.token
-        return {"tls": self.server_tls, "token": token, "allow_plaintext": self.allow_plaintext}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpConfig(ReachConfig):
-    """`specwire http`: the OpenAI-compatible front of a coordinator."""
-
-    address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
-    tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
-    tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
-    model_name: str = option("", "name that clients ask for; empty is the target's own")
-    tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
-    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds")
-    max_body_bytes: int = option(8 << 20, "largest body of a request, in bytes")
-    grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
-    log_level: str = option("warning", "least severe log records shown on standard error")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tls_cert", "tls_key"):
-            _check_file(name, getattr(self, name))
-        both = bool(self.tls_cert) == bool(self.tls_key)
-        _check(both, "tls_cert", self.tls_cert, "is of use together with --tls-key only")
-        # Tokens pass through on both sides.
-        _check_plaintext("address", self.address, allowed=bool(self.tls_cert) or self.allow_plaintext)
-        for address in self.server.split(","):
-            allowed = self.server_tls is not None or self.allow_plaintext
-            _check_plaintext("server", address.strip(), allowed=allowed)
-        _check_duration("timeout_s", self.timeout_s)
-        _check(self.max_body_bytes >= 1, "max_body_bytes", self.max_body_bytes, "must be at least 1")
-        _check(0 <= self.grace_s < math.inf, "grace_s", self.grace_s, "must be a finite number, at least 0")
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
+    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP)
+    least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}")
+    rule: str = option(Rule.GUMBEL.value, RULE_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,10 +407,9 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("rtt_ms", "jitter_ms", "bandwidth_mbps"):
-            value = getattr(self, name)
-            _check(0 <= value < math.inf, name, value, "must be a finite number, at least 0")
+            check_amount(name, getattr(self, name))
         most = self.rtt_ms / 2
-        _check(
+        check(
             self.jitter_ms <= most, "jitter_ms", self.jitter_ms, f"is more than half the round trip, {most}"
         )
 

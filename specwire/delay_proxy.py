@@ -22,7 +22,8 @@ import struct
 from collections.abc import Callable
 
 from specwire.alarm import Alarm
-from specwire.config import Link, ProxyConfig, split_address
+from specwire.checks import split_address
+from specwire.config import Link, ProxyConfig
 from specwire.delay_line import DelayLine, Lane, Signal
 from specwire.errors import ConfigError
 

@@ -1,4 +1,7 @@
-"""`specwire demo`: three processes, one prompt, every token coloured by its fate, and what it cost.
+"""`specwire demo`: three processes and one prompt, without and with speculation, and what each cost.
+
+On one machine draft and target share the processors, which is not what separate services are for. So by
+default the target is paced (`engine/paced.py`) as a large one on a device of its own; all else is as it is.
 
 Colours as in figure 1 of Leviathan et al. (2023): accepted green, rejected red and struck through,
 recovered and bonus blue.
@@ -6,14 +9,17 @@ recovered and bonus blue.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from specwire.client import Client
+from specwire.completion import Chunk, Completion, Speculation, Timing, Token
 from specwire.config import StackConfig
-from specwire.core import Chunk, Completion, Fate, SamplingParams, Token
+from specwire.core import Fate, SamplingParams
 from specwire.supervisor import Stack
 
 PROMPT = '''class Stack:
@@ -21,6 +27,7 @@ PROMPT = '''class Stack:
 
     def __init__(self'''
 
+_NEXT = "go on: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
 _COLOURS = {
     Fate.ACCEPTED: "\x1b[32m",
     Fate.REJECTED: "\x1b[31;9m",
@@ -38,7 +45,7 @@ def printable(text: str) -> str:
 
 
 def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
-    """Generate with and without speculation and show both; no process is left behind.
+    """Generate without and with speculation and show both; no process is left behind.
 
     Raises:
         SpecwireError: a service did not come up, or the generation failed.
@@ -48,35 +55,58 @@ def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_j
     if not as_json:
         print(_paint("starting draft service, verify service and coordinator ...", _DIM, colour), flush=True)
     with Stack(config) as stack, Client(stack.address) as client:
-        warm_up = SamplingParams(
-            max_tokens=min(16, params.max_tokens), num_draft_tokens=params.num_draft_tokens
-        )
-        client.generate(prompt, warm_up)
-        speculative = client.generate(prompt, params) if as_json else _stream(client, prompt, params, colour)
-        plain = client.generate(prompt, _without_speculation(params, speculative))
-    if as_json:
-        both = speculative.to_dict() | {"without_speculation": plain.to_dict()}
-        print(json.dumps(both, ensure_ascii=False, indent=2))
-    else:
-        print(_summary(speculative, plain, colour))
+        _warm_up(client, prompt, params)
+        if as_json:
+            both = _both(lambda params: client.generate(prompt, params), params)
+            speculative, plain = (done.to_dict() for done in both)
+            shown = speculative | {"without_speculation": plain, "least_pass_ms": config.least_pass_ms}
+            print(json.dumps(shown, ensure_ascii=False, indent=2))
+        else:
+            print(_paint(_pace(config.least_pass_ms), _DIM, colour))
+            both = _both(lambda params: _stream(client, prompt, params, colour), params)
+            print(_summary(*both, colour))
     return 0
 
 
-def _without_speculation(params: SamplingParams, done: Completion) -> SamplingParams:
-    values = {name: getattr(params, name) for name in params.__dataclass_fields__}
-    return SamplingParams(**values | {"num_draft_tokens": 0, "seed": done.seed, "rule": done.rule})
+def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
+    """The first passes of a process take longer, and whoever came second would find the prompt cached."""
+    few = min(16, params.max_tokens)
+    client.generate(prompt, SamplingParams(max_tokens=few, num_draft_tokens=params.num_draft_tokens))
+
+
+def _both(
+    generate: Callable[[SamplingParams], Completion], params: SamplingParams
+) -> tuple[Completion, Completion]:
+    """With speculation, and without: that one first, so that one sees the other overtake it."""
+    plain = generate(dataclasses.replace(params, num_draft_tokens=0))
+    return generate(dataclasses.replace(params, seed=plain.seed, rule=plain.rule)), plain
+
+
+def _pace(least_pass_ms: float) -> str:
+    if not least_pass_ms:
+        return "not paced: draft and target share this machine, and a pass takes what it takes here"
+    return (
+        f"paced: a pass of the target takes at least {least_pass_ms:g} ms, like a large model's "
+        "on its own device (--least-pass-ms 0: as it is)"
+    )
 
 
 def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -> Completion:
-    print(_paint("accepted", _COLOURS[Fate.ACCEPTED], colour), end=" ")
-    print(_paint("rejected", _COLOURS[Fate.REJECTED], colour), end=" ")
-    print(_paint("recovered or bonus", _COLOURS[Fate.BONUS], colour), end="\n\n")
+    by_fate = colour and params.num_draft_tokens != 0
+    print("\n" + _title(params, by_fate=by_fate, colour=colour))
     print(_paint(printable(prompt), _BOLD, colour), end="", flush=True)
     with client.stream(prompt, params) as stream:
         for chunk in stream:
-            _show(chunk, colour, sys.stdout)
-        print("\n")
+            _show(chunk, by_fate, sys.stdout)
+        print()
         return stream.completion
+
+
+def _title(params: SamplingParams, *, by_fate: bool, colour: bool) -> str:
+    words = "without speculation:" if params.num_draft_tokens == 0 else "with speculation:"
+    fates = {"accepted": Fate.ACCEPTED, "rejected": Fate.REJECTED, "recovered or bonus": Fate.BONUS}
+    legend = [_paint(words, _COLOURS[fate], True) for words, fate in fates.items()] if by_fate else []
+    return " ".join([_paint(words, _DIM, colour), *legend])
 
 
 def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
@@ -103,47 +133,43 @@ def _paint(text: str, code: str, colour: bool) -> str:
 
 
 def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
-    speculation, timing = speculative.speculation, speculative.timing
-    rates = [
-        f"{accepted / drafted:.2f}"
-        for accepted, drafted in zip(
-            speculation.accepted_per_position, speculation.drafted_per_position, strict=True
-        )
-    ]
-    stages = {
-        "draft": timing.draft_ms,
-        "verify": timing.verify_ms,
-        "rule": timing.rule_ms,
-        "network": timing.network_ms,
-        "queue": timing.queue_ms,
-    }
+    speculation = speculative.speculation
+    fast, slow = _tokens_per_s(speculative), _tokens_per_s(plain)
     rows = [
-        ("tokens", f"{speculative.usage.completion_tokens} in {speculation.num_rounds} rounds"),
-        ("acceptance length", f"{speculation.mean_acceptance_length:.2f} tokens a round"),
-        ("acceptance rate", f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"),
-        ("time", _shares(stages, timing.total_ms)),
-        ("with speculation", f"{_tokens_per_s(speculative):.0f} tokens/s"),
-        ("without", f"{_tokens_per_s(plain):.0f} tokens/s, same prompt, same verify service"),
-        ("seed", str(speculative.seed)),
+        ("without speculation", f"{slow:.0f} tokens/s, {_passes(plain)}"),
+        ("with speculation", f"{fast:.0f} tokens/s, {_passes(speculative)}: {fast / slow:.1f} times as fast"),
+        ("text", _likeness(speculative, plain)),
+        ("acceptance length", f"{speculation.mean_acceptance_length:.2f} tokens a pass"),
+        ("acceptance rate", _acceptance(speculation)),
+        ("time", _shares(speculative.timing)),
+        ("seed", f"{speculative.seed} (another text: --seed N)"),
     ]
     if speculation.draft_unavailable:
         rows.insert(0, ("draft", f"not used: {speculation.draft_unavailable}"))
-    lines = [_paint(f"{name:>18}", _DIM, colour) + f"  {value}" for name, value in rows]
-    return "\n".join([*lines, "", *_beside(speculative, plain, colour)])
+    lines = [_paint(f"{name:>19}", _DIM, colour) + f"  {value}" for name, value in rows]
+    return "\n".join(["", *lines, "", _paint(_NEXT, _DIM, colour)])
 
 
-def _shares(stages: dict[str, float], total_ms: float) -> str:
-    parts = [f"{name} {ms:.0f} ms" for name, ms in stages.items()]
-    return f"{total_ms:.0f} ms: " + ", ".join(parts)
+def _passes(done: Completion) -> str:
+    return f"{done.usage.completion_tokens} tokens in {done.speculation.num_rounds} passes of the target"
+
+
+def _likeness(speculative: Completion, plain: Completion) -> str:
+    same = plain.token_ids == speculative.token_ids
+    return "the same, token for token" if same else "another draw from the same distribution"
+
+
+def _acceptance(speculation: Speculation) -> str:
+    drafted, accepted = speculation.drafted_per_position, speculation.accepted_per_position
+    rates = [f"{num_kept / num:.2f}" for num_kept, num in zip(accepted, drafted, strict=True)]
+    return f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"
+
+
+def _shares(timing: Timing) -> str:
+    stages = ("draft", "verify", "rule", "network", "queue")
+    parts = [f"{stage} {getattr(timing, f'{stage}_ms'):.0f} ms" for stage in stages]
+    return f"{timing.total_ms:.0f} ms: " + ", ".join(parts)
 
 
 def _tokens_per_s(done: Completion) -> float:
     return done.usage.completion_tokens / done.timing.total_ms * 1e3
-
-
-def _beside(speculative: Completion, plain: Completion, colour: bool) -> list[str]:
-    """The text without speculation, for comparison."""
-    if plain.text == speculative.text:
-        return [_paint("without speculation: the same text, token for token", _DIM, colour)]
-    title = "without speculation (another draw from the same distribution):"
-    return [_paint(title, _DIM, colour), printable(plain.text)]

@@ -27,7 +27,7 @@ from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from specwire.core import Token
+    from specwire.completion import Token
 
 _MAX_SHOWN_LEN = 200
 

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import rpc
-from specwire.config import ClientConfig
+from specwire.client_config import ClientConfig
 from specwire.credentials import Credentials
 
 SERVING = "SERVING"

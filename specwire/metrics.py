@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specwire import tracing
-from specwire.config import split_address
+from specwire.checks import split_address
 from specwire.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specwire import wire
-from specwire.core import Chunk, ResumeInfo, Token
+from specwire import client_wire
+from specwire.completion import Chunk, ResumeInfo, Token
 from specwire.errors import (
     GenerationLostError,
     HandshakeError,
@@ -170,8 +170,8 @@ class Progress:
             InternalError: it does not continue what came before.
         """
         if response.HasField("resume_info"):
-            self._info = wire.resume_info_from_proto(response.resume_info)
-        chunk = wire.chunk_from_proto(response.chunk)
+            self._info = client_wire.resume_info_from_proto(response.resume_info)
+        chunk = client_wire.chunk_from_proto(response.chunk)
         num_held = len(self._held)
         if chunk.first_index != len(self.tokens):
             raise InternalError(f"after {len(self.tokens)} tokens came number {chunk.first_index}")
@@ -185,7 +185,7 @@ class Progress:
         if self._info is None:  # nothing came: it begins anew
             return self._request
         token_ids = [token.token_id for token in (*self.tokens, *self._held)]
-        return wire.resuming_request(self._request, self._info, token_ids)
+        return client_wire.resuming_request(self._request, self._info, token_ids)
 
     def lost(self, why: SpecwireError) -> GenerationLostError:
         """The error that says how far it came."""

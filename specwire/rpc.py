@@ -26,7 +26,8 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from specwire import channel, doors, errors
-from specwire.config import ServiceConfig, split_address
+from specwire.checks import split_address
+from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.draining import Drain
 from specwire.errors import ConfigError, ServiceUnavailableError, SpecwireError

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from specwire.config import AUTO, RULES, parse_num_draft_tokens
+from specwire.checks import AUTO
+from specwire.config import RULES, parse_num_draft_tokens
 from specwire.core import SamplingParams
 from specwire.flags import flag_name
 

@@ -11,8 +11,9 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from specwire import rpc, wire
-from specwire.core import MAX_KEPT_BACK_TOKENS, Chunk, Completion, Token
+from specwire import client_wire, rpc
+from specwire.completion import Chunk, Completion, Token
+from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.endpoints import Endpoint, Endpoints
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.resume import NotServedError, Progress, RetryPolicy, Search
@@ -96,7 +97,7 @@ class Part:
         self._num_in_hand = 0
         if self._num_kept_back > MAX_KEPT_BACK_TOKENS:
             num_tokens, self._num_kept_back = self._num_kept_back, 0
-            await rpc.send(self._call, wire.acknowledgement(num_tokens))
+            await rpc.send(self._call, client_wire.acknowledgement(num_tokens))
 
     def cancel(self) -> None:
         """End it; harmless when it has ended."""
@@ -165,7 +166,7 @@ class AsyncStream:
             response = await self._read()
             if response.WhichOneof("event") == "completion":
                 tokens, num_resumes = self._progress.tokens, self._num_resumes
-                self._completion = wire.completion_from_proto(response.completion, tokens, num_resumes)
+                self._completion = client_wire.completion_from_proto(response.completion, tokens, num_resumes)
                 break
             chunk = self._progress.take(response)
             if chunk.tokens or chunk.rejected:  # else all of it is held back

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Self
 
-from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, split_address
+from specwire.checks import split_address
+from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.flags import env_name, flag_words
 
@@ -295,6 +296,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         num_threads=config.num_threads or _default_threads(config),
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
+        least_pass_ms=config.least_pass_ms,
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )

@@ -120,13 +120,14 @@ def add_line(path: str, line: str) -> None:
     """Add a line to a tokens file, which only its owner may read when it is new.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be read and written.
     """
     try:
-        with open(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
-        ) as file:
-            file.write(line + "\n")
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_whole = file.read() in (b"", b"\n")  # an editor may have left the last line open
+            file.write(f"{'' if is_whole else chr(10)}{line}\n".encode())
     except OSError as error:
         raise ConfigError(f"--tokens {path}: cannot be written ({error.strerror})") from None
 

@@ -17,7 +17,7 @@ import jsonschema
 import kubernetes_validate
 
 from coordinator import metrics as coordinator_metrics
-from specwire import cli, config
+from specwire import cli, client_config, config
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
@@ -32,7 +32,7 @@ ROLES: dict[str, type[Any]] = {
     "draft": config.DraftConfig,
     "verify": config.VerifyConfig,
     "coordinator": config.CoordinatorConfig,
-    "http": config.HttpConfig,
+    "http": client_config.HttpConfig,
 }
 HEALTH_SERVICES = {
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
@@ -254,7 +254,7 @@ def _asked(pod: Pod, probe: Object) -> tuple[int | None, str | None]:
             args = cli._parser().parse_args([re.sub(r"/etc/specwire/.*", __file__, word) for word in words])
         except SystemExit:
             raise ConfigError(said.getvalue().strip()) from None
-    asking = read_config(config.ClientConfig, args, {})
+    asking = read_config(client_config.ClientConfig, args, {})
     if asking.timeout_s >= probe["timeoutSeconds"]:
         raise ConfigError(f"--timeout-s {asking.timeout_s}: the probe is killed before")
     return _port_of(asking.server), args.service

@@ -19,7 +19,7 @@ from benchmarks.measure import Comparison, Plan, Series
 from benchmarks.peers import Generator, Order, Peer
 from benchmarks.systems import Sample, Work
 from specwire import embedded, tokenizer
-from specwire.core import Timing
+from specwire.completion import Timing
 from tests import tiny_models
 
 SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import pytest
 import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
-from specwire import Rule, SamplingParams, cli, demo, supervisor
+from specwire import SamplingParams, cli, supervisor
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.flags import env_name, flag_name, flag_words
 from tests import texts
@@ -37,7 +36,6 @@ SERVICE_MAINS = [
     (verify_service.__main__.main, VerifyConfig),
     (coordinator.__main__.main, CoordinatorConfig),
 ]
-GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +219,7 @@ class TestUsage:
             num_draft_tokens="3",
             num_outcomes="7",
             draft_rtt_ms=2.5,
+            least_pass_ms=12.5,
             num_kv_tokens=4096,
             num_threads=2,
             draft_num_threads=3,
@@ -276,8 +275,9 @@ class TestSamplingFlags:
     def test_one_by_one(self, command: str, name: str) -> None:
         texts_, value = FLAG_VALUES[name]
         args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
-        expected = SamplingParams(**{"max_tokens": args.max_tokens} if "max_tokens" in args else {})
-        assert cli._sampling_params(args) == dataclasses.replace(expected, **{name: value})
+        shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
+        defaults = {"demo": shown, "generate": SamplingParams()}
+        assert cli._sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
 
     def test_repeated_flags_add_up(self) -> None:
         argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
@@ -413,13 +413,6 @@ def check_completion(got: dict[str, Any], num_tokens: int) -> None:
     assert got["timing"]["total_ms"] >= got["timing"]["time_to_first_token_ms"] > 0
 
 
-class Terminal(io.StringIO):
-    """Standard output that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 class TestProxy:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_stands_between_and_ends_cleanly(self, number: int) -> None:
@@ -456,97 +449,3 @@ class TestProxy:
             listen = f"127.0.0.1:{taken.getsockname()[1]}"
             error = one_line_error(2, ["proxy", "--listen", listen], capsys)
         assert error.startswith(f"error: --listen {listen}: cannot be bound (")
-
-
-class TestDemo:
-    """With the services of this process; `test_processes.py` runs the whole of it."""
-
-    ARGV = ("demo", PROMPT, "--max-tokens", "40", "--seed", "7", "--rule", "rejection", "--ignore-eos")
-
-    @pytest.fixture(autouse=True)
-    def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Ours:
-            address = stack.address
-
-            def __init__(self, config: UpConfig) -> None:
-                self.config = config
-
-            def __enter__(self) -> Ours:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-        monkeypatch.setattr(demo, "Stack", Ours)
-        monkeypatch.delenv("NO_COLOR", raising=False)
-
-    def expected(self, stack: LocalStack) -> Any:
-        params = SamplingParams(max_tokens=40, seed=7, rule=Rule.REJECTION, ignore_eos=True)
-        return stack.client.generate(PROMPT, params)
-
-    def test_plain_unless_on_a_terminal(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(list(self.ARGV)) == 0
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out
-        assert err == ""
-        done = self.expected(stack)
-        assert f"{PROMPT}{demo.printable(done.text)}\n" in out
-        spec = done.speculation
-        for line in (
-            f"tokens  40 in {spec.num_rounds} rounds",
-            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a round",
-            f"acceptance rate  {spec.draft_acceptance_rate:.2f}, by position ",
-            "seed  7",
-        ):
-            assert line in out
-        assert re.search(r"with speculation  \d+ tokens/s", out)
-        assert re.search(r"without  \d+ tokens/s", out)
-
-    def test_coloured_on_a_terminal(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stdout", terminal)
-        assert cli.main(list(self.ARGV)) == 0
-        shown = terminal.getvalue().partition(f"\x1b[1m{PROMPT}{RESET}")[2].partition("\n\n\x1b[2m")[0]
-        green, red, blue = (coloured(shown, code) for code in (GREEN, RED_STRUCK, BLUE))
-        spec = self.expected(stack).speculation
-        assert 0 < len(green) <= spec.num_accepted_tokens
-        assert 0 < len(blue) <= spec.num_rounds
-        assert 0 < len(red) <= spec.num_rounds
-        kept = re.sub(re.escape(RED_STRUCK) + r".*?" + re.escape(RESET), "", shown, flags=re.DOTALL)
-        assert re.sub(r"\x1b\[[\d;]*m", "", kept) == demo.printable(self.expected(stack).text)
-        assert "\n" not in "".join(red)
-
-    def test_no_color_is_respected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setenv("NO_COLOR", "1")
-        assert cli.main(list(self.ARGV)) == 0
-        assert "\x1b" not in terminal.getvalue()
-
-    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main([*self.ARGV, "--json"]) == 0
-        got = json.loads(capsys.readouterr().out)
-        check_completion(got, num_tokens=40)
-        assert got["text"] == self.expected(stack).text
-        assert got["without_speculation"]["speculation"]["num_draft_tokens"] == 0
-        assert got["without_speculation"]["seed"] == got["seed"] == 7
-
-    def test_greedy_and_gumbel_say_the_same_without_speculation(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        for flags in (["--temperature", "0"], ["--rule", "gumbel"]):
-            assert cli.main([*self.ARGV, *flags]) == 0
-            assert "without speculation: the same text, token for token" in capsys.readouterr().out
-
-    def test_control_characters_do_not_reach_the_terminal(self) -> None:
-        assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
-
-    def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
-        out = capsys.readouterr().out
-        assert "tokens  40 in 40 rounds" in out
-        assert "acceptance rate  0.00, by position -" in out
-
-
-def coloured(shown: str, code: str) -> list[str]:
-    return re.findall(re.escape(code) + "(.*?)" + re.escape(RESET), shown, flags=re.DOTALL)

@@ -1,54 +1,41 @@
-"""The client SDK over real gRPC, and what text features do for those who use it."""
+"""The client SDK over real gRPC: methods, streams, health and reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import inspect
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from transformers import AutoModelForCausalLM
 
 from specwire import (
     AsyncClient,
     Client,
-    Completion,
-    DeadlineExceededError,
-    FinishReason,
-    GenerationLostError,
     InvalidRequestError,
     RequestCancelledError,
-    RetryPolicy,
     Rule,
     SamplingParams,
-    ServiceUnavailableError,
     SpecwireError,
     UnsupportedError,
-    rpc,
 )
 from specwire.client import Stream
+from specwire.client_wire import generate_request
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
-from specwire.wire import generate_request
 from tests import texts
 from tests.harness import LocalStack, local_stack
 from tests.pairs import save_target
 
 PROMPT = "The quick brown"
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
-UNREACHABLE = "127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
@@ -242,148 +229,6 @@ class TestStream:
         stack.assert_idle_within(1.0)
 
 
-class TestDeadline:
-    def test_there_is_one_by_default(self) -> None:
-        assert inspect.signature(Client).parameters["timeout_s"].default == 120.0
-
-    def test_passing_it_is_typed_and_frees_memory(self, stack: LocalStack) -> None:
-        started = time.monotonic()
-        with pytest.raises(DeadlineExceededError) as caught:
-            stack.client.generate(PROMPT, ENDLESS, timeout_s=0.3)
-        assert isinstance(caught.value, TimeoutError)
-        assert time.monotonic() - started < 2.0
-        stack.assert_idle_within(1.0)
-
-    def test_the_clients_own_default_counts(self, stack: LocalStack) -> None:
-        with Client(stack.address, timeout_s=0.3) as client, pytest.raises(DeadlineExceededError):
-            client.generate(PROMPT, ENDLESS)
-        stack.assert_idle_within(1.0)
-
-    def test_a_draft_stream_at_its_deadline_is_not_a_lost_draft(self, stack: LocalStack) -> None:
-        for _ in range(3):
-            with pytest.raises(DeadlineExceededError):
-                stack.client.generate(PROMPT, ENDLESS, timeout_s=0.1)
-            assert stack.client.get_status().draft_unavailable == ""
-
-    @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
-    def test_none_that_cannot_be(self, client: Client, timeout_s: float) -> None:
-        with pytest.raises(InvalidRequestError, match=r"timeout_s=.*finite number over 0"):
-            client.generate(PROMPT, timeout_s=timeout_s)
-        with pytest.raises(InvalidRequestError, match="timeout_s"):
-            Client("127.0.0.1:7070", timeout_s=timeout_s)
-        with pytest.raises(InvalidRequestError, match="timeout_s"):
-            client.get_status(timeout_s=timeout_s)
-
-
-class TestUnreachable:
-    def test_refused_at_once_with_the_address(self) -> None:
-        started = time.monotonic()
-        with Client(UNREACHABLE) as client:
-            with pytest.raises(
-                ServiceUnavailableError, match=r"nothing serves at 127\.0\.0\.1:1 \(.*refused"
-            ):
-                client.generate(PROMPT)
-            with pytest.raises(ServiceUnavailableError, match=r"nothing serves at 127\.0\.0\.1:1"):
-                client.get_status()
-        assert time.monotonic() - started < 5.0
-
-    def test_a_port_that_accepts_and_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rpc, "_CONNECT_TIMEOUT_MS", 1_000)
-        started = time.monotonic()
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            address = f"127.0.0.1:{silent.getsockname()[1]}"
-            with (
-                Client(address) as client,
-                pytest.raises(ServiceUnavailableError, match=f"nothing serves at {address}"),
-            ):
-                client.generate(PROMPT)
-        assert time.monotonic() - started < 5.0
-
-    def test_a_proxy_for_the_web_is_not_for_us(
-        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("http_proxy", f"http://{UNREACHABLE}")
-        for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        with Client(stack.address) as client:
-            assert client.get_status().num_running == 0
-
-    @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7070", "localhost:70700", "h:x"])
-    def test_an_address_that_is_none(self, address: str) -> None:
-        with pytest.raises(InvalidRequestError, match=f"address={address}: is not HOST:PORT"):
-            Client(address)
-
-
-class TestLife:
-    def test_a_closed_client_says_so(self, stack: LocalStack) -> None:
-        client = Client(stack.address)
-        client.close()
-        client.close()
-        for call in (client.generate, client.get_status):
-            with pytest.raises(SpecwireError, match="closed"):
-                call()  # type: ignore[operator]
-
-    def test_closing_ends_what_other_threads_wait_for(self, stack: LocalStack) -> None:
-        client = Client(stack.address)
-        running = threading.Event()
-
-        def read() -> None:
-            with client.stream(PROMPT, ENDLESS) as stream:
-                for _ in stream:
-                    running.set()
-
-        with ThreadPoolExecutor() as pool:
-            reading = pool.submit(read)
-            assert running.wait(30)
-            client.close()
-            with pytest.raises(RequestCancelledError):
-                reading.result(10)
-        stack.assert_idle_within(1.0)
-
-    @pytest.mark.parametrize("status", [0, 3])
-    def test_a_program_that_forgets_to_close_ends(self, stack: LocalStack, status: int) -> None:
-        code = (
-            "import sys\nfrom specwire import Client, SamplingParams\n"
-            f"client = Client('{stack.address}')\n"
-            "context = client.stream('The', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
-            f"for _ in context.__enter__(): sys.exit({status})\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
-        stack.assert_idle_within(1.0)
-
-    def test_no_thread_is_left(self, stack: LocalStack) -> None:
-        before = threading.active_count()
-        with Client(stack.address) as client:
-            client.get_status()
-        assert threading.active_count() == before
-
-    def test_threads_share_one_client(self, client: Client) -> None:
-        def generate(seed: int) -> Completion:
-            return client.generate(PROMPT, SamplingParams(max_tokens=30, seed=seed))
-
-        alone = [generate(seed).token_ids for seed in range(6)]
-        with ThreadPoolExecutor(6) as pool:
-            together = [done.token_ids for done in pool.map(generate, range(6))]
-        assert together == alone
-
-    def test_a_killed_client_process_frees_memory(self, stack: LocalStack) -> None:
-        code = (
-            "import sys\nfrom specwire import Client, SamplingParams\n"
-            "params = SamplingParams(max_tokens=4000, ignore_eos=True)\n"
-            f"with Client('{stack.address}') as client, client.stream('The', params) as stream:\n"
-            "    for chunk in stream: print('.', flush=True)\n"
-        )
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline()
-            assert stack.status("verify").num_sequences == 1
-            process.kill()
-        stack.assert_idle_within(1.0)
-
-
 class TestAsync:
     async def test_same_text_as_the_sync_client(self, stack: LocalStack) -> None:
         params = SamplingParams(max_tokens=30, seed=9)
@@ -419,106 +264,6 @@ class TestAsync:
                 async with asyncio.timeout(0.2):
                     await client.generate(PROMPT, ENDLESS)
             await asyncio.to_thread(stack.assert_idle_within, 1.0)
-
-
-@pytest.fixture(scope="module", params=["greedy", "rejection", "gumbel"])
-def law(request: pytest.FixtureRequest) -> dict[str, object]:
-    if request.param == "greedy":
-        return {"temperature": 0.0, "seed": 1}
-    return {"rule": request.param, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def free(client: Client, law: dict[str, object]) -> Completion:
-    done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, **law))  # type: ignore[arg-type]
-    assert done.finish_reason is FinishReason.LENGTH
-    assert done.stop_reason is None
-    assert len(done.token_ids) == 60
-    return done
-
-
-class TestStops:
-    """Each against the same generation without the stop condition."""
-
-    def test_a_stop_string_over_token_borders(
-        self, client: Client, law: dict[str, object], free: Completion, tokenizer: Tokenizer
-    ) -> None:
-        texts_ = [token.text for token in free.tokens]
-        i = next(i for i in range(20, 50) if len(texts_[i]) >= 1 and len(texts_[i + 1]) >= 1)
-        stop = texts_[i][-1] + texts_[i + 1][0]
-        cut = free.text.index(stop)
-        done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=stop, **law))  # type: ignore[arg-type]
-        assert done.text == free.text[:cut]
-        assert done.finish_reason is FinishReason.STOP
-        assert done.stop_reason == stop
-        assert done.token_ids == free.token_ids[: len(done.token_ids)]
-        assert stop in tokenizer.decode(done.token_ids)
-        assert stop not in tokenizer.decode(done.token_ids[:-1])
-
-    def test_a_stop_id_is_in_the_ids_and_not_in_the_text(
-        self, client: Client, law: dict[str, object], free: Completion, tokenizer: Tokenizer
-    ) -> None:
-        stop_id = free.token_ids[25]
-        at = free.token_ids.index(stop_id)
-        params = SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(stop_id,), **law)  # type: ignore[arg-type]
-        done = client.generate(PROMPT, params)
-        assert done.token_ids == free.token_ids[: at + 1]
-        assert done.text == tokenizer.decode(free.token_ids[:at])
-        assert done.finish_reason is FinishReason.STOP
-        assert done.stop_reason == stop_id
-        assert done.usage.completion_tokens == at + 1
-
-    def test_end_of_sequence_ends_unless_ignored(self, client: Client, law: dict[str, object]) -> None:
-        eos = 2
-        params = {"max_tokens": 20, "logit_bias": {eos: 100.0}} | law
-        done = client.generate(PROMPT, SamplingParams(**params))  # type: ignore[arg-type]
-        assert done.token_ids == (eos,)
-        assert (done.finish_reason, done.stop_reason, done.text) == (FinishReason.STOP, eos, "")
-        done = client.generate(PROMPT, SamplingParams(**params, ignore_eos=True))  # type: ignore[arg-type]
-        assert done.token_ids == (eos,) * 20
-        assert (done.finish_reason, done.stop_reason) == (FinishReason.LENGTH, None)
-
-    @pytest.mark.parametrize("max_tokens", [1, 2, 6, 7])
-    def test_max_tokens_is_exact(
-        self, client: Client, law: dict[str, object], free: Completion, max_tokens: int
-    ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **law)  # type: ignore[arg-type]
-        done = client.generate(PROMPT, params)
-        assert len(done.token_ids) == max_tokens == done.usage.completion_tokens
-        assert done.finish_reason is FinishReason.LENGTH
-        if law.get("rule") != "rejection":  # a shorter last round draws other uniforms there
-            assert done.token_ids == free.token_ids[:max_tokens]
-
-    def test_logprobs_are_those_of_the_raw_target(
-        self, client: Client, law: dict[str, object], pair: tuple[Path, Path], tokenizer: Tokenizer
-    ) -> None:
-        warps = {"top_k": 20, "presence_penalty": 0.5, "logit_bias": {7: 3.0}}
-        if law.get("temperature") != 0.0:
-            warps |= {"temperature": 0.8}
-        params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=4, **warps, **law)  # type: ignore[arg-type]
-        done = client.generate(PROMPT, params)
-        prompt = tokenizer.encode(PROMPT)
-        expected = raw_logprobs(pair[0], [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
-        for token, row in zip(done.tokens, expected, strict=True):
-            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
-            values, ids = row.topk(4)
-            assert [t for t, _ in token.top_logprobs] == ids.tolist()
-            assert [v for _, v in token.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
-
-    def test_logprobs_zero_reports_the_token_alone(self, client: Client, law: dict[str, object]) -> None:
-        done = client.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=0, **law))  # type: ignore[arg-type]
-        assert all(token.logprob is not None and token.top_logprobs == () for token in done.tokens)
-        assert done.to_dict()["logprobs"][0].keys() == {"token_id", "logprob", "top_logprobs"}
-        without = client.generate(PROMPT, SamplingParams(max_tokens=12, **law))  # type: ignore[arg-type]
-        assert without.token_ids == done.token_ids
-        assert without.to_dict()["logprobs"] is None
-
-
-def raw_logprobs(directory: Path, token_ids: list[int]) -> torch.Tensor:
-    """The model's own, [num_tokens, vocab_size]."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -572,40 +317,3 @@ class TestHealthAndReflection:
                 answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
             listed = {service.name for service in answer.list_services_response.service}
             assert listed >= {name, "grpc.health.v1.Health"}
-
-
-def test_a_graceful_stop_lets_a_generation_finish(pair: tuple[Path, Path]) -> None:
-    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=4, num_draft_tokens=1)
-    with ThreadPoolExecutor() as pool:
-        with local_stack(*pair, coordinator_options={"grace_s": 60.0}) as stack:
-            client = Client(stack.address)
-            running = threading.Event()
-
-            def read() -> Completion:
-                with client.stream(PROMPT, params) as stream:
-                    for _ in stream:
-                        running.set()
-                    return stream.completion
-
-            reading = pool.submit(read)
-            assert running.wait(30)
-        done = reading.result(60)
-        client.close()
-    assert done.usage.completion_tokens == 400
-
-
-def test_a_stop_without_grace_is_a_typed_error(pair: tuple[Path, Path]) -> None:
-    running = threading.Event()
-
-    def read(address: str) -> None:
-        retry = RetryPolicy(patience_s=0.5)
-        with Client(address, retry=retry) as client, client.stream(PROMPT, ENDLESS) as stream:
-            for _ in stream:
-                running.set()
-
-    with ThreadPoolExecutor() as pool:
-        with local_stack(*pair) as stack:
-            reading = pool.submit(read, stack.address)
-            assert running.wait(30)
-        with pytest.raises(GenerationLostError):
-            reading.result(10)

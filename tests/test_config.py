@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from specwire import config
+from specwire.checks import split_address
+from specwire.client_config import ClientConfig
 from specwire.config import (
     ALL_CONFIGS,
-    ClientConfig,
     CoordinatorConfig,
     DraftConfig,
     Link,
@@ -20,7 +21,6 @@ from specwire.config import (
     UpConfig,
     VerifyConfig,
     check_environment,
-    split_address,
 )
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, env_name, flag_name, flag_words, read_config

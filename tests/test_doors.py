@@ -449,6 +449,17 @@ class TestPlaintext:
             Client("10.0.0.1:7070", token="sw_secret", **options).close()
         Client("10.0.0.1:7070").close()
 
+    def test_nor_is_a_token_sent_that_one_call_brings(self) -> None:
+        with Client("127.0.0.1:1,10.0.0.1:7070") as client:
+            for call in (
+                lambda: client.get_model_info(token="sw_secret"),
+                lambda: client.generate("x", token="sw_secret"),
+                lambda: _streamed(client),
+            ):
+                with pytest.raises(InvalidRequestError, match=r"is not sent to 10\.0\.0\.1:7070") as refused:
+                    call()
+                assert "sw_secret" not in str(refused.value)
+
     def test_files_are_looked_at_when_a_client_is_made(self, tmp_path: Path, keys: Keys) -> None:
         empty = tmp_path / "empty.pem"
         empty.write_text("")
@@ -480,3 +491,8 @@ class TestPlaintext:
     def test_nothing_to_show_is_a_plain_channel(self) -> None:
         assert PLAINTEXT.none
         assert "secret" not in repr(Credentials(token="secret"))
+
+
+def _streamed(client: Client) -> None:
+    with client.stream("x", token="sw_secret"):
+        pass

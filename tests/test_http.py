@@ -9,13 +9,15 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 
-from specwire import SamplingParams, embedded
+from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
+from specwire.client_config import HttpConfig
 from specwire.config import UpConfig
+from specwire.http.model import Models
 from specwire.supervisor import Stack
 from tests.fronts import Fronted, front, fronted, save_chat_target
 from tests.harness import local_stack
@@ -319,6 +321,33 @@ def test_up_starts_a_front_and_ends_it() -> None:
         stack.http.terminate()
         assert stack.wait() is stack.http, "its end is seen"
         assert stack.http.process.returncode == 0
+
+
+async def test_another_model_with_the_same_tokens_has_its_own_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A coordinator comes back with the tuned sister of its model: only her tokenizer knows conversations."""
+
+    class Coordinator:
+        source = "base"
+
+        async def get_model_info(self, **_: object) -> tuple[ModelInfo, None]:
+            info = ModelInfo(
+                name=self.source,
+                vocab_size=8,
+                context_len=8,
+                tokenizer_fingerprint="same",
+                tokenizer_source=self.source,
+            )
+            return info, None
+
+    monkeypatch.setattr("specwire.http.model._load", lambda source: f"tokenizer of {source}")
+    coordinator = Coordinator()
+    models = Models(cast(AsyncClient, coordinator), HttpConfig())
+    for source, token in (("base", "a"), ("tuned", "b")):  # another caller's answer is a fresh one
+        coordinator.source = source
+        served = await models.served(token)
+        assert (served.name, served.tokenizer) == (source, f"tokenizer of {source}")
 
 
 def settled(read: Any) -> int:

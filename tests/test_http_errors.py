@@ -14,9 +14,9 @@ import pytest
 
 import coordinator.servicer
 from specwire import errors
-from specwire.config import HttpConfig
+from specwire.client_config import HttpConfig
 from specwire.errors import ConfigError
-from specwire.http import server
+from specwire.http import app, server
 from specwire.http.errors import api_error
 from specwire.tokens import make_token
 from tests.certificates import Authority
@@ -60,6 +60,9 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": 2**21}, "max_tokens", "context_length_exceeded"),
+        ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
+        ({"top_k": 2**31}, "top_k", "invalid_value"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias[2147483648]", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),
         ({"n": 100, "prompt": [[1], [2]]}, "n", "invalid_value"),
         ({"seed": -1}, "seed", "invalid_value"),
@@ -161,6 +164,15 @@ def test_every_response_has_a_request_id(here: Fronted) -> None:
         assert found["x-request-id"].startswith(expected)
     _, _, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "no spaces"})
     assert found["x-request-id"].startswith("req-")
+
+
+def test_a_defect_has_one_too(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app.Models, "served", broken)
+    status, error, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "mine-2"})
+    assert (status, error["type"], found["x-request-id"]) == (500, "server_error", "mine-2")
 
 
 def test_headers_that_cannot_be_passed_on(here: Fronted) -> None:

@@ -222,6 +222,20 @@ def test_what_is_refused_is_said(here: Fronted, chromium: webdriver.Chrome) -> N
     assert "is over the context of 2048" in shown.text("#status")
 
 
+def test_a_server_with_another_model_is_found_at_the_next_try(
+    here: Fronted, chromium: webdriver.Chrome
+) -> None:
+    shown = Page(chromium, here.url)
+    chromium.execute_script("model = 'gone'")  # as a page knows it that was open while the server changed
+    shown.fill("#max-tokens", "8")
+    shown.one("#run").click()
+    shown.until(lambda: shown.state == "failed")
+    assert "'gone' does not exist" in shown.text("#status")
+    shown.one("#run").click()
+    shown.finished()
+    assert shown.text("#model") == here.model
+
+
 def test_the_page_may_load_nothing_from_elsewhere(here: Fronted) -> None:
     response = httpx2.get(here.url + "/")
     policy = dict(rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; "))

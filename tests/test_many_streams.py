@@ -10,7 +10,7 @@ import pytest
 from benchmarks import streams
 from benchmarks.streams import Faults, Plan
 from specwire import Fate, Token
-from specwire.core import Chunk, Completion
+from specwire.completion import Chunk, Completion
 from tests.harness import local_stack, started_services
 
 PLAN = Plan(num_streams=200, num_tokens=32)

@@ -15,7 +15,8 @@ from coordinator.addresses import Names, resolve_by_system
 from coordinator.attempts import MAX_FAILURES, Attempts
 from coordinator.replicas import Replica, SentPrefixes, choose
 from specwire import AsyncClient, Rule, SamplingParams, supervisor
-from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig, split_addresses
+from specwire.checks import split_addresses
+from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.core import ModelInfo
 from specwire.errors import (
     ConfigError,

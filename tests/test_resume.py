@@ -26,13 +26,13 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
+    client_wire,
     rpc,
-    wire,
 )
 from specwire.config import Link
 from specwire.core import ModelInfo
 from specwire.delay_proxy import DelayProxy
-from specwire.resume import NotServedError, Progress, Search, as_addresses
+from specwire.resume import Progress
 from specwire.supervisor import Service
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests import texts
@@ -62,86 +62,6 @@ def proxy(stack: LocalStack) -> Iterator[StackProxy]:
     with thread.entered(lambda: way) as address:
         yield StackProxy(way, thread, address)
     thread.close()
-
-
-def gone(*, may_come_back: bool = True) -> NotServedError:
-    return NotServedError(ServiceUnavailableError("gone"), may_come_back=may_come_back)
-
-
-def full(retry_after_ms: int) -> NotServedError:
-    return NotServedError(ResourceExhaustedError("full", retry_after_ms), may_come_back=False)
-
-
-class TestSearch:
-    """Which address is asked when."""
-
-    @staticmethod
-    def search(
-        num: int, refusal: NotServedError, until_s: float, full_until_s: float | None = None
-    ) -> Search:
-        full_until_s = until_s if full_until_s is None else full_until_s
-        policy = RetryPolicy(pause_s=1.0)
-        return Search(policy, num, 0, refusal, until_s=until_s, full_until_s=full_until_s)
-
-    def test_the_others_first_then_all_with_pauses_that_double(self) -> None:
-        search = self.search(3, gone(), until_s=100.0)
-        turns = []
-        for _ in range(8):
-            turn = search.next(now_s=0.0)
-            assert turn is not None
-            search.refused(turn[0], gone())
-            turns.append(turn)
-        assert turns == [(1, 0), (2, 0), (1, 1.0), (2, 0), (0, 0), (1, 2.0), (2, 0), (0, 0)]
-
-    def test_pauses_are_bounded(self) -> None:
-        search = self.search(1, gone(), until_s=1e9)
-        pauses = [search.next(0.0) for _ in range(10)]
-        assert pauses[-1] == (0, 10.0)
-
-    def test_ends_in_time(self) -> None:
-        assert self.search(1, gone(), until_s=5.0).next(4.5) is None
-        assert self.search(1, gone(), until_s=5.0).next(3.5) == (0, 1.0)
-
-    def test_without_patience_every_other_address_is_asked_once(self) -> None:
-        search = self.search(2, gone(), until_s=-1e9)
-        assert search.next(0.0) == (1, 0.0)
-        search.refused(1, gone())
-        assert search.next(0.0) is None
-        assert isinstance(search.error, ServiceUnavailableError)
-
-    def test_who_said_no_is_not_asked_again(self) -> None:
-        search = self.search(2, gone(may_come_back=False), until_s=100.0)
-        assert search.next(0.0) == (1, 0.0)
-        search.refused(1, gone())
-        assert search.next(0.0) == (1, 1.0)
-        search.refused(1, gone(may_come_back=False))
-        assert search.next(0.0) is None
-
-    def test_who_is_full_is_asked_when_they_say(self) -> None:
-        search = self.search(1, full(300), until_s=-1e9, full_until_s=100.0)
-        assert search.next(0.0) == (0, 0.3)
-        search.refused(0, full(500))
-        assert search.next(99.6) is None
-        assert search.error.retry_after_ms == 500  # type: ignore[attr-defined]
-
-    def test_being_full_is_the_most_helpful_answer(self) -> None:
-        search = self.search(2, gone(), until_s=-1e9)
-        search.refused(1, full(20))
-        assert isinstance(search.error, ResourceExhaustedError)
-
-
-@pytest.mark.parametrize("field", ["patience_s", "pause_s", "max_resumes"])
-def test_a_policy_that_cannot_be(field: str) -> None:
-    with pytest.raises(InvalidRequestError, match=field):
-        RetryPolicy(**{field: -1})  # type: ignore[arg-type]
-
-
-def test_addresses_as_people_write_them() -> None:
-    assert as_addresses("a:1, b:2") == as_addresses(["a:1", "b:2"]) == ("a:1", "b:2")
-    with pytest.raises(InvalidRequestError, match="address=b: is not HOST:PORT"):
-        Client("a:1,b")
-    with pytest.raises(InvalidRequestError, match="address"):
-        Client([])
 
 
 class Wire:
@@ -176,13 +96,13 @@ class Wire:
         messages = await self.read(progress.request())
         for message in messages[:-1]:
             progress.take(message)
-        return wire.completion_from_proto(messages[-1].completion, progress.tokens)
+        return client_wire.completion_from_proto(messages[-1].completion, progress.tokens)
 
 
 def generate_cut(address: str, params: SamplingParams, *cuts: int) -> Completion:
     async def run() -> Completion:
         async with Wire(address) as wires:
-            return await wires.generate(wire.generate_request(PROMPT, params), *cuts)
+            return await wires.generate(client_wire.generate_request(PROMPT, params), *cuts)
 
     return asyncio.run(run())
 
@@ -247,7 +167,7 @@ class TestSeam:
         params = SamplingParams(
             max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop="the lazy dog"
         )
-        *chunks, end = messages_of(stack.address, wire.generate_request(PROMPT, params))
+        *chunks, end = messages_of(stack.address, client_wire.generate_request(PROMPT, params))
         assert any(message.chunk.held for message in chunks)
         num_named = 0
         for message in chunks:
@@ -257,9 +177,11 @@ class TestSeam:
         assert len(chunks) == end.completion.speculation.num_rounds
 
     def test_the_first_message_says_what_it_takes(self, stack: LocalStack) -> None:
-        messages = messages_of(stack.address, wire.generate_request(PROMPT, SamplingParams(max_tokens=20)))
-        info = wire.resume_info_from_proto(messages[0].resume_info)
-        end = wire.completion_from_proto(messages[-1].completion, ())
+        messages = messages_of(
+            stack.address, client_wire.generate_request(PROMPT, SamplingParams(max_tokens=20))
+        )
+        info = client_wire.resume_info_from_proto(messages[0].resume_info)
+        end = client_wire.completion_from_proto(messages[-1].completion, ())
         assert (info.seed, info.rule) == (end.seed, end.rule)
         assert info.context_digest
         assert not any(message.HasField("resume_info") for message in messages[1:])
@@ -267,10 +189,10 @@ class TestSeam:
     def test_a_generation_whose_completion_alone_was_lost(self, stack: LocalStack) -> None:
         for params in (SEEDED, SamplingParams(seed=7, rule=Rule.GUMBEL, stop="e", ignore_eos=True)):
             whole = stack.client.generate(PROMPT, params)
-            request = wire.generate_request(PROMPT, params)
+            request = client_wire.generate_request(PROMPT, params)
             request.generated_token_ids.extend(whole.token_ids)
             (message,) = messages_of(stack.address, request)
-            again = wire.completion_from_proto(message.completion, whole.tokens)
+            again = client_wire.completion_from_proto(message.completion, whole.tokens)
             assert again.stop_reason == whole.stop_reason
             assert again.usage.completion_tokens == len(whole.token_ids)
             assert again.speculation.num_rounds == 0
@@ -281,7 +203,7 @@ class TestRefused:
 
     @staticmethod
     def refusal(stack: LocalStack, token_ids: list[int], digest: str = "", **params: Any) -> Exception:
-        request = wire.generate_request(PROMPT, SamplingParams(**{"max_tokens": 4} | params))
+        request = client_wire.generate_request(PROMPT, SamplingParams(**{"max_tokens": 4} | params))
         request.generated_token_ids.extend(token_ids)
         request.context_digest = digest
         with pytest.raises(grpc.RpcError) as caught:
@@ -327,7 +249,7 @@ class TestRefused:
     def test_only_the_first_request_may_say_it(self) -> None:
         request = generation_pb2.GenerateRequest(generated_token_ids=[1])
         with pytest.raises(InvalidRequestError, match="generated_token_ids"):
-            wire.acknowledged_tokens(request)
+            client_wire.acknowledged_tokens(request)
 
 
 def read_on(stream: Any, done: list[Any]) -> Completion:
@@ -539,7 +461,7 @@ def test_resuming_does_not_bend_the_law(tmp_path: Path) -> None:
     ]
 
     async def sample(address: str) -> list[Completion]:
-        requests = [wire.generate_request(None, each, [3]) for each in params]
+        requests = [client_wire.generate_request(None, each, [3]) for each in params]
         async with Wire(address) as wires:
             return await asyncio.gather(*(wires.generate(request, 1, 7, 2, 12) for request in requests))
 

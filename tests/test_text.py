@@ -11,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import IncrementalDetokenizer, StopMatcher, TextAssembler
-from specwire.core import Fate, Token
+from specwire.completion import Token
+from specwire.core import Fate
 from specwire.tokenizer import Tokenizer
 
 LINES = [

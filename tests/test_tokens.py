@@ -137,6 +137,17 @@ class TestCommand:
         assert [tokens.check(token).name for token in shown] == ["alice", "bob"]
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
+    def test_adds_to_a_file_whose_last_line_is_open(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "tokens"
+        path.write_text("# by hand")
+        for name in ("alice", "bob"):
+            path.write_text(path.read_text().rstrip("\n"))
+            assert cli.main(["token", name, "--tokens", str(path)]) == 0
+        tokens = Tokens(str(path))
+        assert [tokens.check(token).name for token in capsys.readouterr().out.split()] == ["alice", "bob"]
+
     @pytest.mark.parametrize("words", [["a b"], ["a", "--max-running", "0"], ["a", "--expires", "soon"]])
     def test_refuses(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["token", *words]) == 2

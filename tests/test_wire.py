@@ -8,24 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specwire import errors, wire
-from specwire.core import (
-    Chunk,
-    Completion,
-    Fate,
-    FinishReason,
-    Logprobs,
-    ModelInfo,
-    Proposal,
-    Rule,
-    SamplingParams,
-    Speculation,
-    Support,
-    Timing,
-    Token,
-    Usage,
-    Verdict,
-)
+from specwire import client_wire, errors, wire
+from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
 from specwire.rpc import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
@@ -59,20 +44,20 @@ class TestSamplingParams:
         changed = {f.name for f in dataclasses.fields(SamplingParams)}
         default = SamplingParams()
         assert all(getattr(EVERYTHING, name) != getattr(default, name) for name in changed)
-        request = over_the_wire(wire.generate_request("x", EVERYTHING))
-        assert wire.generate_params(request) == EVERYTHING
+        request = over_the_wire(client_wire.generate_request("x", EVERYTHING))
+        assert client_wire.generate_params(request) == EVERYTHING
 
     def test_the_defaults_survive(self) -> None:
-        assert wire.generate_params(over_the_wire(wire.generate_request("x", SamplingParams()))) == (
-            SamplingParams()
-        )
+        assert client_wire.generate_params(
+            over_the_wire(client_wire.generate_request("x", SamplingParams()))
+        ) == (SamplingParams())
 
     def test_an_empty_message_means_the_defaults(self) -> None:
-        assert wire.generate_params(generation_pb2.GenerateRequest(text="x")) == SamplingParams()
+        assert client_wire.generate_params(generation_pb2.GenerateRequest(text="x")) == SamplingParams()
 
     def test_zero_is_not_unset(self) -> None:
         params = SamplingParams(temperature=0.0, seed=0, num_draft_tokens=0, logprobs=0)
-        assert wire.generate_params(over_the_wire(wire.generate_request("x", params))) == params
+        assert client_wire.generate_params(over_the_wire(client_wire.generate_request("x", params))) == params
 
     def test_a_model_service_gets_the_law(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
@@ -91,27 +76,27 @@ class TestSamplingParams:
 class TestPrompts:
     def test_forms(self) -> None:
         params = SamplingParams()
-        assert wire.generate_request("", params).WhichOneof("prompt") == "text"
-        assert wire.generate_request(None, params, []).WhichOneof("prompt") == "token_ids"
-        assert list(wire.generate_request(None, params, (1, 2)).token_ids.ids) == [1, 2]
-        request = wire.generate_request(None, params, None, [{"role": "user", "content": "hi"}])
+        assert client_wire.generate_request("", params).WhichOneof("prompt") == "text"
+        assert client_wire.generate_request(None, params, []).WhichOneof("prompt") == "token_ids"
+        assert list(client_wire.generate_request(None, params, (1, 2)).token_ids.ids) == [1, 2]
+        request = client_wire.generate_request(None, params, None, [{"role": "user", "content": "hi"}])
         assert [(m.role, m.content) for m in request.messages.messages] == [("user", "hi")]
 
     @pytest.mark.parametrize("forms", [(None, None, None), ("x", [1], None), (None, [1], []), ("", [], [])])
     def test_exactly_one(self, forms: Any) -> None:
         prompt, token_ids, messages = forms
         with pytest.raises(InvalidRequestError, match="exactly one"):
-            wire.generate_request(prompt, SamplingParams(), token_ids, messages)
+            client_wire.generate_request(prompt, SamplingParams(), token_ids, messages)
 
     @pytest.mark.parametrize("bad", [-1, 2**31, 1.0, "3", None])
     def test_ids(self, bad: Any) -> None:
         with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]="):
-            wire.generate_request(None, SamplingParams(), [1, bad])
+            client_wire.generate_request(None, SamplingParams(), [1, bad])
 
     @pytest.mark.parametrize("bad", [{"role": "user"}, {"role": "user", "content": 3}, "hi", {}])
     def test_messages(self, bad: Any) -> None:
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]="):
-            wire.generate_request(None, SamplingParams(), None, [bad])
+            client_wire.generate_request(None, SamplingParams(), None, [bad])
 
 
 class TestArrays:
@@ -186,7 +171,7 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
     )
     text = "".join(token.text for token in tokens)
     chunk = Chunk(text=text, tokens=tokens, rejected=tokens[:1], first_index=6, held=tokens[2:])
-    got = wire.chunk_from_proto(over_the_wire(wire.chunk_to_proto(chunk)))
+    got = client_wire.chunk_from_proto(over_the_wire(client_wire.chunk_to_proto(chunk)))
     assert got == chunk
     sent = Completion(
         text=chunk.text,
@@ -217,7 +202,10 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         tokens=tokens,
         num_resumes=2,
     )
-    assert wire.completion_from_proto(over_the_wire(wire.completion_to_proto(sent)), got.tokens, 2) == sent
+    assert (
+        client_wire.completion_from_proto(over_the_wire(client_wire.completion_to_proto(sent)), got.tokens, 2)
+        == sent
+    )
 
 
 class TestErrors:

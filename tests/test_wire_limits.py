@@ -17,6 +17,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.client_wire import MAX_MESSAGES
 from specwire.core import MAX_LOGIT_BIASES, MAX_STOP_LEN, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from specwire.rpc import from_rpc_error
 from specwire.v1 import (
@@ -28,7 +29,7 @@ from specwire.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
-from specwire.wire import MAX_MESSAGES, MAX_TRACEPARENT_LEN, ids_to_bytes
+from specwire.wire import MAX_TRACEPARENT_LEN, ids_to_bytes
 from tests.harness import LocalStack, local_stack
 
 MANY = 100_000

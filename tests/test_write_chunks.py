@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.servicer import write_chunks
-from specwire.core import Chunk
+from specwire.completion import Chunk
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
 

@@ -19,8 +19,8 @@ from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link, Overheads
 from benchmarks.simulation.system import Setting
 from specwire import AsyncClient, Rule, SamplingParams
+from specwire.completion import Completion
 from specwire.config import EMULATED, UpConfig
-from specwire.core import Completion
 from specwire.engine.emulated import EmulatedModel
 from specwire.supervisor import Stack
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.system import Client, Group, Setting, World
-from specwire import tracing, wire
+from specwire import client_wire, tracing
 from specwire.core import SamplingParams
 from specwire.v1 import generation_pb2
 
@@ -51,7 +51,7 @@ async def _completion(group: Group, params: SamplingParams) -> generation_pb2.Co
 
 
 def _request(params: SamplingParams) -> generation_pb2.GenerateRequest:
-    return wire.generate_request(None, params, PROMPT)
+    return client_wire.generate_request(None, params, PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,9 @@ async def _endless(world: World, client: Client, index: int, setting: Setting) -
     await asyncio.sleep(setting.target.base_ms / 1e3 * (index // num_groups % _NUM_STARTS) / _NUM_STARTS)
     params = SamplingParams(max_tokens=_ENDLESS, temperature=0, seed=index)
     prompt = [1, 2 + index]  # the law goes by the last token: one that is shared makes all texts the same
-    await world.groups[index % num_groups].generate(wire.generate_request(None, params, prompt), client)
+    await world.groups[index % num_groups].generate(
+        client_wire.generate_request(None, params, prompt), client
+    )
 
 
 def _summary(

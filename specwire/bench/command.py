@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.bench.metrics import OBJECTIVES, RequestRecord, Summary, summarize
-from specwire.config import ClientConfig
+from specwire.client_config import ClientConfig
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, read_config

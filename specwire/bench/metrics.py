@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import Speculation
+from specwire.completion import Speculation
 
 PERCENTILES = (50, 90, 99)
 METRICS = {

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from specwire.bench.metrics import OK, RequestRecord
 from specwire.bench.prompts import Prompt
 from specwire.client import AsyncClient
-from specwire.core import Completion, SamplingParams, Speculation
+from specwire.completion import Completion, Speculation
+from specwire.core import SamplingParams
 from specwire.errors import ResourceExhaustedError, SpecwireError
 
 _MAX_SEED = 2**63

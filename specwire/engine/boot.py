@@ -24,6 +24,7 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loading import describe, load_model, naming, read_config
 from specwire.engine.loop import Engine
 from specwire.engine.memory import pages_in_memory
+from specwire.engine.paced import PacedRunner
 from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
@@ -96,6 +97,8 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
         runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
+    if config.least_pass_ms:
+        runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
     description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_len)
     info = _model_info(config.model, source, description)

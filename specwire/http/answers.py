@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specwire.core import Chunk, Completion, Speculation, Timing, Token
+from specwire.completion import Chunk, Completion, Speculation, Timing, Token
 from specwire.http import logprobs
 from specwire.http.body import Body, ChatBody
 from specwire.http.model import ServedModel

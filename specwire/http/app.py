@@ -9,14 +9,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.config import HttpConfig
+from specwire.client_config import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import body, page, prompts
 from specwire.http.answers import answer
@@ -25,6 +24,7 @@ from specwire.http.choices import Caller, Choice
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Exchange, read_body, refusal
 from specwire.http.model import Models, ServedModel
+from specwire.tokens import bearer_token
 
 _HEALTH_TIMEOUT_S = 2.0
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -39,8 +39,11 @@ class Front:
         self._config = config
         self._models = Models(client, config)
 
-    def app(self) -> Starlette:
-        """As an ASGI application."""
+    def app(self) -> ASGIApp:
+        """As an ASGI application. Ids come first: Starlette answers defects outside of its own middleware."""
+        return _RequestIds(self._routes())
+
+    def _routes(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/", self.page, methods=["GET"]),
@@ -50,7 +53,6 @@ class Front:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             ],
-            middleware=[Middleware(_RequestIds)],
             exception_handlers={
                 ApiError: _refuse,
                 SpecwireError: _refuse,
@@ -123,8 +125,7 @@ def _caller(request: Request) -> Caller:
     Raises:
         ApiError: 401, a token that no door could know.
     """
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    token = token.strip() if scheme.lower() == "bearer" else ""
+    token = bearer_token(request.headers.get("authorization", ""))
     if token and not (token.isascii() and token.isprintable()):
         raise ApiError(401, "the bearer token is not ASCII text", code="invalid_api_key")
     traceparent = request.headers.get("traceparent", "")

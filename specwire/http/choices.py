@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from specwire import AsyncClient
-from specwire.core import Chunk, Completion, SamplingParams
+from specwire.completion import Chunk, Completion
+from specwire.core import SamplingParams
 
 Event = tuple[int, Chunk | Completion]
 """Index of a choice, and what it brought; a completion is the last of its choice."""

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.core import Completion
+from specwire.completion import Completion
 from specwire.http.answers import Answer
 from specwire.http.body import Body
 from specwire.http.choices import Caller, Choice, Event, running

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specwire.core import Token
+from specwire.completion import Token
 
 Spell = Callable[[int], str]
 _LEAST = -9999.0

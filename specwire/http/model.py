@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 
 from specwire import AsyncClient, embedded, tokenizer
-from specwire.config import EMBEDDED, HttpConfig
+from specwire.client_config import HttpConfig
+from specwire.config import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.tokenizer import Tokenizer
 
@@ -62,10 +63,15 @@ class Models:
 
     async def _with_tokenizer(self, info: ModelInfo) -> ServedModel:
         name = self._config.model_name or info.name
-        if self._served and self._served.info.tokenizer_fingerprint == info.tokenizer_fingerprint:
+        if self._served and _tokenizer_of(self._served.info) == _tokenizer_of(info):
             return ServedModel(name, info, self._served.tokenizer)
         source = self._config.tokenizer or info.tokenizer_source
         return ServedModel(name, info, await asyncio.to_thread(_load, source))
+
+
+def _tokenizer_of(info: ModelInfo) -> tuple[str, str]:
+    """A model and its tuned sister have one table of tokens, and each a chat template of its own."""
+    return info.tokenizer_fingerprint, info.tokenizer_source
 
 
 def _load(source: str) -> Tokenizer | None:

@@ -340,6 +340,7 @@ async function perform(racing) {
     become("done");
   } catch (error) {
     const stopped = running.signal.aborted;
+    if (!stopped) model = ""; // the server may have changed: ask again at the next try
     running.abort(); // the other lane of a race
     say(stopped ? "Stopped." : error.message);
     become(stopped ? "idle" : "failed");

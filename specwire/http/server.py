@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from specwire import AsyncClient
-from specwire.config import HttpConfig, split_address
+from specwire.checks import split_address
+from specwire.client_config import HttpConfig
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 
@@ -29,7 +30,13 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     """
     host, _ = split_address("address", config.address)
     listening = _bind(config.address)
-    async with AsyncClient(config.server, timeout_s=config.timeout_s, tls=config.server_tls) as client:
+    client = AsyncClient(
+        config.server,
+        timeout_s=config.timeout_s,
+        tls=config.server_tls,
+        allow_plaintext=config.allow_plaintext,
+    )
+    async with client:
         server = _Server(_settings(config, Front(client, config)))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.config import DemoConfig, split_address
+from specwire.checks import split_address
+from specwire.config import LiveConfig
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
 from specwire.flags import add_flags, flag_name, read_config
@@ -65,7 +66,7 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         help="NAME.html a page, NAME.png a picture, other names both (default timeline.html)",
     )
     timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
-    add_flags(timeline.add_argument_group("services, with --live"), DemoConfig)
+    add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
     add_sampling_flags(timeline, max_tokens=64)
     return timeline
 
@@ -129,7 +130,7 @@ def _check(args: argparse.Namespace, outs: Sequence[Path]) -> None:
 
 def _check_without_live(args: argparse.Namespace) -> None:
     fields: list[dataclasses.Field[Any]] = [
-        *dataclasses.fields(DemoConfig),
+        *dataclasses.fields(LiveConfig),
         *dataclasses.fields(SamplingParams),
     ]
     given = [field.name for field in fields if field.name in args and field.name != "max_tokens"]
@@ -159,7 +160,7 @@ def _live(args: argparse.Namespace) -> Generation:
     from specwire.supervisor import Stack
 
     receiver = _receiver("127.0.0.1:0")
-    config, params = read_config(DemoConfig, args, os.environ), sampling_params(args)
+    config, params = read_config(LiveConfig, args, os.environ), sampling_params(args)
     trace_id = secrets.token_hex(16)
     with receiver:
         with Stack(config, _environ(receiver.endpoint)) as stack, Client(stack.address) as client:

@@ -1,0 +1,225 @@
+"""What a client gets of a generation: tokens, chunks and the completion. No torch, no grpc, no I/O."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from specwire.core import Fate, Rule
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One token on its way to a client.
+
+    Attributes:
+        token_id: its id.
+        text: what it adds to the text; empty while a character is incomplete.
+        fate: accepted, rejected, recovered or bonus.
+        logprob: under the target, in nats, when asked for.
+        top_logprobs: token id and log probability of the likeliest alternatives, best first.
+    """
+
+    token_id: int
+    text: str
+    fate: Fate
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """What one round adds to a streamed generation.
+
+    Attributes:
+        text: new text; complete characters only, never part of a stop string.
+        tokens: the emitted tokens whose text is in `text`, in order.
+        rejected: draft tokens that this round refused, for display.
+        first_index: index of `tokens[0]` in the output, from 0.
+        speculation, timing: of the generation so far, where progress was asked for.
+        held: tokens of the round whose text is not certain yet; a later chunk has them in `tokens`.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    rejected: tuple[Token, ...] = ()
+    first_index: int = 0
+    speculation: Speculation | None = None
+    timing: Timing | None = None
+    held: tuple[Token, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the emitted tokens."""
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeInfo:
+    """What fixes a generation beside its request, for whoever goes on with it.
+
+    Attributes:
+        seed, rule: as in the completion.
+        context_digest: of the target, its tokenizer, and the prompt as token ids.
+    """
+
+    seed: int
+    rule: Rule
+    context_digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Token counts of one generation.
+
+    Attributes:
+        prompt_tokens: of the prompt, after encoding.
+        completion_tokens: emitted.
+        cached_tokens: found in the target's cache of known prefixes instead of being computed.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """What speculation did for one generation.
+
+    Attributes:
+        num_rounds: verify passes, those without draft tokens included.
+        num_draft_tokens: draft tokens verified.
+        num_accepted_tokens: of these, accepted.
+        acceptance_histogram: [k] is the number of rounds with a draft that accepted exactly k tokens.
+        drafted_per_position, accepted_per_position: counts at draft position i (0-based).
+        draft_unavailable: why the draft was not there for a part of the generation; empty when it was.
+        num_prepared: rounds whose proposal had been prepared before the round before them ended.
+    """
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    draft_unavailable: str = ""
+    num_prepared: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Rounds whose proposal had been prepared over all with a draft; 0 without any."""
+        num_drafts = sum(self.acceptance_histogram)
+        return self.num_prepared / num_drafts if num_drafts else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per round with a draft, the recovered or bonus one counted; 1 without any."""
+        num_drafts = sum(self.acceptance_histogram)
+        return 1 + self.num_accepted_tokens / num_drafts if num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Where the time of one generation went, in milliseconds.
+
+    `draft_ms` and `verify_ms` are device time as the services report it, `queue_ms` their waiting,
+    `rule_ms` the accept rule in the coordinator, `network_ms` what is left of both round trips.
+    """
+
+    total_ms: float = 0.0
+    time_to_first_token_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    queue_ms: float = 0.0
+    rule_ms: float = 0.0
+    network_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A finished generation.
+
+    Where it lost its coordinator, `speculation`, `timing` and `usage.cached_tokens` are those of the part
+    after the last loss; all else is about the whole.
+
+    Attributes:
+        text: the output, without stop string or special tokens.
+        token_ids: all emitted tokens, the one that ended it included.
+        finish_reason: why it ended.
+        stop_reason: the stop string or token id that ended it, if one did.
+        seed: fixes all random choices of this generation.
+        rule: that it ran under.
+        tokens: the emitted tokens with their fates and log probabilities.
+        num_resumes: how often another coordinator, or the same one again, had to go on with it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    speculation: Speculation = Speculation()
+    timing: Timing = Timing()
+    stop_reason: str | int | None = None
+    seed: int = 0
+    rule: Rule = Rule.REJECTION
+    model: str = ""
+    tokens: tuple[Token, ...] = ()
+    num_resumes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, as the command line prints it with `--json`."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason.value,
+            "stop_reason": self.stop_reason,
+            "model": self.model,
+            "seed": self.seed,
+            "rule": self.rule.value,
+            "usage": _fields(self.usage),
+            "speculation": _fields(self.speculation)
+            | {
+                "mean_acceptance_length": round(self.speculation.mean_acceptance_length, 4),
+                "draft_acceptance_rate": round(self.speculation.draft_acceptance_rate, 4),
+            },
+            "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
+            "logprobs": _logprob_dicts(self.tokens),
+            "num_resumes": self.num_resumes,
+        }
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in record.__dataclass_fields__
+        for value in [getattr(record, name)]
+    }
+
+
+def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]] | None:
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return [
+        {
+            "token_id": token.token_id,
+            "logprob": token.logprob,
+            "top_logprobs": [{"token_id": t, "logprob": v} for t, v in token.top_logprobs],
+        }
+        for token in tokens
+    ]

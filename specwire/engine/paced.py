@@ -1,0 +1,66 @@
+"""A model at the pace of a bigger one's device: real logits, and passes that take at least so long.
+
+What a pass computes is untouched; when it was faster than asked for, the rest of the time is slept, and the
+processor is free for others. So a small machine can show what speculation makes of a large target's passes.
+They take the same time whatever is in them, as where reading the weights is what takes the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specwire.engine.batch import Feed
+from specwire.engine.device import Decide, Runner
+from specwire.engine.kv_cache import SequenceCache
+
+
+class PacedRunner:
+    """A `device.Runner` around another one.
+
+    Args:
+        least_pass_s: what a pass takes at least, what is made of its logits included, in seconds.
+    """
+
+    def __init__(self, runner: Runner, least_pass_s: float) -> None:
+        self.pool = runner.pool
+        self.vocab_size = runner.vocab_size
+        self._runner = runner
+        self._least_pass_s = least_pass_s
+        self._due_s = 0.0
+
+    @property
+    def on_loss(self) -> Callable[[], None]:
+        """See `device.Runner`."""
+        return self._runner.on_loss
+
+    @on_loss.setter
+    def on_loss(self, call: Callable[[], None]) -> None:
+        self._runner.on_loss = call
+
+    def new_sequence(self) -> SequenceCache:
+        """See `device.Runner`."""
+        return self._runner.new_sequence()
+
+    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        """See `device.Runner`."""
+        self._due_s = time.perf_counter() + self._least_pass_s
+        return self._runner.run(feeds, question, decide)
+
+    def end_step(self) -> None:
+        """The rest of the time."""
+        self._runner.end_step()
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+
+    def check(self) -> None:
+        """See `device.Runner`."""
+        self._runner.check()
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """See `device.Runner`."""
+        self._runner.recover(is_wanted)
+
+    def close(self) -> None:
+        """See `device.Runner`."""
+        self._runner.close()

@@ -1,0 +1,138 @@
+"""What ends an output, and its log probabilities, through the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specwire import Client, Completion, FinishReason, SamplingParams
+from specwire.tokenizer import Tokenizer
+from tests import texts
+from tests.harness import LocalStack, local_stack
+
+PROMPT = "The quick brown"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return texts.save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: LocalStack) -> Client:
+    return stack.client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(texts.build_tokenizer())
+
+
+@pytest.fixture(scope="module", params=["greedy", "rejection", "gumbel"])
+def law(request: pytest.FixtureRequest) -> dict[str, object]:
+    if request.param == "greedy":
+        return {"temperature": 0.0, "seed": 1}
+    return {"rule": request.param, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def free(client: Client, law: dict[str, object]) -> Completion:
+    done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, **law))  # type: ignore[arg-type]
+    assert done.finish_reason is FinishReason.LENGTH
+    assert done.stop_reason is None
+    assert len(done.token_ids) == 60
+    return done
+
+
+class TestStops:
+    """Each against the same generation without the stop condition."""
+
+    def test_a_stop_string_over_token_borders(
+        self, client: Client, law: dict[str, object], free: Completion, tokenizer: Tokenizer
+    ) -> None:
+        texts_ = [token.text for token in free.tokens]
+        i = next(i for i in range(20, 50) if len(texts_[i]) >= 1 and len(texts_[i + 1]) >= 1)
+        stop = texts_[i][-1] + texts_[i + 1][0]
+        cut = free.text.index(stop)
+        done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=stop, **law))  # type: ignore[arg-type]
+        assert done.text == free.text[:cut]
+        assert done.finish_reason is FinishReason.STOP
+        assert done.stop_reason == stop
+        assert done.token_ids == free.token_ids[: len(done.token_ids)]
+        assert stop in tokenizer.decode(done.token_ids)
+        assert stop not in tokenizer.decode(done.token_ids[:-1])
+
+    def test_a_stop_id_is_in_the_ids_and_not_in_the_text(
+        self, client: Client, law: dict[str, object], free: Completion, tokenizer: Tokenizer
+    ) -> None:
+        stop_id = free.token_ids[25]
+        at = free.token_ids.index(stop_id)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(stop_id,), **law)  # type: ignore[arg-type]
+        done = client.generate(PROMPT, params)
+        assert done.token_ids == free.token_ids[: at + 1]
+        assert done.text == tokenizer.decode(free.token_ids[:at])
+        assert done.finish_reason is FinishReason.STOP
+        assert done.stop_reason == stop_id
+        assert done.usage.completion_tokens == at + 1
+
+    def test_end_of_sequence_ends_unless_ignored(self, client: Client, law: dict[str, object]) -> None:
+        eos = 2
+        params = {"max_tokens": 20, "logit_bias": {eos: 100.0}} | law
+        done = client.generate(PROMPT, SamplingParams(**params))  # type: ignore[arg-type]
+        assert done.token_ids == (eos,)
+        assert (done.finish_reason, done.stop_reason, done.text) == (FinishReason.STOP, eos, "")
+        done = client.generate(PROMPT, SamplingParams(**params, ignore_eos=True))  # type: ignore[arg-type]
+        assert done.token_ids == (eos,) * 20
+        assert (done.finish_reason, done.stop_reason) == (FinishReason.LENGTH, None)
+
+    @pytest.mark.parametrize("max_tokens", [1, 2, 6, 7])
+    def test_max_tokens_is_exact(
+        self, client: Client, law: dict[str, object], free: Completion, max_tokens: int
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **law)  # type: ignore[arg-type]
+        done = client.generate(PROMPT, params)
+        assert len(done.token_ids) == max_tokens == done.usage.completion_tokens
+        assert done.finish_reason is FinishReason.LENGTH
+        if law.get("rule") != "rejection":  # a shorter last round draws other uniforms there
+            assert done.token_ids == free.token_ids[:max_tokens]
+
+    def test_logprobs_are_those_of_the_raw_target(
+        self, client: Client, law: dict[str, object], pair: tuple[Path, Path], tokenizer: Tokenizer
+    ) -> None:
+        warps = {"top_k": 20, "presence_penalty": 0.5, "logit_bias": {7: 3.0}}
+        if law.get("temperature") != 0.0:
+            warps |= {"temperature": 0.8}
+        params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=4, **warps, **law)  # type: ignore[arg-type]
+        done = client.generate(PROMPT, params)
+        prompt = tokenizer.encode(PROMPT)
+        expected = raw_logprobs(pair[0], [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
+        for token, row in zip(done.tokens, expected, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+            values, ids = row.topk(4)
+            assert [t for t, _ in token.top_logprobs] == ids.tolist()
+            assert [v for _, v in token.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
+
+    def test_logprobs_zero_reports_the_token_alone(self, client: Client, law: dict[str, object]) -> None:
+        done = client.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=0, **law))  # type: ignore[arg-type]
+        assert all(token.logprob is not None and token.top_logprobs == () for token in done.tokens)
+        assert done.to_dict()["logprobs"][0].keys() == {"token_id", "logprob", "top_logprobs"}
+        without = client.generate(PROMPT, SamplingParams(max_tokens=12, **law))  # type: ignore[arg-type]
+        assert without.token_ids == done.token_ids
+        assert without.to_dict()["logprobs"] is None
+
+
+def raw_logprobs(directory: Path, token_ids: list[int]) -> torch.Tensor:
+    """The model's own, [num_tokens, vocab_size]."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
