@@ -41,6 +41,7 @@ class RawStream:
         self._number = 0
         self.committed: list[int] = []
         self.held: list[int] = []
+        self._pushed: list[tuple[list[int], Proposal]] = []
 
     def send(self, token_ids: Sequence[int], wanted: int, preparation: Preparation | None) -> None:
         """Commit tokens after those that are committed already."""
@@ -73,14 +74,20 @@ class RawStream:
         """Of the next message that is no answer: tokens after the committed ones, and what follows them."""
         while (message := next(self._answers)).request_id:
             pass
-        found = []
+        before = len(self._pushed)
         for each in message.proposals:
-            path = [*self.committed[:0], *each.prefix_token_ids]
-            whole = [*self.committed[: message.base_len], *path]
-            if whole[: len(self.committed)] == self.committed:
-                proposal = wire.proposal_from_proto(each, len(whole))
-                found.append((whole[len(self.committed) :], proposal))
-        return found
+            whole = [*self.committed[: message.base_len], *each.prefix_token_ids]
+            self._pushed.append((whole, wire.proposal_from_proto(each, len(whole))))
+        return self.known(before)
+
+    def known(self, before: int = 0) -> list[tuple[list[int], Proposal]]:
+        """Of all messages that were no answers, but for so many proposals: what may still be of use."""
+        length = len(self.committed)
+        return [
+            (whole[length:], proposal)
+            for whole, proposal in self._pushed[before:]
+            if len(whole) > length and whole[:length] == self.committed  # or else it came too late
+        ]
 
     def close(self) -> None:
         self._requests.put(None)
@@ -132,15 +139,22 @@ def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
     proposal = stream.answer()
     assert_same(proposal, fresh(stub, params, PROMPT))
     depths = set()
+
+    def longest() -> int:
+        return max(len(path) for path, _ in stream.known())
+
+    def shortest() -> int:
+        return min(len(path) for path, _ in stream.known())
+
     for number in range(12):
-        pushes = stream.pushed()  # after rejections
-        if number < 2:  # after all was accepted; later, after bad rounds, that may not be worth the work
-            pushes += stream.pushed()
-        for path, prepared in pushes[:3]:
-            assert_same(prepared, fresh(stub, params, [*stream.committed, *path]))
-        kind = number % 3 if pushes else 2
+        kind = number % 3
+        # After all was accepted, and after a rejection; later on, either may not be worth the work.
+        is_enough = {0: lambda: longest() > NUM_DRAFT_TOKENS, 1: lambda: shortest() <= NUM_DRAFT_TOKENS}
+        while not (stream.known() and is_enough.get(number, lambda: True)()):
+            for path, prepared in stream.pushed()[:3]:
+                assert_same(prepared, fresh(stub, params, [*stream.committed, *path]))
         if kind < 2:
-            path, prepared = (min if kind else max)(pushes, key=lambda push: len(push[0]))
+            path, prepared = (min if kind else max)(stream.known(), key=lambda push: len(push[0]))
             depths.add(len(path))
             stream.send(path, NUM_DRAFT_TOKENS if number % 2 else 0, PREPARATION)
             if number % 2:
