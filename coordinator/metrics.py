@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.admission import Admission
-from coordinator.draft_length import SharedMeasurements
+from coordinator.measurements import SharedMeasurements
 from coordinator.pool import Pool
 from coordinator.totals import Totals
 from specwire.config import CoordinatorConfig

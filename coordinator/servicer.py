@@ -13,9 +13,10 @@ from typing import Any
 from coordinator import metrics
 from coordinator.admission import Admission
 from coordinator.credit import Credit
-from coordinator.draft_length import AdaptiveLength, FixedLength, SharedMeasurements
+from coordinator.draft_length import AdaptiveLength, FixedLength
 from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
+from coordinator.measurements import SharedMeasurements
 from coordinator.peers import DraftPool, VerifyPool
 from coordinator.replicas import Replica
 from coordinator.resuming import Seam, find_seam

@@ -7,14 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from coordinator.draft_length import (
-    MAX_CHOSEN,
-    AdaptiveLength,
-    FixedLength,
-    SharedMeasurements,
-    best_length,
-)
+from coordinator.draft_length import AdaptiveLength, FixedLength
 from coordinator.generation import Cost, Plan, Round
+from coordinator.measurements import MAX_CHOSEN, SharedMeasurements, best_length
 from coordinator.trials import CAPS, FIRST_CAP, Trials
 from specwire import Rule, SamplingParams
 from specwire.core import Load, Outcome, Proposal, Verdict

@@ -13,7 +13,7 @@ from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
-from coordinator.draft_length import best_length
+from coordinator.measurements import best_length
 from specwire import SamplingParams, clock
 from specwire.engine.emulated import EmulatedModel
 
