@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.ranks import run_ranks
 from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
 from specwire.config import UpConfig, VerifyConfig
 from specwire.engine import boot, loading
@@ -26,7 +28,6 @@ from specwire.engine.runner import ModelRunner
 from tests import texts
 from tests.harness import LocalStack, local_stack, started_services
 from tests.pairs import save_good_draft, save_target
-from tests.ranks import all_logits, run_ranks
 from tests.test_processes import running
 from verify_service.verifier import Verifier
 
@@ -83,6 +84,11 @@ def started(cluster: Any, models: tuple[Path, Path]) -> Iterator[tuple[LocalStac
     options = {"tensor_parallel_size": 2, "num_threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
     with started_services() as services, local_stack(*models, verify_options=options) as stack:
         yield stack, services["verify"]
+
+
+def all_logits(question: object, logits: torch.Tensor) -> np.ndarray:
+    """As a `device.Decide`: everything."""
+    return logits.numpy()
 
 
 def group_runner(service: boot.ModelService) -> GroupRunner:

@@ -1,4 +1,4 @@
-"""`python -m verify_service`: one verify service in the foreground."""
+"""`python -m verify_service`: one verify service in the foreground, or several as its children."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 import sys
 
 from specwire import config, doors, flags, rpc
+from verify_service import replicas
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    parser = argparse.ArgumentParser(prog="specwire verify", description="Run one verify service.")
+    parser = argparse.ArgumentParser(
+        prog="specwire verify", description="Run one verify service, or several."
+    )
     flags.add_flags(parser, config.VerifyConfig)
     args = parser.parse_args(argv)
     return rpc.run_service(lambda: _serve(args))
@@ -22,6 +25,10 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.VerifyConfig, args, os.environ)
     rpc.set_up_logging(settings.log_level)
     doors.check(settings)
+    rpc.end_at_once_by_signals()
+    if settings.replicas > 1:
+        await rpc.run_until_signal(replicas.serving(settings))
+        return
     from verify_service.service import serving  # loads torch: after the flags were checked
 
     await rpc.run_until_signal(serving(settings))
