@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
 from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
 from specwire.config import UpConfig, VerifyConfig
@@ -283,26 +284,56 @@ def save_eight_heads(directory: Path) -> Path:
     return save_target(directory / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
 
 
-def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(tmp_path: Path) -> None:
-    """Plain processes, without Ray: one start for all of them."""
-    shapes: dict[str, tuple[str, dict[str, Any]]] = {
-        "odd vocabulary": ("llama", {"vocab_size": 101}),
-        "tied": ("qwen2", {"tie_word_embeddings": True}),
-        **{family: (family, {}) for family in ("qwen3", "mistral", "gemma2", "gemma3", "gpt_neox")},
-    }
-    sources = [save_target(tmp_path / name, family, **shape) for name, (family, shape) in shapes.items()]
-    found = run_ranks(2, _logits_on_ranks, [str(source) for source in sources])
-    for name, source, (logits, num_parameters) in zip(shapes, sources, found, strict=True):
-        model = loading.load_model(source)
-        assert num_parameters == sum(weight.numel() for weight in model.parameters()), name
-        runner = ModelRunner(model, num_pages=8)
-        with runner.new_sequence() as cache:
-            expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
-        np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
+#: Every family with a plan that is checked, and its shape.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd vocabulary": ("llama", {"vocab_size": 101}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    **{family: (family, {}) for family in ("qwen3", "mistral", "gemma2", "gemma3", "gpt_neox")},
+}
+
+
+class TestPlainRanks:
+    """Plain processes, without Ray: one start for all of it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sources(cls, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+        root = tmp_path_factory.mktemp("families")
+        return [save_target(root / name, family, **shape) for name, (family, shape) in SHAPES.items()]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+        directory = tmp_path_factory.mktemp("large")
+        large = rank_memory.save_model(directory, "bfloat16", num_layers=3, width=512, file_size="10MB")
+        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large))
+
+    def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
+        self, sources: list[Path], found: tuple[Any, Any]
+    ) -> None:
+        for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
+            model = loading.load_model(source)
+            assert num_parameters == sum(weight.numel() for weight in model.parameters()), name
+            runner = ModelRunner(model, num_pages=8)
+            with runner.new_sequence() as cache:
+                expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+            np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
+
+    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any]) -> None:
+        """Of float32 weights from several bfloat16 files, so that all of them must be converted."""
+        for shard, whole in found[1]:
+            assert whole.weights / 2 <= shard.weights < whole.weights * 0.51
+            bound = shard.weights + rank_memory.BUFFER_BYTES
+            assert shard.weights < shard.own <= bound
+            assert whole.own > bound, "who holds it all is found out"
+
+
+def _on_ranks(num_ranks: int, sources: list[str], large: str) -> tuple[Any, Any]:
+    """Runs on each rank."""
+    return _logits_on_ranks(num_ranks, sources), rank_memory.loaded_on_ranks(num_ranks, large)
 
 
 def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int]]:
-    """Runs on each rank."""
     from specwire.engine.group.sharding import load_shard
 
     found = []

@@ -230,7 +230,7 @@ def test_groups_that_end_before_they_serve_leave_nothing(target: Path, tmp_path:
 
 
 class Group:
-    """A command and all its processes, which loads for as long as a test likes: one of its ranks is stopped."""
+    """A command and all its processes; it loads for as long as a test likes, since one rank is stopped."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
