@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from benchmarks import rank_memory
@@ -23,7 +24,9 @@ from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadErro
 from specwire.config import UpConfig, VerifyConfig
 from specwire.engine import boot, loading
 from specwire.engine.batch import Feed
+from specwire.engine.graphs import EagerReplay
 from specwire.engine.group import placement
+from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.runner import ModelRunner
 from tests import texts
@@ -303,13 +306,14 @@ class TestPlainRanks:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
         directory = tmp_path_factory.mktemp("large")
         large = rank_memory.save_model(directory, "bfloat16", num_layers=3, width=512, file_size="10MB")
-        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large))
+        store = str(directory / "store")
+        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large), store)
 
     def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
-        self, sources: list[Path], found: tuple[Any, Any]
+        self, sources: list[Path], found: tuple[Any, Any, Any]
     ) -> None:
         for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
             model = loading.load_model(source)
@@ -319,7 +323,7 @@ class TestPlainRanks:
                 expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
             np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
 
-    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any]) -> None:
+    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any, Any]) -> None:
         """Of float32 weights from several bfloat16 files, so that all of them must be converted."""
         for shard, whole in found[1]:
             assert whole.weights / 2 <= shard.weights < whole.weights * 0.51
@@ -327,10 +331,48 @@ class TestPlainRanks:
             assert shard.weights < shard.own <= bound
             assert whole.own > bound, "who holds it all is found out"
 
+    def test_padded_steps_are_the_same_and_replayed_by_all_ranks_or_by_none(
+        self, sources: list[Path], found: tuple[Any, Any, Any]
+    ) -> None:
+        """On a CPU, where nothing is recorded; NCCL in CUDA graphs has not been seen."""
+        plain = _history(ModelRunner(loading.load_model(sources[0]), num_pages=64))
+        together, apart = found[2]
+        for logits, _, _ in (together, apart):
+            for ours, expected in zip(logits, plain, strict=True):
+                np.testing.assert_allclose(ours, expected, atol=1e-4)
+        assert together[1] >= 5
+        assert apart[1:] == (0, "rank 1: RuntimeError: no room")
 
-def _on_ranks(num_ranks: int, sources: list[str], large: str) -> tuple[Any, Any]:
+
+class Broken:
+    """A rank that cannot record."""
+
+    def capture(self, run: Any) -> Any:
+        raise RuntimeError("no room\nfor it")
+
+
+def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
     """Runs on each rank."""
-    return _logits_on_ranks(num_ranks, sources), rank_memory.loaded_on_ranks(num_ranks, large)
+    return (
+        _logits_on_ranks(num_ranks, sources),
+        rank_memory.loaded_on_ranks(num_ranks, large),
+        _replayed_on_ranks(num_ranks, sources[0], store),
+    )
+
+
+def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[Any, int, str]]:
+    """Logits with padded steps, how many of them are replayed, and why not."""
+    from specwire.engine.group.sharding import load_shard
+
+    rank, found = dist.get_rank(), []
+    for name, ours in (("all record", EagerReplay()), ("one cannot", Broken() if rank else EagerReplay())):
+        model, _ = load_shard(source, dtype="auto", num_ranks=num_ranks)
+        part = dist.PrefixStore(name, dist.FileStore(store, num_ranks))
+        replay = AgreedReplay(ours, part, rank, num_ranks)
+        runner = ModelRunner(model, num_pages=64, replay=replay)
+        replay.warm(runner)
+        found.append((_history(runner), runner.num_graphs, replay.problem))
+    return found
 
 
 def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int]]:

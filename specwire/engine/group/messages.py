@@ -51,6 +51,7 @@ class Loaded(NamedTuple):
         vocab_size: width of the logits.
         num_embeddings: tokens that the model can read.
         num_pages: of the KV cache.
+        warning: what the service's log should say; empty for nothing.
     """
 
     description: dict[str, Any]
@@ -58,6 +59,7 @@ class Loaded(NamedTuple):
     vocab_size: int
     num_embeddings: int
     num_pages: int
+    warning: str = ""
 
 
 class Order(NamedTuple):

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from specwire.config import ModelServiceConfig
+from specwire.engine.graphs import CudaReplay
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import ControlGroup
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.memory import pages_in_memory
 from specwire.engine.runner import ModelRunner
@@ -45,17 +47,27 @@ class Rank:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         store = control.reach_store(assignment.host, assignment.port, config.load_timeout_s)
-        self._join(assignment, control.part_of(store, assignment.key), host)
+        store = control.part_of(store, assignment.key)
+        self._join(assignment, store, host)
         model, description = load_shard(
             assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
         )
-        self._runner = ModelRunner(model, num_pages=_num_pages(config, model), page_size=config.page_len)
+        replay = None
+        if model.device.type == "cuda" and config.cuda_graphs:
+            part = control.part_of(store, "replay")
+            replay = AgreedReplay(CudaReplay(), part, self._rank, assignment.num_ranks)
+        self._runner = ModelRunner(
+            model, num_pages=_num_pages(config, model), page_size=config.page_len, replay=replay
+        )
+        if replay is not None:
+            replay.warm(self._runner)
         return Loaded(
             description=description,
             context_len=self._runner.context_len,
             vocab_size=self._runner.vocab_size,
             num_embeddings=self._runner.num_embeddings,
             num_pages=self._runner.pool.num_pages,
+            warning=f"steps run without CUDA graphs: {replay.problem}" if replay and replay.problem else "",
         )
 
     def _join(self, assignment: Assignment, store: Any, host: str) -> None:

@@ -190,6 +190,8 @@ class _Group:
             for rank, actor in enumerate(self._actors)
         ]
         self.loaded: Loaded = self._gather(loading, deadline_s)[0]
+        if self.loaded.warning:
+            log.warning("%s", self.loaded.warning)
         self._control = joined.result()  # it was there before any rank could load
 
     def serve(self, on_loss: Callable[[], None]) -> None:
