@@ -15,8 +15,8 @@ class AgreedReplay:
     """Records what all ranks can record.
 
     NCCL wants a collective recorded by all ranks of a group or by none of them. Ranks meet the same buckets
-    in the same order, since those follow from the batch alone; so they come here together. What they tell each
-    other goes through the store and not through the group, which a failed recording may have left unusable.
+    in the same order, since those follow from the batch alone: so they come here together. What they tell
+    each other goes through the store, not the group, which a failed recording may have left unusable.
 
     Args:
         replay: how one rank records.
