@@ -30,6 +30,7 @@ class Assignment(NamedTuple):
     Attributes:
         host, port: of the driver's store.
         key: of this group in it.
+        line_port, token: of the driver's lines to this group.
     """
 
     rank: int
@@ -37,6 +38,8 @@ class Assignment(NamedTuple):
     host: str
     port: int
     key: str
+    line_port: int
+    token: bytes
     config: ModelServiceConfig
     source: str
     dtype: str

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from specwire.config import ModelServiceConfig
 from specwire.engine.graphs import CudaReplay
 from specwire.engine.group import control, placement
-from specwire.engine.group.control import ControlGroup
+from specwire.engine.group.control import RankLine
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
@@ -32,11 +32,8 @@ class Rank:
         host, node_id, device = placement.devices()
         return Place(host, node_id, os.getpid(), device)
 
-    def load(self, assignment: Assignment, host: str) -> Loaded:
+    def load(self, assignment: Assignment) -> Loaded:
         """Join the others and load this rank's shard.
-
-        Args:
-            host: this machine's address, as the others reach it.
 
         Raises:
             ModelLoadError: naming the model and the reason.
@@ -48,7 +45,7 @@ class Rank:
             torch.set_num_threads(config.num_threads)
         store = control.reach_store(assignment.host, assignment.port, config.load_timeout_s)
         store = control.part_of(store, assignment.key)
-        self._join(assignment, store, host)
+        self._join(assignment, store)
         model, description = load_shard(
             assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
         )
@@ -70,7 +67,7 @@ class Rank:
             warning=f"steps run without CUDA graphs: {replay.problem}" if replay and replay.problem else "",
         )
 
-    def _join(self, assignment: Assignment, store: Any, host: str) -> None:
+    def _join(self, assignment: Assignment, store: Any) -> None:
         config = assignment.config
         # transformers reads these to find its place; Ray shows a rank its own device only, the first one.
         os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(assignment.num_ranks), "LOCAL_RANK": "0"}
@@ -85,24 +82,26 @@ class Rank:
             timeout=timedelta(seconds=config.load_timeout_s),
             device_id=torch.device("cuda", 0) if is_cuda else None,
         )
-        self._control = ControlGroup(
-            control.part_of(store, "control"),
-            self._rank + 1,
-            assignment.num_ranks,
-            host=host,
-            timeout_s=config.load_timeout_s,
+        self._line = RankLine(
+            assignment.host, assignment.line_port, assignment.token, self._rank, config.load_timeout_s
         )
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Step after step, until the driver says that it was the last one or somebody is lost."""
+        try:
+            self._follow()
+        finally:
+            self._line.close()  # so that the driver knows at once
+
+    def _follow(self) -> None:
         number = 0
-        while (order := pickle.loads(self._control.hear())) is not None:
+        while (order := pickle.loads(self._line.hear())) is not None:
             if order.number != number:
                 raise RuntimeError(f"rank {self._rank} heard step {order.number} instead of {number}")
             logits = self._runner.compute(order.batch)
             if self._rank == 0:
-                self._control.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
+                self._line.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
             number += 1
 
 
