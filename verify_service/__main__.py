@@ -7,7 +7,6 @@ import os
 import sys
 
 from specwire import config, doors, flags, rpc
-from verify_service import replicas
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +26,8 @@ async def _serve(args: argparse.Namespace) -> None:
     doors.check(settings)
     rpc.end_at_once_by_signals()
     if settings.replicas > 1:
+        from verify_service import replicas
+
         await rpc.run_until_signal(replicas.serving(settings))
         return
     from verify_service.service import serving  # loads torch: after the flags were checked
