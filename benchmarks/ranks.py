@@ -1,8 +1,9 @@
-"""Two plain processes as ranks, and what a step costs on them: no driver, no Ray."""
+"""Plain processes as ranks of a gloo group, and what a step costs on them: no driver, no Ray."""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +22,53 @@ NUM_RANKS = 2
 _PROMPT = list(range(5, 105))
 _ROUND = [7, 8, 9, 10, 11]
 _LIMIT = timedelta(seconds=120)
+_END_S = 5.0
+
+# What torch does not declare, though it documents it.
+_dist: Any = dist
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(num_ranks, *args)` on every rank; what it returns on rank 0.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, num_ranks, store.port, results, function, args))
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        while results.empty():
+            multiprocessing.connection.wait([process.sentinel for process in ranks], 0.1)
+            failed = [process.exitcode for process in ranks if process.exitcode]
+            if failed:
+                raise RuntimeError(f"ranks ended with status {failed}")
+        return results.get()
+    finally:
+        for process in ranks:
+            process.join(_END_S)
+            process.kill()
+
+
+def _rank(
+    rank: int, num_ranks: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    torch.set_num_threads(1)
+    store = _dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_LIMIT)
+    with torch.inference_mode():
+        result = function(num_ranks, *args)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def first_choice(question: object, logits: torch.Tensor) -> int:
@@ -42,15 +90,12 @@ def step_on(runner: Any) -> Callable[[], float]:
     return step
 
 
-def _rank(rank: int, port: int, source: str, num_steps: int, results: Any) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
-    torch.set_num_threads(1)
-    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=_LIMIT)
+def _measure(num_ranks: int, source: str, num_steps: int) -> dict[str, list[float]]:
+    """Runs on each rank."""
     from transformers.distributed import DistributedConfig
 
-    plan = DistributedConfig(tp_plan="auto", tp_size=NUM_RANKS)
-    shard, _ = load_shard(source, dtype="float32", num_ranks=NUM_RANKS)
+    plan = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
+    shard, _ = load_shard(source, dtype="float32", num_ranks=num_ranks)
     runners = {
         "one rank": ModelRunner(loading.load_model(source, dtype="float32"), num_pages=64),
         "DTensor": ModelRunner(
@@ -61,39 +106,20 @@ def _rank(rank: int, port: int, source: str, num_steps: int, results: Any) -> No
     steps = {name: step_on(runner) for name, runner in runners.items()}
     token = torch.zeros(len(_ROUND), shard.config.hidden_size)
     found: dict[str, list[float]] = {name: [] for name in (*steps, "all-reduce")}
-    with torch.inference_mode():
-        for _ in range(num_steps):
-            for name, step in steps.items():
-                dist.barrier()
-                if name != "one rank" or rank == 0:
-                    found[name].append(step())
+    for _ in range(num_steps):
+        for name, step in steps.items():
             dist.barrier()
-            for _ in range(4):
-                started_s = time.perf_counter()
-                dist.all_reduce(token)
-                found["all-reduce"].append((time.perf_counter() - started_s) * 1e3)
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+            if name != "one rank" or dist.get_rank() == 0:
+                found[name].append(step())
+        dist.barrier()
+        for _ in range(4):
+            started_s = time.perf_counter()
+            dist.all_reduce(token)
+            found["all-reduce"].append((time.perf_counter() - started_s) * 1e3)
+    return found
 
 
 def on_ranks(source: str, num_steps: int) -> dict[str, list[float]]:
     """Milliseconds of everything that needs no driver."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, store.port, source, num_steps, results), daemon=True)
-        for rank in range(NUM_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    while results.empty():
-        if any(process.exitcode for process in ranks):
-            raise RuntimeError("a rank failed")
-        time.sleep(0.1)
-    found: dict[str, list[float]] = results.get()
-    for process in ranks:
-        process.join()
+    found: dict[str, list[float]] = run_ranks(NUM_RANKS, _measure, source, num_steps)
     return found

@@ -104,7 +104,7 @@ def allowed_ms(num_layers: int, found: dict[str, list[float]]) -> float:
 _EXPLANATION = """
 The step is five tokens after a hundred. *DTensor* are the shards as transformers runs them, *shards* the same
 on plain tensors with the plan's own collectives (`specwire/engine/group/sharding.py`), *driver* the latter by
-a driver and Ray workers, with one broadcast to the ranks and one answer back. A step of the tiny target waits
+a driver and Ray workers, with one message to each rank and one answer back. A step of the tiny target waits
 for {num} collectives one after another: two all-reduces a layer, one for the embedding, and an all-gather of
 the logits. Means, since it waits for each: on a machine with fewer free cores than ranks and threads of gloo,
 a few all-reduces take many times the median (in brackets).

@@ -22,6 +22,7 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.DraftConfig, args, os.environ)
     rpc.set_up_logging(settings.log_level)
     doors.check(settings)
+    rpc.end_at_once_by_signals()
     from draft_service.service import serving  # loads torch: after the flags were checked
 
     await rpc.run_until_signal(serving(settings))

@@ -219,7 +219,28 @@ class DraftConfig(ModelServiceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(ModelServiceConfig):
-    """The verify service."""
+    """The verify service, or several of them."""
+
+    replicas: int = option(
+        1, "verify services to run, each with the whole model and a port of its own, from --address's on"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.replicas >= 1, "replicas", self.replicas, "must be at least 1")
+        ports = {
+            name: split_address(name, getattr(self, name))
+            for name in ("address", "metrics_address")
+            if getattr(self, name)
+        }
+        for name, (_, port) in ports.items():
+            room = port + self.replicas <= 65536
+            check(
+                room, name, getattr(self, name), f"leaves no room for the ports of {self.replicas} replicas"
+            )
+        (host, port), (metrics_host, metrics_port) = ports["address"], ports.get("metrics_address", ("", 0))
+        apart = host != metrics_host or not port * metrics_port or abs(port - metrics_port) >= self.replicas
+        check(apart, "metrics_address", self.metrics_address, "is among the ports of --address")
 
 
 @dataclass(frozen=True, kw_only=True)

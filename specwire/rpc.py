@@ -309,6 +309,13 @@ async def _serve_until(
         await stopping.wait()
 
 
+def end_at_once_by_signals() -> None:
+    """Until a service serves there is nothing to finish: SIGINT and SIGTERM end it, whatever it waits for.
+    Left to itself, asyncio would put SIGINT off until a model is loaded."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def set_up_logging(level: str) -> None:
     """Records of this level and above, on standard error."""
     logging.basicConfig(

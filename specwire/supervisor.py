@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -21,9 +22,9 @@ from dataclasses import fields
 from typing import Self
 
 from specwire.checks import split_address
-from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig
+from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, VerifyConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.flags import env_name, flag_words
+from specwire.flags import env_name, flag_name, flag_words
 
 READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
@@ -133,7 +134,7 @@ class Service:
                 sys.stderr.flush()
 
 
-def wait_ready(services: Sequence[Service], timeout_s: float) -> None:
+def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
     """Wait until all of them serve; the first that cannot is reported while others still load.
 
     Raises:
@@ -146,7 +147,8 @@ def wait_ready(services: Sequence[Service], timeout_s: float) -> None:
             assert service.process.stdout is not None
             selector.register(service.process.stdout, selectors.EVENT_READ, service)
         while waiting := [key.data for key in selector.get_map().values()]:
-            events = selector.select(max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            events = selector.select(None if left_s == math.inf else left_s)
             if not events:
                 names = " and ".join(service.module for service in waiting)
                 raise ServiceUnavailableError(f"{names} not ready within {timeout_s:g} s")
@@ -190,7 +192,7 @@ class Stack:
         return ended is not self.draft
 
     def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
-        _check_free(config.address)  # now, rather than after the models were loaded
+        check_free("address", config.address)  # now, rather than after the models were loaded
         self.verifies = [
             self._service("verify_service", _verify_flags(config, index), environ, "--target")
             for index in range(config.replicas)
@@ -292,7 +294,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
     return _flags(
         model=config.target,
         dtype=config.dtype,
-        device=_device(config, index),
+        device=device_of(config, index),
         num_threads=config.num_threads or _default_threads(config),
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
@@ -302,7 +304,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
     )
 
 
-def _device(config: StackConfig, index: int) -> str:
+def device_of(config: StackConfig | VerifyConfig, index: int) -> str:
     """Replicas on `cuda` take one card each; Ray chooses for those that span several."""
     spread = config.device == "cuda" and config.replicas > 1 and config.tensor_parallel_size == 1
     return f"cuda:{index}" if spread else config.device
@@ -378,18 +380,18 @@ def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def _check_free(address: str) -> None:
+def check_free(name: str, address: str) -> None:
     """Raises:
-    ConfigError: the coordinator could not listen there.
+    ConfigError: nobody can listen there, naming the flag and the address.
     """
-    host, port = split_address("address", address)
+    host, port = split_address(name, address)
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         problem = error.strerror or str(error)
-        raise ConfigError(f"--address {address}: cannot be bound ({problem})") from None
+        raise ConfigError(f"{flag_name(name)} {address}: cannot be bound ({problem})") from None
 
 
 def _dying_with(parent_pid: int) -> Callable[[], None]:

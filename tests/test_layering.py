@@ -156,9 +156,12 @@ def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
             assert in_group or "ray" not in packages(found), path
             assert "ray" not in packages(imports(path, lazy=False)), path
             group = {name for name in found if name.startswith("specwire.engine.group")}
-            assert in_group or not group or path.name == "boot.py", path
+            starts_it = path in (ROOT / "specwire/engine/boot.py", ROOT / "verify_service/replicas.py")
+            assert in_group or not group or starts_it, path
     boot = imports(ROOT / "specwire/engine/boot.py", lazy=False)
     assert not [name for name in boot if name.startswith("specwire.engine.group")], "size 1 needs no group"
+    verify = imports(ROOT / "verify_service/__main__.py", lazy=False)
+    assert "verify_service.replicas" not in verify, "nor does one replica"
 
 
 def test_the_http_front_is_loaded_by_its_command_alone() -> None:

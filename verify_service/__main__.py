@@ -1,4 +1,4 @@
-"""`python -m verify_service`: one verify service in the foreground."""
+"""`python -m verify_service`: one verify service in the foreground, or several as its children."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from specwire import config, doors, flags, rpc
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    parser = argparse.ArgumentParser(prog="specwire verify", description="Run one verify service.")
+    parser = argparse.ArgumentParser(
+        prog="specwire verify", description="Run one verify service, or several."
+    )
     flags.add_flags(parser, config.VerifyConfig)
     args = parser.parse_args(argv)
     return rpc.run_service(lambda: _serve(args))
@@ -22,6 +24,12 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.VerifyConfig, args, os.environ)
     rpc.set_up_logging(settings.log_level)
     doors.check(settings)
+    rpc.end_at_once_by_signals()
+    if settings.replicas > 1:
+        from verify_service import replicas
+
+        await rpc.run_until_signal(replicas.serving(settings))
+        return
     from verify_service.service import serving  # loads torch: after the flags were checked
 
     await rpc.run_until_signal(serving(settings))

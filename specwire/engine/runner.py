@@ -114,6 +114,11 @@ class ModelRunner:
         error = self._replay_error()
         if not error <= _REPLAY_TOLERANCE:
             log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
+            self.stop_replaying()
+
+    def stop_replaying(self) -> None:
+        """Run each step anew from now on."""
+        if self._padded is not None:
             self._padded.stop_replaying()
 
     def _replay_error(self) -> float:

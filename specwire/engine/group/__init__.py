@@ -4,6 +4,6 @@
                                ◀───── answer ──────── rank 0: decide, where the logits are
 
 The driver is no rank of the model. `placement` starts the ranks through Ray and sees them die; the steps go
-through torch.distributed (`control`, and the model's own collectives), never through Ray. Nothing here is
-imported unless a group is asked for.
+over connections of their own (`control`) and the model's collectives, never through Ray. But for what starts
+Ray, nothing here is imported unless a group is asked for.
 """

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import secrets
+import select
 import socket
+import struct
+import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-_DRIVER, _FIRST = 0, 1
-_FRAME_BYTES = 16384
-_HEADER_BYTES = 8
-_FOR_EVER = timedelta(days=3650)
-
+_TOKEN_BYTES = 32
+_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sq")
+_HEADER = struct.Struct("<q")
+_GREETING_S = 5.0
 
 # What torch does not declare, though it documents it.
 _dist: Any = dist
@@ -25,8 +29,7 @@ def open_store(host: str) -> Any:
 
     It has no lock, so it listens at this address alone; left to itself it would at all of the machine's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, 0), family=family)
+    listening = _listen(host)
     port = listening.getsockname()[1]
     return _dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
@@ -43,82 +46,142 @@ def part_of(store: Any, name: str) -> Any:
     return _dist.PrefixStore(name, store)
 
 
-class ControlGroup:
-    """A gloo group of its own, whatever the model's collectives run on; rank r of the model is r + 1 here.
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
-    A message travels as one frame of fixed size, and a second one when it is longer. Every call raises
-    RuntimeError when a member died, or when it takes too long.
+
+class DriverLines:
+    """The driver's side: a connection to each rank. gloo would do, with threads that wake each other up for
+    every message; here a message wakes up who waits for it.
+
+    Whoever knows the token may be a rank. Every call raises OSError when a rank hung up, or takes too long.
 
     Args:
-        store: where the members find each other.
-        member: 0 for the driver, r + 1 for rank r.
-        num_ranks: of the model.
-        host: this machine's address, as the others reach it.
-        timeout_s: longest wait for the others to join.
-        answer_timeout_s: longest wait for an answer; None for as long.
+        host: this machine's address, as the ranks reach it.
+
+    Attributes:
+        port, token: what a rank must know.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        member: int,
-        num_ranks: int,
-        *,
-        host: str,
-        timeout_s: float,
-        answer_timeout_s: float | None = None,
-    ) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = self._timeout
-        self._group: Any = _dist.ProcessGroupGloo(store, member, num_ranks + 1, options)
-        self._answer_timeout = timedelta(seconds=answer_timeout_s or timeout_s)
-        self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    def __init__(self, host: str) -> None:
+        self._listening = _listen(host)
+        self.port: int = self._listening.getsockname()[1]
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self._ranks: list[socket.socket] = []
+        self._poll = select.poll()
+        self._answer_timeout_s = 0.0
+
+    def accept(self, num_ranks: int, timeout_s: float, answer_timeout_s: float) -> None:
+        """Wait until all ranks are there; strangers are hung up on.
+
+        Args:
+            answer_timeout_s: longest wait for an answer, from then on.
+        """
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, socket.socket] = {}
+        while len(found) < num_ranks:
+            self._listening.settimeout(max(0.001, deadline - time.monotonic()))
+            line, _ = self._listening.accept()
+            rank = self._rank_of(line)
+            if rank is not None:
+                found[rank] = line
+        self._ranks = [found[rank] for rank in range(num_ranks)]
+        self._answer_timeout_s = answer_timeout_s
+        for line in self._ranks:
+            _set_up(line)
+            line.settimeout(answer_timeout_s)
+            self._poll.register(line, select.POLLIN)
+
+    def _rank_of(self, line: socket.socket) -> int | None:
+        line.settimeout(_GREETING_S)
+        try:
+            token, rank = _GREETING.unpack(_receive(line, _GREETING.size))
+        except OSError:
+            token = b""
+        if hmac.compare_digest(token, self.token):
+            return int(rank)
+        line.close()
+        return None
 
     def say(self, message: bytes) -> None:
-        """The driver to all ranks; returns as soon as it is on its way."""
-        for part in self._parts(message):
-            self._group.broadcast(part, _DRIVER, self._timeout).wait()
-
-    def hear(self) -> bytes:
-        """What the driver says next; waits for ever, since a driver may be idle."""
-        self._group.broadcast(self._frame, _DRIVER, _FOR_EVER).wait(_FOR_EVER)
-        rest = self._rest()
-        if rest is not None:
-            self._group.broadcast(rest, _DRIVER, self._timeout).wait()
-        return self._joined(rest)
-
-    def answer(self, message: bytes) -> None:
-        """Rank 0 to the driver."""
-        for part in self._parts(message):
-            self._group.send([part], _DRIVER, 0).wait()
+        """To all ranks; returns as soon as it is on its way."""
+        for line in self._ranks:
+            _send(line, message)
 
     def await_answer(self) -> bytes:
-        """What rank 0 answers."""
-        self._group.recv([self._frame], _FIRST, 0).wait(self._answer_timeout)
-        rest = self._rest()
-        if rest is not None:
-            self._group.recv([rest], _FIRST, 0).wait(self._answer_timeout)
-        return self._joined(rest)
+        """What rank 0 answers; another rank that says anything has hung up."""
+        ready = {number for number, _ in self._poll.poll(self._answer_timeout_s * 1e3)}
+        if not ready:
+            raise TimeoutError(f"no answer within {self._answer_timeout_s:g} s")
+        if self._ranks[0].fileno() not in ready:
+            raise ConnectionError("another rank hung up")
+        return _receive_message(self._ranks[0])
 
     def abort(self) -> None:
         """Break every wait, now and later; from any thread."""
-        self._group.abort()
+        _hang_up([self._listening, *self._ranks])
 
-    def _parts(self, message: bytes) -> list[Tensor]:
-        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        first = min(len(data), _FRAME_BYTES - _HEADER_BYTES)
-        self._frame[:_HEADER_BYTES].view(torch.int64).fill_(len(data))
-        self._frame[_HEADER_BYTES : _HEADER_BYTES + first] = data[:first]
-        return [self._frame] if first == len(data) else [self._frame, data[first:]]
+    def close(self) -> None:
+        """Give the connections back; nobody may wait."""
+        for line in (self._listening, *self._ranks):
+            line.close()
 
-    def _rest(self) -> Tensor | None:
-        """Room for what did not fit into the frame."""
-        num_bytes = int(self._frame[:_HEADER_BYTES].view(torch.int64)) - (_FRAME_BYTES - _HEADER_BYTES)
-        return torch.empty(num_bytes, dtype=torch.uint8) if num_bytes > 0 else None
 
-    def _joined(self, rest: Tensor | None) -> bytes:
-        num_bytes = int(self._frame[:_HEADER_BYTES].view(torch.int64))
-        first: bytes = self._frame[_HEADER_BYTES : _HEADER_BYTES + num_bytes].numpy().tobytes()
-        return first if rest is None else first + rest.numpy().tobytes()
+class RankLine:
+    """A rank's side.
+
+    Args:
+        host, port, token: of the driver.
+        timeout_s: longest wait for a connection.
+    """
+
+    def __init__(self, host: str, port: int, token: bytes, rank: int, timeout_s: float) -> None:
+        self._line = socket.create_connection((host, port), timeout_s)
+        self._line.settimeout(None)
+        _set_up(self._line)
+        self._line.sendall(_GREETING.pack(token, rank))
+
+    def hear(self) -> bytes:
+        """What the driver says next; waits for ever, since a driver may be idle."""
+        return _receive_message(self._line)
+
+    def answer(self, message: bytes) -> None:
+        """Rank 0 to the driver."""
+        _send(self._line, message)
+
+    def close(self) -> None:
+        """Hang up."""
+        _hang_up([self._line])
+
+
+def _set_up(line: socket.socket) -> None:
+    """Messages leave at once, and a machine that vanished is noticed some day."""
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _send(line: socket.socket, message: bytes) -> None:
+    line.sendall(_HEADER.pack(len(message)) + message)
+
+
+def _receive_message(line: socket.socket) -> bytes:
+    (num_bytes,) = _HEADER.unpack(_receive(line, _HEADER.size))
+    return _receive(line, num_bytes)
+
+
+def _receive(line: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        num_read = line.recv_into(rest)
+        if not num_read:
+            raise ConnectionError("the other side hung up")
+        rest = rest[num_read:]
+    return bytes(data)
+
+
+def _hang_up(lines: Iterable[socket.socket]) -> None:
+    for line in lines:
+        with contextlib.suppress(OSError):  # it hung up before
+            line.shutdown(socket.SHUT_RDWR)

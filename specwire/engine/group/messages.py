@@ -30,6 +30,7 @@ class Assignment(NamedTuple):
     Attributes:
         host, port: of the driver's store.
         key: of this group in it.
+        line_port, token: of the driver's lines to this group.
     """
 
     rank: int
@@ -37,6 +38,8 @@ class Assignment(NamedTuple):
     host: str
     port: int
     key: str
+    line_port: int
+    token: bytes
     config: ModelServiceConfig
     source: str
     dtype: str
@@ -51,6 +54,7 @@ class Loaded(NamedTuple):
         vocab_size: width of the logits.
         num_embeddings: tokens that the model can read.
         num_pages: of the KV cache.
+        warning: what the service's log should say; empty for nothing.
     """
 
     description: dict[str, Any]
@@ -58,6 +62,7 @@ class Loaded(NamedTuple):
     vocab_size: int
     num_embeddings: int
     num_pages: int
+    warning: str = ""
 
 
 class Order(NamedTuple):

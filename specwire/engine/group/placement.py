@@ -8,22 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
-import tempfile
+import sys
 from typing import Any
 
-from specwire.engine.thread import ComputeThread
+from specwire.engine.group.instance import Instance, alone
 from specwire.errors import ConfigError, ServiceUnavailableError
-
-# A driver's own instance: nothing is kept in its object store, which has a least size.
-_OBJECT_STORE_BYTES = 80 << 20
-# For an instance of our own, read when Ray is imported: it tells nobody that it runs; as on machines that are
-# never part of a cluster it listens on loopback only; and its workers, which do the work here, are not niced.
-_ALONE = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_worker_niceness": "0",
-}
 
 
 def require_ray(num_ranks: int) -> None:
@@ -42,7 +31,8 @@ class Placement:
 
     Args:
         address: of a running cluster that this machine is part of; empty starts an instance on loopback,
-            which ends with this process. One that this process is connected to already is used as it is.
+            which ends with this process, however that ends. One that this process is connected to already is
+            used as it is.
         num_ranks: devices wanted.
         is_cuda: GPUs, or else CPU cores.
         timeout_s: longest wait for them to be free.
@@ -58,11 +48,10 @@ class Placement:
     def __init__(self, address: str, num_ranks: int, *, is_cuda: bool, timeout_s: float) -> None:
         self._num_ranks = num_ranks
         self._resource = "GPU" if is_cuda else "CPU"
-        self._directory = ""
-        # Ray's own processes end with the thread that started them (PR_SET_PDEATHSIG): it must live as long.
-        self._thread = ComputeThread("ray")
-        self._is_ours = self._thread.call(lambda: self._connect(address))
+        self._instance: Instance | None = None
+        self._is_ours = False
         try:
+            self._is_ours = self._connect(address)
             self.host, self._node_id = _where()
             self._group = self._reserve(timeout_s)
         except BaseException:
@@ -99,31 +88,25 @@ class Placement:
         self._disconnect()
 
     def _connect(self, address: str) -> bool:
-        if not address:
-            os.environ |= _ALONE
+        """Whether the connection is ours to end."""
+        if _is_connected():
+            return False
+        target = address or self._start_instance()
         import ray
 
-        if ray.is_initialized():
-            return False
-        quiet = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
         try:
-            if address:
-                del quiet["include_dashboard"]
-                ray.init(address=address, **quiet)
-            else:
-                self._directory = tempfile.mkdtemp(prefix="specwire-ray-")
-                ray.init(
-                    address="local",
-                    num_cpus=self._num_ranks if self._resource == "CPU" else 1,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    _temp_dir=self._directory,
-                    **quiet,
-                )
+            ray.init(address=target, logging_level="error", log_to_driver=False)
         except Exception as error:
-            self._forget_directory()
             what = f"--ray-address {address}: cannot be used" if address else "Ray does not start"
             raise ConfigError(f"{what}: {_first_line(error)}") from error
         return True
+
+    def _start_instance(self) -> str:
+        os.environ |= alone()
+        self._instance = Instance(self._num_ranks if self._resource == "CPU" else 1)
+        import ray  # noqa: F401 - takes as long as the instance to start
+
+        return self._instance.ready()
 
     def _reserve(self, timeout_s: float) -> Any:
         import ray
@@ -146,13 +129,18 @@ class Placement:
         import ray
 
         if self._is_ours:
-            self._thread.call(ray.shutdown)
-        self._thread.join()
-        self._forget_directory()
+            ray.shutdown()
+        self._end_instance()
 
-    def _forget_directory(self) -> None:
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+    def _end_instance(self) -> None:
+        if self._instance is not None:
+            self._instance.close()
+
+
+def _is_connected() -> bool:
+    """Without importing it: what Ray reads then must have been set before."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _where() -> tuple[str, str]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from specwire.config import ModelServiceConfig
+from specwire.engine.graphs import CudaReplay
 from specwire.engine.group import control, placement
-from specwire.engine.group.control import ControlGroup
+from specwire.engine.group.control import RankLine
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.memory import pages_in_memory
 from specwire.engine.runner import ModelRunner
@@ -30,11 +32,8 @@ class Rank:
         host, node_id, device = placement.devices()
         return Place(host, node_id, os.getpid(), device)
 
-    def load(self, assignment: Assignment, host: str) -> Loaded:
+    def load(self, assignment: Assignment) -> Loaded:
         """Join the others and load this rank's shard.
-
-        Args:
-            host: this machine's address, as the others reach it.
 
         Raises:
             ModelLoadError: naming the model and the reason.
@@ -45,20 +44,30 @@ class Rank:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         store = control.reach_store(assignment.host, assignment.port, config.load_timeout_s)
-        self._join(assignment, control.part_of(store, assignment.key), host)
+        store = control.part_of(store, assignment.key)
+        self._join(assignment, store)
         model, description = load_shard(
             assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
         )
-        self._runner = ModelRunner(model, num_pages=_num_pages(config, model), page_size=config.page_len)
+        replay = None
+        if model.device.type == "cuda" and config.cuda_graphs:
+            part = control.part_of(store, "replay")
+            replay = AgreedReplay(CudaReplay(), part, self._rank, assignment.num_ranks)
+        self._runner = ModelRunner(
+            model, num_pages=_num_pages(config, model), page_size=config.page_len, replay=replay
+        )
+        if replay is not None:
+            replay.warm(self._runner)
         return Loaded(
             description=description,
             context_len=self._runner.context_len,
             vocab_size=self._runner.vocab_size,
             num_embeddings=self._runner.num_embeddings,
             num_pages=self._runner.pool.num_pages,
+            warning=f"steps run without CUDA graphs: {replay.problem}" if replay and replay.problem else "",
         )
 
-    def _join(self, assignment: Assignment, store: Any, host: str) -> None:
+    def _join(self, assignment: Assignment, store: Any) -> None:
         config = assignment.config
         # transformers reads these to find its place; Ray shows a rank its own device only, the first one.
         os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(assignment.num_ranks), "LOCAL_RANK": "0"}
@@ -73,24 +82,26 @@ class Rank:
             timeout=timedelta(seconds=config.load_timeout_s),
             device_id=torch.device("cuda", 0) if is_cuda else None,
         )
-        self._control = ControlGroup(
-            control.part_of(store, "control"),
-            self._rank + 1,
-            assignment.num_ranks,
-            host=host,
-            timeout_s=config.load_timeout_s,
+        self._line = RankLine(
+            assignment.host, assignment.line_port, assignment.token, self._rank, config.load_timeout_s
         )
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Step after step, until the driver says that it was the last one or somebody is lost."""
+        try:
+            self._follow()
+        finally:
+            self._line.close()  # so that the driver knows at once
+
+    def _follow(self) -> None:
         number = 0
-        while (order := pickle.loads(self._control.hear())) is not None:
+        while (order := pickle.loads(self._line.hear())) is not None:
             if order.number != number:
                 raise RuntimeError(f"rank {self._rank} heard step {order.number} instead of {number}")
             logits = self._runner.compute(order.batch)
             if self._rank == 0:
-                self._control.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
+                self._line.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
             number += 1
 
 

@@ -7,15 +7,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from specwire.config import ModelServiceConfig
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.group import control, placement
-from specwire.engine.group.control import ControlGroup
+from specwire.engine.group.control import DriverLines
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
@@ -23,7 +22,6 @@ from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 _STARTS = 2
 """Tries to bring a group back: the first one may meet what ended the group before."""
@@ -142,8 +140,7 @@ class _Group:
         self, placement: Placement, config: ModelServiceConfig, is_wanted: Callable[[], bool]
     ) -> None:
         self._placement, self._config, self._is_wanted = placement, config, is_wanted
-        self._host = placement.host
-        self._control: ControlGroup | None = None
+        self._lines = DriverLines(placement.host)
         self._number = 0
         self._ended = False
         self._lost = ""
@@ -171,26 +168,20 @@ class _Group:
             host=store.host,
             port=store.port,
             key=key,
+            line_port=self._lines.port,
+            token=self._lines.token,
             config=self._config,
             source=source,
             dtype=dtype,
         )
-        joined = _in_background(
-            lambda: ControlGroup(
-                control.part_of(control.part_of(store, key), "control"),
-                0,
-                num_ranks,
-                host=self._host,
-                timeout_s=self._config.load_timeout_s,
-                answer_timeout_s=self._config.step_timeout_s,
-            )
-        )
         loading = [
-            actor.load.remote(assignment._replace(rank=rank), self.places[rank].host)
-            for rank, actor in enumerate(self._actors)
+            actor.load.remote(assignment._replace(rank=rank)) for rank, actor in enumerate(self._actors)
         ]
         self.loaded: Loaded = self._gather(loading, deadline_s)[0]
-        self._control = joined.result()  # it was there before any rank could load
+        if self.loaded.warning:
+            log.warning("%s", self.loaded.warning)
+        # They called before they loaded.
+        self._lines.accept(num_ranks, self._config.load_timeout_s, self._config.step_timeout_s)
 
     def serve(self, on_loss: Callable[[], None]) -> None:
         """Let the ranks wait for steps, and watch them."""
@@ -208,12 +199,11 @@ class _Group:
             RuntimeError: `decide` failed; the group goes on.
         """
         self.check()
-        assert self._control is not None
         message = pickle.dumps(Order(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
         try:
-            self._control.say(message)
-            answer: Answer = pickle.loads(self._control.await_answer())
-        except RuntimeError as error:
+            self._lines.say(message)
+            answer: Answer = pickle.loads(self._lines.await_answer())
+        except OSError as error:
             self._is_lost.wait(_REASON_WAIT_S)
             self._lose(f"a rank does not answer: {_first_line(error)}")
             raise DeviceLostError(self._lost) from error
@@ -232,22 +222,21 @@ class _Group:
     def end(self) -> None:
         """Let the ranks end, or else end them."""
         self._ended = True
-        if self._control is not None and not self._lost:
+        if self._watcher is not None and not self._lost:
             try:
-                self._control.say(pickle.dumps(None))
-                if self._watcher is not None:
-                    self._watcher.join(_REASON_WAIT_S)
-            except RuntimeError:
+                self._lines.say(pickle.dumps(None))
+                self._watcher.join(_REASON_WAIT_S)
+            except OSError:
                 log.debug("the group was lost while it ended")
         placement.kill(self._actors)
+        self._lines.close()
 
     def _lose(self, reason: str) -> None:
         """The first reason counts. Whoever waits for the others, here or there, is to wait no longer."""
         if not self._lost:
             self._lost = reason
         placement.kill(self._actors)
-        if self._control is not None:
-            self._control.abort()
+        self._lines.abort()
         self._is_lost.set()
 
     def _watch(self, serving: list[Any], on_loss: Callable[[], None]) -> None:
@@ -318,20 +307,6 @@ def _failures_soon(refs: list[Any], failures: dict[int, str]) -> dict[int, str]:
     failures = failures | _failures(refs, done)
     consequences = ("RuntimeError", "Dist")
     return dict(sorted(failures.items(), key=lambda item: item[1].startswith(consequences)))
-
-
-def _in_background(function: Callable[[], Result]) -> Future[Result]:
-    """Run a function on a thread that keeps no process alive."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="group-joiner", daemon=True).start()
-    return future
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,174 @@
+"""`specwire verify --replicas N`: so many verify services, each a child process with a port of its own.
+
+One that dies is started again where it was, after a pause that grows as long as it does not stay. One that
+cannot start at all is the end of the command: the next one would fail like it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from itertools import chain
+
+from specwire.checks import split_address
+from specwire.config import VerifyConfig
+from specwire.engine.group.instance import Instance, alone
+from specwire.engine.group.placement import require_ray
+from specwire.errors import ConfigError, ServiceUnavailableError
+from specwire.flags import flag_words
+from specwire.supervisor import Service, check_free, device_of, wait_ready
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_STEADY_S = 60.0
+"""Who has served for so long did not die of its start."""
+_STOP_MARGIN_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def serving(config: VerifyConfig) -> AsyncIterator[str]:
+    """Running replicas, kept running; yields their addresses with commas between, and ends all gracefully.
+
+    Raises:
+        ConfigError: one of them cannot start, with its own reason.
+        ServiceUnavailableError: the Ray instance that they share was lost.
+    """
+    with contextlib.ExitStack() as stack:
+        instance = stack.enter_context(_shared_instance(config))
+        ray_address = instance.ready() if instance else config.ray_address
+        replicas: list[Replica] = []
+        stack.callback(lambda: [replica.service.kill() for replica in replicas])
+        for index in range(config.replicas):
+            replicas.append(Replica(_config_of(config, index, ray_address), alone() if instance else {}))
+        await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(replica.keep()) for replica in replicas]
+                if instance is not None:
+                    tasks.append(group.create_task(_watch(instance)))
+                yield ",".join(replica.service.address for replica in replicas)
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        await asyncio.gather(*(replica.stop() for replica in replicas))
+
+
+class Replica:
+    """One verify service."""
+
+    def __init__(self, config: VerifyConfig, environ: dict[str, str]) -> None:
+        """Start it; it does not serve yet.
+
+        Args:
+            environ: added to the environment of the process.
+        """
+        self._config, self._environ = config, environ
+        self._num_failures = 0
+        self._start()
+
+    def _start(self) -> None:
+        words = [flag_words(field.name, getattr(self._config, field.name)) for field in fields(self._config)]
+        self.service = Service("verify_service", [*chain(*words)], self._environ)
+
+    async def keep(self) -> None:
+        """Start it again whenever it ended."""
+        self._config = replace(self._config, address=self.service.address)
+        while True:
+            served_s = await self._ended()
+            self._num_failures = 0 if served_s > _STEADY_S else self._num_failures + 1
+            status = self.service.process.returncode
+            await self._pause(f"ended with status {status}")
+            while (problem := await self._try()) is not None:
+                self._num_failures += 1
+                await self._pause(f"does not start: {problem}")
+            log.warning("verify service %s serves again", self._config.address)
+
+    async def stop(self) -> None:
+        """End it gracefully, by force after its grace."""
+        self.service.terminate()
+        await asyncio.to_thread(self.service.stop, self._config.grace_s + _STOP_MARGIN_S)
+
+    async def _ended(self) -> float:
+        """Wait until it has; returns the seconds that it served."""
+        started_s = time.monotonic()
+        while self.service.process.poll() is None:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(_POLL_S)
+        return time.monotonic() - started_s
+
+    async def _pause(self, why: str) -> None:
+        seconds = pause_s(self._num_failures)
+        log.warning("verify service %s %s; it starts again in %g s", self._config.address, why, seconds)
+        await asyncio.sleep(seconds)
+
+    async def _try(self) -> ConfigError | None:
+        """Start it; why that failed, or None when it serves."""
+        self._start()
+        try:
+            await asyncio.to_thread(wait_ready, [self.service])
+        except ConfigError as error:
+            return error
+        return None
+
+
+def pause_s(num_failures: int) -> float:
+    """Seconds before the next start, after so many ends one soon after the other; at least one.
+
+    >>> [pause_s(n) for n in (1, 2, 3, 100)]
+    [0.5, 1.0, 2.0, 30.0]
+    """
+    return float(min(_FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), _LONGEST_PAUSE_S))
+
+
+def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:
+    """Ray for all groups: instances that know nothing of each other would hand out the same devices."""
+    if config.tensor_parallel_size == 1 or config.ray_address:
+        return contextlib.nullcontext()
+    require_ray(config.tensor_parallel_size)
+    return Instance(config.tensor_parallel_size * config.replicas if config.device == "cpu" else 1)
+
+
+def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConfig:
+    """What makes a replica one of its own.
+
+    Raises:
+        ConfigError: its address is taken.
+    """
+    address, metrics_address = _follow(config.address, index), _follow(config.metrics_address, index)
+    check_free("address", address)
+    if metrics_address:
+        check_free("metrics_address", metrics_address)
+    share = config.replicas if config.device != "cuda" else 1  # of one device's memory
+    return replace(
+        config,
+        replicas=1,
+        address=address,
+        metrics_address=metrics_address,
+        device=device_of(config, index),
+        ray_address=ray_address,
+        kv_cache_memory=config.kv_cache_memory / share,
+    )
+
+
+def _follow(address: str, index: int) -> str:
+    """Ports follow each other, unless any will do."""
+    if not address:
+        return ""
+    host, port = split_address("address", address)
+    return f"{host}:{port and port + index}"
+
+
+async def _watch(instance: Instance) -> None:
+    """Raises:
+    ServiceUnavailableError: the instance ended.
+    """
+    while instance.process.poll() is None:  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(_POLL_S)
+    raise ServiceUnavailableError(f"the Ray instance ended with status {instance.process.returncode}")
