@@ -55,14 +55,16 @@ proto-check: setup
 		--grpc_python_out=build/proto $(PROTOS)
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
-# The tests of whole laws compute and measure no time: they get what the others leave of the processors.
-LAWS := tests/test_exactness_pure.py tests/test_exactness_wire.py
+# Tests that compute and measure no time: they get what the others leave of the processors.
+COMPUTING := acceptance exactness_pure exactness_wire forecast gpu_benchmark k8s kv_cache loading packaging packing \
+	padded prefix_index random rule runner sampling simulation text timeline_shown tokenizer transfer
+BESIDE := $(COMPUTING:%=tests/test_%.py)
 
 unit: setup
 	@mkdir -p build
-	@nice -n 10 $(BIN)/python -m pytest --timeout 600 $(LAWS) >build/laws.log 2>&1 & laws=$$!; \
-	$(BIN)/python -m pytest $(LAWS:%=--ignore=%); others=$$?; \
-	wait $$laws; laws=$$?; cat build/laws.log; exit $$((laws + others))
+	@nice -n 10 $(BIN)/python -m pytest --timeout 600 $(BESIDE) >build/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); others=$$?; \
+	wait $$beside; beside=$$?; cat build/beside.log; exit $$((beside + others))
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup
