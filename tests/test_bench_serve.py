@@ -229,7 +229,7 @@ def test_ctrl_c_prints_what_was_measured(stack: LocalStack, tmp_path: Path) -> N
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted after" in err
     assert "Traceback" not in err

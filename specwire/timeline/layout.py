@@ -108,7 +108,7 @@ class Round:
 
     Attributes:
         number: from 0.
-        draft_ns, verify_ns: the services' time for it, queue included.
+        draft_ns, verify_ns: the services' time for it while it ran, queue included.
         prepare_ns: the draft's time for proposals that build on this round, while it was verified.
     """
 
@@ -306,10 +306,13 @@ class _Maker:
         return sorted(rounds, key=lambda one: one.number)
 
     def _round(self, index: int, span: Span, bars: Sequence[Bar]) -> Round:
-        def spent(*kinds: Kind) -> int:
-            return length(union(bar.interval for bar in bars if bar.kind in kinds))
-
         start_ns, end_ns = self._interval(span)
+
+        def spent(*kinds: Kind) -> int:
+            """Within the round: a draft may have begun before it was asked."""
+            whole = union(bar.interval for bar in bars if bar.kind in kinds)
+            return length(intersection(whole, [(start_ns, end_ns)]))
+
         return Round(
             span_id=span.span_id,
             number=count(span, tracing.ROUND, index),
