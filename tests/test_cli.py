@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import verify_service.__main__
 from specwire import SamplingParams, cli, supervisor
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.flags import env_name, flag_name, flag_words
-from tests import texts
 from tests.harness import LocalStack, local_stack
 from tests.pairs import save_target
 
@@ -38,25 +36,7 @@ SERVICE_MAINS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signal handlers and environment as they were."""
-    for name in [name for name in os.environ if name.startswith("SPECWIRE_")]:
-        monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -36,27 +35,6 @@ from tests.pairs import save_target
 
 PROMPT = "The quick brown"
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: LocalStack) -> Client:
-    return stack.client
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(texts.build_tokenizer())
 
 
 def first_chunk(stream: Stream) -> None:

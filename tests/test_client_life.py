@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,28 +26,11 @@ from specwire import (
     SpecwireError,
     rpc,
 )
-from tests import texts
 from tests.harness import LocalStack, local_stack
 
 PROMPT = "The quick brown"
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
 UNREACHABLE = "127.0.0.1:1"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: LocalStack) -> Client:
-    return stack.client
 
 
 class TestDeadline:

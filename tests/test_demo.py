@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specwire import Rule, SamplingParams, cli, demo
 from specwire.config import UpConfig
-from tests import texts
-from tests.harness import LocalStack, local_stack
+from tests.harness import LocalStack
 from tests.test_cli import check_completion
 
 PROMPT = "The quick brown"
 GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
 
 
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signal handlers and environment as they were."""
-    for name in [name for name in os.environ if name.startswith("SPECWIRE_")]:
-        monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 class Terminal(io.StringIO):

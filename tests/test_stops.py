@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,31 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from specwire import Client, Completion, FinishReason, SamplingParams
 from specwire.tokenizer import Tokenizer
-from tests import texts
-from tests.harness import LocalStack, local_stack
 
 PROMPT = "The quick brown"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: LocalStack) -> Client:
-    return stack.client
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(texts.build_tokenizer())
 
 
 @pytest.fixture(scope="module", params=["greedy", "rejection", "gumbel"])

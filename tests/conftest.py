@@ -1,0 +1,46 @@
+"""What several test files use: three services on a small text pair, for the tests of a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specwire import Client
+from specwire.tokenizer import Tokenizer
+from tests import texts
+from tests.harness import LocalStack, local_stack
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return texts.save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: LocalStack) -> Client:
+    return stack.client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(texts.build_tokenizer())
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Signal handlers and environment as they were."""
+    for name in [name for name in os.environ if name.startswith("SPECWIRE_")]:
+        monkeypatch.delenv(name)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
