@@ -36,7 +36,7 @@ class Prepared:
     """A proposal for whoever commits `path` after the tokens that the stream's last request committed.
 
     Attributes:
-        started_ns, finished_ns: when it was worked on, since the epoch.
+        started_ns, finished_ns: when it was worked on, by the stopwatch.
     """
 
     path: tuple[int, ...]

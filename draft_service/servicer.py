@@ -11,7 +11,7 @@ from typing import Any
 
 from draft_service.drafter import DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
-from specwire import rpc, tracing, wire
+from specwire import clock, rpc, tracing, wire
 from specwire.core import Preparation, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
@@ -123,8 +123,8 @@ class _Answers:
         if self.traceparent:
             self._tracer.record(
                 "draft.prepare",
-                start_ns=min(each.started_ns for each in prepared),
-                end_ns=max(each.finished_ns for each in prepared),
+                start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
+                end_ns=clock.epoch_ns(max(each.finished_ns for each in prepared)),
                 parent=self.traceparent,
                 attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
             )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from specwire import config
+from specwire import config, stacks
 from specwire.bench import command as bench
 from specwire.client_config import ClientConfig, HttpConfig
 from specwire.config import DemoConfig, ProxyConfig, UpConfig
@@ -187,6 +187,7 @@ def _supervise(stack: Stack) -> int:
 
 def _end_on_signals() -> None:
     """SIGINT too: a shell that starts a command in the background has it ignored."""
+    stacks.show_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
 

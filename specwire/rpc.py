@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from specwire import channel, doors, errors
+from specwire import channel, doors, errors, stacks
 from specwire.checks import split_address
 from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
@@ -325,6 +325,7 @@ def set_up_logging(level: str) -> None:
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a SpecwireError becomes one line on standard error and exit status 2."""
+    stacks.show_on_signal()
     try:
         asyncio.run(main())
     except SpecwireError as error:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Self
 
+from specwire import stacks
 from specwire.checks import split_address
 from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, VerifyConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
@@ -32,6 +33,7 @@ METRICS_ROLES = ("coordinator", "draft", "verify")
 _ERROR = "error: "
 _PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
+_STACKS_S = 0.5
 _POLL_S = 0.1
 # Loaded here, since the child between fork and exec may run no more than one system call.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -102,12 +104,19 @@ class Service:
             self.process.terminate()
 
     def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
-        """End gracefully, then by force; returns the exit status."""
+        """End gracefully, then by force, which is told with what it was doing; returns the exit status."""
         self.terminate()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            print(f"{self.module} has not ended within {timeout_s:.1f} s: ended by force", file=sys.stderr)
+            self._show_stacks()
             return self.kill()
+
+    def _show_stacks(self) -> None:
+        self.process.send_signal(stacks.SIGNAL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STACKS_S)
 
     def kill(self) -> int:
         """End by force, if it runs; returns the exit status."""
@@ -249,8 +258,9 @@ class Stack:
                     service.terminate()
                 else:
                     service.stop(self._grace_s + _STOP_MARGIN_S)
+            ends_s = time.monotonic() + self._grace_s + _STOP_MARGIN_S
             for service in self.services:
-                service.stop(self._grace_s + _STOP_MARGIN_S)
+                service.stop(max(0.0, ends_s - time.monotonic()))
         finally:
             self._kill()
 

@@ -190,7 +190,7 @@ class VirtualEngine(Engine):
         self._take_orders(timeout_s=0)  # it may have been another engine's turn before
         if not self._jobs and not self._background:
             return
-        started_ns = clock.epoch_ns()
+        started_ns = clock.stopwatch_ns()
         with torch.inference_mode():
             step = self._begin_step(started_ns)
         if step is not None:

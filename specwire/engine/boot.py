@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specwire import embedded, tracing, wire
+from specwire import clock, embedded, tracing, wire
 from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
@@ -183,15 +183,15 @@ def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> N
     attributes = {tracing.BASE_LEN: job.committed_len}
     tracer.record(
         f"{name}.queue",
-        start_ns=job.arrived_ns,
-        end_ns=job.started_ns,
+        start_ns=clock.epoch_ns(job.arrived_ns),
+        end_ns=clock.epoch_ns(job.started_ns),
         parent=parent,
         attributes=attributes,
     )
     tracer.record(
         f"{name}.forward",
-        start_ns=job.started_ns,
-        end_ns=job.finished_ns,
+        start_ns=clock.epoch_ns(job.started_ns),
+        end_ns=clock.epoch_ns(job.finished_ns),
         parent=parent,
         attributes={**attributes, tracing.BATCH_SIZE: job.num_companions},
     )

@@ -270,7 +270,7 @@ class Engine:
         """How long the next step may still wait for streams that are about to be back, in seconds."""
         if not self._jobs or not self._expected or self._closing:
             return 0.0
-        left_ns = self._wait_until_ns - clock.epoch_ns()
+        left_ns = self._wait_until_ns - clock.stopwatch_ns()
         if left_ns <= 0:
             self._expected.clear()
         return max(0, left_ns) / 1e9
@@ -328,7 +328,7 @@ class Engine:
         sequence.cache.release()
 
     def _step(self) -> None:
-        started_ns = clock.epoch_ns()
+        started_ns = clock.stopwatch_ns()
         step = self._begin_step(started_ns)
         if step is not None:
             self._end_step(step, started_ns)
@@ -361,7 +361,7 @@ class Engine:
 
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what it cost, and answer whoever is done."""
-        finished_ns = clock.epoch_ns()
+        finished_ns = clock.stopwatch_ns()
         self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
         self._count(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
