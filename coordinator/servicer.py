@@ -223,13 +223,19 @@ async def write_chunks(chunks: AsyncIterator[Chunk], info: generation_pb2.Resume
             )
             if writing is not None:
                 await writing
-            writing = asyncio.ensure_future(context.write(message))
+            writing = asyncio.ensure_future(_write_later(context, message))
     except BaseException:
         if writing is not None:
             await asyncio.gather(writing, return_exceptions=True)
         raise
     if writing is not None:
         await writing
+
+
+async def _write_later(context: Any, message: generation_pb2.GenerateResponse) -> None:
+    """After what else is ready now: a device waits for the next round's request."""
+    await asyncio.sleep(0)
+    await context.write(message)
 
 
 @contextlib.asynccontextmanager
