@@ -246,7 +246,7 @@ class Trials:
 
 
 def _decide(level: _Level, num_streams: int, tokens: Sequence[float], advantage: float) -> None:
-    """A trial is over: keep the better option, until trying again costs one per cent of the time's worth."""
+    """A trial is over: keep the better option, until to try the others again costs one per cent of it all."""
     tried, kept = level.option, level.best
     ours, theirs = level.arms[tried].rate, level.arms[kept].rate
     less, more = sorted((tried, kept))
@@ -258,7 +258,8 @@ def _decide(level: _Level, num_streams: int, tokens: Sequence[float], advantage:
     better, worse = (ours, theirs) if level.best == tried else (theirs, ours)
     loss = max(0.0, 1 - worse.per_ns(tokens) / better.per_ns(tokens))
     trial = level.counted + _SETTLING_ROUNDS * num_streams
-    pause = trial * worse.round_ns / better.round_ns * loss / _TRIAL_COST
+    cost = _TRIAL_COST / len(level.candidates())
+    pause = trial * worse.round_ns / better.round_ns * loss / cost
     pause = max(pause, _MIN_PAUSE_TRIALS * level.counted) * 2 ** min(arm.confirmed, _MAX_DOUBLINGS)
     arm.due = level.clock + int(pause)
     level.switch(level.best)

@@ -13,17 +13,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
     parser.add_argument("part", choices=["validate", "controller", "plan", "whole", "report"])
     parser.add_argument("--passes", type=int, default=2, help="over the grid in the running system")
-    parser.add_argument("--again", action="store_true", help="add passes to those of the last time")
     parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream of `controller`")
     parser.add_argument("--keep-fixed", action="store_true", help="fixed lengths as they were the last time")
     args = parser.parse_args(argv)
     if args.part == "validate":
         compared = validation.compare(validation.GRIDS, validation.wait_until_quiet, args.passes, _say)
-        if args.again:
-            compared = [
-                done.faster_of(earlier)
-                for done, earlier in zip(compared, writing.validation_so_far(), strict=True)
-            ]
         report.save("validation", compared)
     elif args.part == "controller" and args.keep_fixed:
         num_tokens = {False: args.tokens, True: 3 * args.tokens}

@@ -12,7 +12,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
@@ -42,6 +42,11 @@ class Overheads:
     step_ms: float = 0.0
     row_us: float = 0.0
     num_cores: int = 0
+
+    def times(self, factor: float) -> Overheads:
+        """On a machine that takes so many times as long for everything."""
+        scaled = {field.name: factor * getattr(self, field.name) for field in fields(self)}
+        return Overheads(**scaled | {"num_cores": self.num_cores})
 
 
 class Machine:

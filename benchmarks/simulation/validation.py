@@ -10,7 +10,7 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 
@@ -38,12 +38,15 @@ MACHINE = Overheads(
 )
 """Two cores for everything. Steps, rows and proposals are the time that their code takes by itself; the
 others were fitted to twelve runs without any distance (alpha 0.8; 0, 1 and 4 draft tokens; 1, 4, 16 and 64
-streams)."""
+streams). Processors are not equally fast at all times: each stack's runs are compared at the pace that plain
+decoding on the same stack shows."""
 _PROXY_MS = 1.5
 """Round trip through the delay proxy, beside the delay: one more process in the way."""
 _STEP_EXCESS_MS = 0.05
 """An emulated step in the running system takes so much longer than it was told to."""
 _WARM_UP = SamplingParams(max_tokens=20, temperature=0, num_draft_tokens=4, seed=0)
+_REFERENCE = SamplingParams(max_tokens=80, temperature=0, num_draft_tokens=0, seed=0)
+"""Plain decoding, before all points of a grid and after them."""
 _CHOSEN_WARM_UP = 300
 _MAX_WAITS = 20
 
@@ -95,7 +98,8 @@ class Grid:
     @property
     def batches(self) -> list[list[SamplingParams]]:
         """Of all points, one after the other."""
-        return [[_WARM_UP], *(batch for point in self.points for batch in point.batches())]
+        points = [batch for point in self.points for batch in point.batches()]
+        return [[_WARM_UP], [_REFERENCE], *points, [_REFERENCE]]
 
 
 def _points(*lengths: int | None, rule: str = "greedy") -> list[Point]:
@@ -150,8 +154,13 @@ GRIDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A point, and tokens/s of each repetition in the running system and in the simulator."""
+    """A point, and tokens/s of each repetition in the running system and in the simulator.
 
+    Attributes:
+        pace: times `MACHINE`'s overheads are what gRPC and Python took.
+    """
+
+    pace: float
     alpha: float
     draft_ms: float
     rtt_ms: float
@@ -166,10 +175,6 @@ class Compared:
     def ratio(self) -> float:
         """Simulated over real: the same tokens in how much less time."""
         return statistics.harmonic_mean(self.simulated) / statistics.harmonic_mean(self.real)
-
-    def faster_of(self, earlier: Compared) -> Compared:
-        """Of equal runs at two times, in the running system."""
-        return replace(self, real=[max(both) for both in zip(self.real, earlier.real, strict=True)])
 
 
 def compare(
@@ -188,10 +193,13 @@ def compare(
         for _ in range(num_passes):
             wait()
             passes.append(run_real(grid))
-        real = _rates(grid, [max(rates) for rates in zip(*passes, strict=True)])
-        simulated = _rates(grid, simulate(grid))
+        fastest = [max(rates) for rates in zip(*passes, strict=True)]
+        pace = pace_of(grid, (fastest[1], fastest[-1]))
+        real = _rates(grid, fastest)
+        simulated = _rates(grid, simulate(grid, pace))
         for point, ours, theirs in zip(grid.points, simulated, real, strict=True):
             done = Compared(
+                pace=pace,
                 alpha=grid.alpha,
                 draft_ms=grid.draft_ms,
                 rtt_ms=grid.rtt_ms,
@@ -223,22 +231,34 @@ def describe(done: Compared) -> str:
     )
 
 
-def setting(grid: Grid) -> Setting:
+def setting(grid: Grid, pace: float) -> Setting:
     """The grid's stack, simulated."""
     return Setting(
         model=EmulatedModel(alpha=grid.alpha, runner_up=0.55),
         target=StepCost(base_ms=TARGET_MS + _STEP_EXCESS_MS),
         draft=StepCost(base_ms=grid.draft_ms + _STEP_EXCESS_MS),
         num_outcomes=str(grid.num_outcomes),
-        link=Link(rtt_ms=grid.rtt_ms + _PROXY_MS if grid.rtt_ms else 0.0),
-        overheads=MACHINE,
+        link=Link(rtt_ms=grid.rtt_ms + pace * _PROXY_MS if grid.rtt_ms else 0.0),
+        overheads=MACHINE.times(pace),
         exact=True,
     )
 
 
-def simulate(grid: Grid) -> list[float]:
+def simulate(grid: Grid, pace: float) -> list[float]:
     """Tokens/s of each batch."""
-    return [workload.tokens_per_s(batch) for batch in workload.completions(setting(grid), grid.batches)]
+    return _simulate(grid, pace, grid.batches)
+
+
+def _simulate(grid: Grid, pace: float, batches: list[list[SamplingParams]]) -> list[float]:
+    return [workload.tokens_per_s(batch) for batch in workload.completions(setting(grid, pace), batches)]
+
+
+def pace_of(grid: Grid, reference_rates: Sequence[float]) -> float:
+    """From plain decoding: its time beyond the device's, over what `MACHINE` says of it."""
+    [_, simulated] = _simulate(grid, 1.0, [[_WARM_UP], [_REFERENCE]])
+    token_ms = statistics.fmean(1e3 / rate for rate in reference_rates)
+    device_ms = TARGET_MS + _STEP_EXCESS_MS
+    return (token_ms - device_ms) / (1e3 / simulated - device_ms)
 
 
 def run_real(grid: Grid) -> list[float]:
@@ -274,7 +294,7 @@ def run_real(grid: Grid) -> list[float]:
 
 def _rates(grid: Grid, rates: Sequence[float]) -> list[list[float]]:
     """Of each point, those of its batches that count."""
-    found, start = [], 1
+    found, start = [], 2
     for point in grid.points:
         end = start + len(point.batches())
         found.append(list(rates[end - point.num_repetitions : end]))

@@ -42,13 +42,8 @@ def write() -> None:
     STEM.with_suffix(".md").write_text("\n\n".join(sections) + "\n")
 
 
-def validation_so_far() -> list[Compared]:
-    """As it was saved."""
-    return [Compared(**part) for part in json.loads(STEM.with_suffix(".json").read_text())["validation"]]
-
-
 def choices_so_far() -> list[Choice]:
-    """Likewise."""
+    """As they were saved."""
     return [_choice(part) for part in json.loads(STEM.with_suffix(".json").read_text())["controller"]]
 
 
