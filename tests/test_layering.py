@@ -156,12 +156,26 @@ def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
             assert in_group or "ray" not in packages(found), path
             assert "ray" not in packages(imports(path, lazy=False)), path
             group = {name for name in found if name.startswith("specwire.engine.group")}
-            starts_it = path in (ROOT / "specwire/engine/boot.py", ROOT / "verify_service/replicas.py")
+            starts_it = path in (ROOT / "specwire/engine/models.py", ROOT / "verify_service/replicas.py")
             assert in_group or not group or starts_it, path
-    boot = imports(ROOT / "specwire/engine/boot.py", lazy=False)
-    assert not [name for name in boot if name.startswith("specwire.engine.group")], "size 1 needs no group"
+    models = imports(ROOT / "specwire/engine/models.py", lazy=False)
+    assert not [name for name in models if name.startswith("specwire.engine.group")], "size 1 needs no group"
     verify = imports(ROOT / "verify_service/__main__.py", lazy=False)
     assert "verify_service.replicas" not in verify, "nor does one replica"
+
+
+def test_emulated_devices_need_no_transformers() -> None:
+    """Which take seconds to import."""
+    seen, left = set(), {ROOT / f"{service}/service.py" for service in SERVICES}
+    while left:
+        path = left.pop()
+        seen.add(path)
+        found = imports(path, lazy=False)
+        assert "transformers" not in packages(found), path
+        files = {ROOT / (name.replace(".", "/") + ".py") for name in found}
+        left |= {file for file in files if file.exists()} - seen
+    assert ROOT / "specwire/engine/loop.py" in seen
+    assert ROOT / "specwire/engine/models.py" not in seen
 
 
 def test_the_http_front_is_loaded_by_its_command_alone() -> None:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from specwire import clock, embedded, tracing, wire
 from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
-from specwire.engine.graphs import CudaReplay, EagerReplay, Replay
-from specwire.engine.hardware import select_device
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.loading import describe, load_model, naming, read_config
 from specwire.engine.loop import Engine
-from specwire.engine.memory import pages_in_memory
 from specwire.engine.paced import PacedRunner
-from specwire.engine.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.tokenizer import load as load_tokenizer
@@ -90,7 +83,6 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
     Raises:
         ModelLoadError: naming the flag, the model and the reason.
     """
-    disable_progress_bar()  # a service's standard error is a log
     source = _resolve(config.model, role)
     thread = ComputeThread(role)
     try:
@@ -119,58 +111,20 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     if source.startswith(EMULATED):
-        pretended = emulated.EmulatedModel.parse(source)
-        torch.set_num_threads(1)  # others, asleep during the pass, take milliseconds to wake up for a sample
-        if config.kv_cache_memory:
-            raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
-        num_pages, page_size = config.num_pages, config.page_len
-        runner = emulated.EmulatedRunner(pretended, num_pages=num_pages, page_size=page_size)
-        return runner, pretended.describe()
-    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
+        return _emulate(config, source)
+    from specwire.engine import models  # seconds of imports, of which emulated devices need nothing
+
+    return models.make_runner(config, source)
 
 
-def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    device = select_device(config.device)
-    model = load_model(source, dtype=_dtype(config), device=str(device))
-    num_pages: int | Callable[[int], int] = config.num_pages
+def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    pretended = emulated.EmulatedModel.parse(source)
+    torch.set_num_threads(1)  # others, asleep during the pass, take milliseconds to wake up for a sample
     if config.kv_cache_memory:
-        num_pages = functools.partial(pages_in_memory, config.kv_cache_memory, device)
-    runner = ModelRunner(
-        model,
-        num_pages=num_pages,
-        page_size=config.page_len,
-        replay=_replay(config, device),
-        batch_invariant=config.batch_invariant,
-    )
-    runner.warm()
-    return runner, describe(model, source)
-
-
-def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
-    """How passes are repeated, None where each is run as it is."""
-    if device.type == "cuda" and config.cuda_graphs:
-        return CudaReplay()
-    return EagerReplay() if config.batch_invariant else None
-
-
-def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    from specwire.engine.group.placement import require_ray
-
-    require_ray(config.tensor_parallel_size)
-    from specwire.engine.group.runner import GroupRunner
-    from specwire.engine.group.sharding import check_shardable
-
-    with naming(source):  # here, where it takes no time, rather than in every rank
-        check_shardable(read_config(source), config.tensor_parallel_size)
-    runner = GroupRunner(config, source, _dtype(config))
-    return runner, runner.description
-
-
-def _dtype(config: ModelServiceConfig) -> str:
-    """The embedded pair is stored in bfloat16 to be small, and computed in float32, faster on a CPU."""
-    if config.model == EMBEDDED and config.dtype == "auto" and config.device == "cpu":
-        return "float32"
-    return config.dtype
+        raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
+    num_pages, page_size = config.num_pages, config.page_len
+    runner = emulated.EmulatedRunner(pretended, num_pages=num_pages, page_size=page_size)
+    return runner, pretended.describe()
 
 
 def timings(job: Job) -> common_pb2.Timings:

@@ -1,0 +1,72 @@
+"""A model on the devices that a config names: one runner, or a group of ranks behind one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from specwire.config import EMBEDDED, ModelServiceConfig
+from specwire.engine.device import Runner
+from specwire.engine.graphs import CudaReplay, EagerReplay, Replay
+from specwire.engine.hardware import select_device
+from specwire.engine.loading import describe, load_model, naming, read_config
+from specwire.engine.memory import pages_in_memory
+from specwire.engine.runner import ModelRunner
+
+
+def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    """Load the model where it is to run; returns what `loading.describe` says of it, too.
+
+    Raises:
+        ModelLoadError: naming the model and the reason.
+    """
+    disable_progress_bar()  # a service's standard error is a log
+    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
+
+
+def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    device = select_device(config.device)
+    model = load_model(source, dtype=_dtype(config), device=str(device))
+    num_pages: int | Callable[[int], int] = config.num_pages
+    if config.kv_cache_memory:
+        num_pages = functools.partial(pages_in_memory, config.kv_cache_memory, device)
+    runner = ModelRunner(
+        model,
+        num_pages=num_pages,
+        page_size=config.page_len,
+        replay=_replay(config, device),
+        batch_invariant=config.batch_invariant,
+    )
+    runner.warm()
+    return runner, describe(model, source)
+
+
+def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
+    """How passes are repeated, None where each is run as it is."""
+    if device.type == "cuda" and config.cuda_graphs:
+        return CudaReplay()
+    return EagerReplay() if config.batch_invariant else None
+
+
+def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    from specwire.engine.group.placement import require_ray
+
+    require_ray(config.tensor_parallel_size)
+    from specwire.engine.group.runner import GroupRunner
+    from specwire.engine.group.sharding import check_shardable
+
+    with naming(source):  # here, where it takes no time, rather than in every rank
+        check_shardable(read_config(source), config.tensor_parallel_size)
+    runner = GroupRunner(config, source, _dtype(config))
+    return runner, runner.description
+
+
+def _dtype(config: ModelServiceConfig) -> str:
+    """The embedded pair is stored in bfloat16 to be small, and computed in float32, faster on a CPU."""
+    if config.model == EMBEDDED and config.dtype == "auto" and config.device == "cpu":
+        return "float32"
+    return config.dtype
