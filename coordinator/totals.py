@@ -24,6 +24,8 @@ from specwire.metrics import Distribution
 log = logging.getLogger(__name__)
 
 OK, CANCELLED, INTERNAL = "OK", "CANCELLED", "INTERNAL"
+DEADLINE_EXCEEDED = errors.DeadlineExceededError.status
+_LONGEST_WAY_S = 0.2
 _KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 STATUSES = {kind.status for kind in _KINDS if issubclass(kind, errors.SpecwireError)} - {"UNKNOWN"}
 """How a request may end beside OK; a cancel by the client is among them."""
@@ -166,6 +168,8 @@ def counted(method: Method) -> Method:
             return await method(self, requests, context)
         except BaseException as error:
             status = status_of(error)
+            if status == CANCELLED and _is_over(context.time_remaining()):
+                status = DEADLINE_EXCEEDED
             raise
         finally:
             _end(self.totals, status, request)
@@ -180,6 +184,12 @@ def status_of(error: BaseException) -> str:
         return error.status if error.status in STATUSES else INTERNAL
     gone = isinstance(error, asyncio.CancelledError | grpc.aio.InternalError)  # the latter: in mid-write
     return CANCELLED if gone else INTERNAL
+
+
+def _is_over(remaining_s: float | None) -> bool:
+    """Whether a deadline has passed, on the client's clock at least: whoever waited for it hangs up, sooner
+    than we see it pass by as long as the request was on its way."""
+    return remaining_s is not None and remaining_s < _LONGEST_WAY_S
 
 
 def _end(totals: Totals, status: str, request: _Request) -> None:

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import verify_service.service
 from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, Totals
-from specwire import Completion, InvalidRequestError, Rule, SamplingParams
+from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.config import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
@@ -216,6 +216,19 @@ def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
     assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == 1
     assert value(found, "specwire_generation_tokens_total") > before, "its work counts all the same"
     assert value(found, "gen_ai_server_request_duration_seconds_count") == len(observed.done)
+
+
+def test_who_gives_up_at_its_deadline_has_not_cancelled(observed: Observed) -> None:
+    before = value(
+        observed.scrape("coordinator"),
+        "specwire_requests_total",
+        status="CANCELLED",
+        finish_reason="",
+    )
+    with Client(observed.stack.address, timeout_s=0.5) as client, pytest.raises(DeadlineExceededError):
+        client.generate(params=SamplingParams(max_tokens=8000), prompt_token_ids=PROMPT)
+    found = observed.ended("DEADLINE_EXCEEDED", 1)
+    assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == before
 
 
 def test_scrapes_beside_running_streams(observed: Observed) -> None:
