@@ -60,6 +60,7 @@ _KEEPALIVE = [
 ]
 _CONNECT_TIMEOUT_MS = 5_000
 _FAREWELL_S = 2.0
+_HUNG_S = 3.0
 _OURS = "/specwire."
 # Our own clients ping once a second; after a stall several may arrive at once. A peer that keeps pinging
 # faster than four times a second is disconnected.
@@ -269,7 +270,15 @@ class Server:
                 log.warning("the grace is over: cutting off %d requests", self.drain.num_running)
         finally:
             # Whoever has just finished still sends its status.
-            await self.grpc.stop(0 if self.drain.num_running else min(self._config.grace_s, _FAREWELL_S))
+            await self._stop_grpc(0 if self.drain.num_running else min(self._config.grace_s, _FAREWELL_S))
+
+    async def _stop_grpc(self, grace_s: float) -> None:
+        """Requests have ended or were given up by now: nothing is lost with what gRPC itself cannot end."""
+        try:
+            async with asyncio.timeout(grace_s + _HUNG_S):
+                await self.grpc.stop(grace_s)
+        except TimeoutError:
+            log.warning("gRPC has not ended its calls within %g s: going without", grace_s + _HUNG_S)
 
 
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:

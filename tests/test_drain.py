@@ -20,7 +20,9 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
+    rpc,
 )
+from specwire.config import VerifyConfig
 from specwire.draining import Drain
 from specwire.supervisor import Service, wait_ready
 
@@ -57,6 +59,23 @@ class TestDrain:
         with pytest.raises(ZeroDivisionError), drain.request():
             raise ZeroDivisionError
         assert await drain.idle(0.0)
+
+
+async def test_calls_that_grpc_cannot_end_hold_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc, "_HUNG_S", 0.05)
+    server = rpc.Server(VerifyConfig(model="emulated:", address="127.0.0.1:0", grace_s=0.0), [])
+    await server.start()
+    ends = server.grpc.stop
+
+    async def hangs(grace: float | None) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server.grpc, "stop", hangs)
+    await server.stop()
+    assert "gRPC has not ended its calls within 0.05 s" in caplog.text
+    await ends(0)
 
 
 class Processes:
