@@ -23,7 +23,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, Completion, SamplingParams, ServiceUnavailableError, stacks
-from tests import texts
 from tests.pairs import save_target
 
 ROOT = Path(__file__).parent.parent
@@ -31,11 +30,6 @@ PROMPT = "The quick brown"
 FIXED = ("--num-draft-tokens", "4")  # so that seeded text can be compared
 START_S = 90.0  # on a machine that is busy with other things
 END_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 class Command:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ waits_for_ever()
 def test_what_hangs_is_ended_by_force_and_says_where_it_was(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "hangs.py").write_text(textwrap.dedent(HANGS))
+    (tmp_path / "hangs.py").write_text(HANGS)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
     service = Service("hangs", [], {"PYTHONPATH": path})
     service.ready(30)
