@@ -55,11 +55,14 @@ proto-check: setup
 		--grpc_python_out=build/proto $(PROTOS)
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
-# Tests that compute and measure no time: they get what the others leave of the processors.
-COMPUTING := acceptance exactness_pure exactness_wire forecast gpu_benchmark k8s kv_cache loading packaging packing \
-	padded prefix_index random rule runner sampling simulation text timeline_shown tokenizer transfer
-BESIDE := $(COMPUTING:%=tests/test_%.py)
+# Tests that set no bound to any time: they get what the others leave of the processors.
+UNHURRIED := acceptance bad_input benchmarks bounded_memory draft_length exactness_pure exactness_wire forecast \
+	gpu_benchmark greedy gumbel k8s kv_cache layering loading packaging packing padded prefix_index random rule runner \
+	sampling simulation text timeline_shown tokenizer transfer
+BESIDE := $(UNHURRIED:%=tests/test_%.py)
 
+# A thread for each model: several processes compute at a time, and threads that wait for each other spin.
+unit: export OMP_NUM_THREADS = 1
 unit: setup
 	@mkdir -p build
 	@nice -n 10 $(BIN)/python -m pytest --timeout 600 $(BESIDE) >build/beside.log 2>&1 & beside=$$!; \

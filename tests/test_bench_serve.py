@@ -86,15 +86,19 @@ class TestLoops:
         assert summarize(done.records, done.duration_s).max_concurrent_requests > 16
 
     def test_latencies_are_those_of_the_devices(self, stack: LocalStack) -> None:
-        """One stream: a first token takes the prompt's draft, then one draft and one target pass."""
+        """One stream: a first token takes the prompt's draft, then one draft and one target pass.
+
+        What a slow machine adds is the same in each of them.
+        """
         done = measured(stack.address, Load(num_requests=6, concurrency=1))
         summary = summarize(done.records, done.duration_s)
-        ttft, itl = summary.latencies["ttft"], summary.latencies["itl"]
+        ttft, itl, whole = (summary.latencies[name] for name in ("ttft", "itl", "e2el"))
         assert ttft is not None
         assert itl is not None
+        assert whole is not None
         round_ms = TARGET_MS + 3 * DRAFT_MS
-        assert TARGET_MS < ttft.median < 4 * round_ms
-        assert round_ms * 0.9 < itl.median < 4 * round_ms
+        assert TARGET_MS < ttft.median < whole.median / 2
+        assert round_ms * 0.9 < itl.median < whole.median / 2
         length = summary.speculation.mean_acceptance_length
         assert 1.5 < length < 4
         assert sum(len(record.chunk_tokens) for record in done.records) < 6 * 16 / 1.5

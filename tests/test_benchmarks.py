@@ -180,7 +180,7 @@ def test_bare_round_trips() -> None:
     with EchoPair() as echo:
         times_s = echo.round_trips_s(20)
     assert len(times_s) == 20
-    assert all(0 < time_s < 1 for time_s in times_s)
+    assert all(0 < time_s < 10 for time_s in times_s)
 
 
 def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) -> Target:

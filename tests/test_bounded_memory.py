@@ -20,7 +20,7 @@ from verify_service.verifier import Verifier
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_TOKENS = 75
-NUM_REQUESTS = 32
+NUM_REQUESTS = 20
 PAGE_SIZE = 4
 FOR_FOUR = {"num_kv_tokens": 4 * 80, "page_size": PAGE_SIZE}
 
@@ -104,10 +104,12 @@ def test_what_can_never_fit_is_refused_at_once(pair):
 
 # --- random mixes ---------------------------------------------------------------------------------
 
-MIX_SEEDS = range(4)
+MIX_SEEDS = range(3)
 NUM_MIXED = 20
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 """Of a whole mix: a deadlock is a failure, not a test that hangs."""
+PATIENT = {"draft_timeout_ms": TIMEOUT_S * 1e3}
+"""A draft may take its turn late, and is not given up for it: what must not be is that it never does."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ def test_any_mix_gets_on_with_the_memory_of_its_longest(pair, undisturbed_mixes,
     options = smallest_cache(requests) | {"prefix_sharing": sharing}
     with (
         started_services() as services,
-        local_stack(*pair, verify_options=options, draft_options=options) as stack,
+        local_stack(
+            *pair, verify_options=options, draft_options=options, coordinator_options=PATIENT
+        ) as stack,
     ):
         results = asyncio.run(generate_mix(stack.address, requests))
         stack.assert_idle_within(1.0)

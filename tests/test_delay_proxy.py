@@ -261,12 +261,16 @@ class TestBetweenServices:
     @pytest.mark.parametrize("which", ["draft_link", "verify_link"])
     def test_a_round_takes_one_round_trip_longer(self, which: str) -> None:
         lockstep = {"num_outcomes": "0"}
-        with local_stack(TARGET, DRAFT, coordinator_options=lockstep) as near:
-            expected = self.generate(near)
-            assert near.draft_proxy is near.verify_proxy is None
         link = {which: Link(rtt_ms=20)}
-        with local_stack(TARGET, DRAFT, coordinator_options=lockstep, **link) as far:
-            found = self.generate(far)
+        with (
+            local_stack(TARGET, DRAFT, coordinator_options=lockstep) as near,
+            local_stack(TARGET, DRAFT, coordinator_options=lockstep, **link) as far,
+        ):
+            assert near.draft_proxy is near.verify_proxy is None
+            runs = [(self.generate(near), self.generate(far)) for _ in range(3)]
+        expected, found = (
+            min(done, key=lambda done: done.timing.total_ms) for done in zip(*runs, strict=True)
+        )
         assert found.token_ids == expected.token_ids
         assert found.speculation.num_rounds == expected.speculation.num_rounds > 10
         num_rounds = found.speculation.num_rounds

@@ -11,10 +11,8 @@ from coordinator.draft_length import AdaptiveLength, FixedLength
 from coordinator.generation import Cost, Plan, Round
 from coordinator.measurements import MAX_CHOSEN, SharedMeasurements, best_length
 from coordinator.trials import CAPS, FIRST_CAP, Trials
-from specwire import Rule, SamplingParams
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.costs import CostModel
-from tests.harness import local_stack
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])
@@ -208,24 +206,3 @@ def test_alike_observations_are_all_base() -> None:
     assert (model.base, model.rates) == (pytest.approx(40.0), (0.0, 0.0))
     model.add((16, 16), 4e6)
     assert model.base < 100, "one pause of the machine is no trend"
-
-
-def test_the_running_system_finds_a_good_number() -> None:
-    """Emulated devices, over real gRPC: near the best fixed number, and far above plain decoding."""
-    with local_stack("emulated:step_ms=30", "emulated:step_ms=2,alpha=0.8") as stack:
-
-        def tokens_per_s(num_draft_tokens: int | None, seed: int) -> float:
-            params = SamplingParams(
-                max_tokens=90, seed=seed, rule=Rule.GUMBEL, num_draft_tokens=num_draft_tokens
-            )
-            done = stack.client.generate(params=params, prompt_token_ids=[1])
-            return 90e3 / done.timing.total_ms
-
-        for seed in range(3):
-            tokens_per_s(None, seed)  # with the first trials
-        seeds = (10, 11, 12)
-        best = float(np.median([tokens_per_s(6, seed) for seed in seeds]))
-        chosen = float(np.median([tokens_per_s(None, seed) for seed in seeds]))
-        plain = tokens_per_s(0, 9)
-    assert chosen > 0.8 * best
-    assert chosen > 1.5 * plain

@@ -37,7 +37,7 @@ from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.tiny_models import save
 
-NUM_TOKENS = 9_600
+NUM_TOKENS = 6_400
 NUM_STREAMS = 128
 PROMPT = [3]
 
@@ -50,15 +50,14 @@ SHORT = 25
 
 CASES = [
     pytest.param({}, LONG, id="plain"),
-    pytest.param({"temperature": 0.6}, LONG, id="temperature"),
-    pytest.param({"top_k": 5}, LONG, id="top_k"),
-    pytest.param({"top_p": 0.8}, LONG, id="top_p"),
-    pytest.param({"min_p": 0.1}, LONG, id="min_p"),
-    pytest.param({"logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="logit_bias"),
-    pytest.param({"repetition_penalty": 1.6}, SHORT, id="repetition_penalty"),
-    pytest.param({"presence_penalty": 1.2}, SHORT, id="presence_penalty"),
-    pytest.param({"frequency_penalty": 0.7}, SHORT, id="frequency_penalty"),
+    pytest.param({"temperature": 0.8, "top_p": 0.9}, LONG, id="cold"),
+    pytest.param({"temperature": 1.4, "min_p": 0.1}, LONG, id="hot"),
+    pytest.param({"top_k": 5, "logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="biased"),
+    pytest.param(
+        {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7}, SHORT, id="penalised"
+    ),
 ]
+"""Every sampling parameter; `test_exactness_pure.py` has each alone."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_rejection_sampling_follows_the_target(address, logits, settings, length
     check_law(address, logits, Rule.REJECTION, settings, length)
 
 
-@pytest.mark.parametrize(("settings", "length"), [CASES[0], CASES[3], CASES[8]])
+@pytest.mark.parametrize(("settings", "length"), [CASES[1], CASES[4]])
 def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
     check_law(address, logits, Rule.GUMBEL, settings, length)
 
@@ -125,7 +124,7 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
     draft = save(markov_model(scale=-1.0), tmp_path / "draft")
     with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
         params = {"max_tokens": ALONE, "rule": Rule.REJECTION}
-        completions = asyncio.run(_sample(stack.address, params, 6))
+        completions = asyncio.run(_sample(stack.address, params, 4))
     lengths = {len(done.speculation.drafted_per_position) for done in completions}
     assert max(lengths) == 5
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
@@ -137,7 +136,7 @@ def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
     target = save(markov_model(), tmp_path / "target")
     draft = save(markov_model(scale=0.7), tmp_path / "draft")
     options = {"num_outcomes": "8", "num_draft_tokens": "2"}
-    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=15)) as stack:
+    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
         params = {"max_tokens": ALONE, "rule": rule}
         completions = asyncio.run(_sample(stack.address, params, 2, num_streams=1))
     hits = sum(done.speculation.num_prepared for done in completions)
@@ -149,7 +148,7 @@ def test_a_wrong_law_is_caught(address, logits):
     """The same tokens against a slightly different law: the tests above can fail."""
     params = {"max_tokens": LONG, "rule": Rule.REJECTION}
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))
-    wrong = SamplingParams(**params, temperature=1.15)
+    wrong = SamplingParams(**params, temperature=1.25)
     assert law_p_value(completions, logits, wrong) < CLEARLY_WRONG
 
 
@@ -184,6 +183,7 @@ def law_p_value(completions: list[Completion], logits: torch.Tensor, params: Sam
     for deviation, spread in zip(excess, covariance, strict=True):
         statistic += deviation @ np.linalg.pinv(spread, rcond=1e-6, hermitian=True) @ deviation
         freedom += np.linalg.matrix_rank(spread, tol=1e-6 * max(spread.max(), 1e-300), hermitian=True)
+    assert freedom > 0, "nothing was left to chance"
     return float(stats.chi2.sf(statistic, freedom))
 
 

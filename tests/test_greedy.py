@@ -10,7 +10,7 @@ from tests import tiny_models
 from tests.harness import local_stack
 from tests.pairs import save_good_draft, save_hostile_draft, save_target
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 PROMPTS = [[5, 9, 11, 2, 7], [3] * 20 + [8, 1, 30], [64]]
 
 
