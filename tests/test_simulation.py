@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation import validation, virtual_time, workload
 from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import StepCost
-from benchmarks.simulation.network import Link
+from benchmarks.simulation.network import Link, Pace
 from benchmarks.simulation.system import Setting
 from coordinator.measurements import best_length
 from specwire import SamplingParams, clock
@@ -118,6 +118,17 @@ def test_a_full_target_is_never_slower_for_speculation() -> None:
     chosen = workload.steady(setting(0.7, "auto", **full), 64, warm_up_s=7, measured_s=3)
     assert chosen.tokens_per_s > 0.97 * plain.tokens_per_s
     assert chosen.num_draft_tokens < 0.3
+
+
+def test_the_pace_is_what_plain_decoding_shows() -> None:
+    """Rates of a machine whose pace is known, as if they had been measured."""
+    point = validation.Point(num_draft_tokens=3, num_streams=4)
+    grid = validation.Grid(alpha=0.8, draft_ms=2, rtt_ms=0, num_outcomes=0, points=(point,))
+    for pace in (Pace(waking=1.6, work=0.7), Pace(waking=0.8, work=1.9)):
+        one, many = validation.simulate(grid, pace)[1:3]
+        found = validation.pace_of(grid, [one, many])
+        assert found.work == pytest.approx(pace.work, rel=0.03)
+        assert found.waking == pytest.approx(pace.waking, rel=0.03)
 
 
 def test_the_running_system_is_near() -> None:

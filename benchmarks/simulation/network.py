@@ -12,10 +12,25 @@ import heapq
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+
+_WAKING = ("wake_ms", "round_ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """So many times as long as on the machine where `Overheads` were fitted.
+
+    Attributes:
+        waking: until a process that sleeps goes on.
+        work: whatever takes processor time.
+    """
+
+    waking: float = 1.0
+    work: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +58,15 @@ class Overheads:
     row_us: float = 0.0
     num_cores: int = 0
 
-    def times(self, factor: float) -> Overheads:
-        """On a machine that takes so many times as long for everything."""
-        scaled = {field.name: factor * getattr(self, field.name) for field in fields(self)}
-        return Overheads(**scaled | {"num_cores": self.num_cores})
+    def at(self, pace: Pace) -> Overheads:
+        """On a machine of another pace."""
+        waking = {name: pace.waking * getattr(self, name) for name in _WAKING}
+        work = {
+            field.name: pace.work * getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in (*_WAKING, "num_cores")
+        }
+        return replace(self, **waking, **work)
 
 
 class Machine:

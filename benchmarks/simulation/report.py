@@ -44,7 +44,7 @@ def validation_table(compared: Sequence[Compared]) -> str:
             done.num_streams,
             "auto" if done.num_draft_tokens is None else done.num_draft_tokens,
             done.rule,
-            f"{done.pace:.2f}",
+            f"{done.waking:.2f}; {done.work:.2f}",
             f"{statistics.harmonic_mean(done.real):.1f}",
             f"{statistics.harmonic_mean(done.simulated):.1f}",
             f"{done.ratio:.3f}",
@@ -55,8 +55,8 @@ def validation_table(compared: Sequence[Compared]) -> str:
     within = sum(each <= validation.BAR for each in off)
     return (
         f"{within} of {len(off)} points within {validation.BAR:.0%}; off by {statistics.median(off):.1%} "
-        f"in the median, {max(off):.1%} at worst. Pace: of gRPC and Python here, over what was fitted, "
-        f"measured by plain decoding on the same stack.\n\n{table(head, rows)}"
+        f"in the median, {max(off):.1%} at worst. Pace: of waking up and of work here, over what was "
+        f"fitted, measured by plain decoding on the same stack.\n\n{table(head, rows)}"
     )
 
 

@@ -10,19 +10,23 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.simulation import workload
 from benchmarks.simulation.devices import StepCost
-from benchmarks.simulation.network import Link, Overheads
+from benchmarks.simulation.network import Link, Overheads, Pace
 from benchmarks.simulation.system import Setting
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.completion import Completion
 from specwire.config import EMULATED, UpConfig
 from specwire.engine.emulated import EmulatedModel
 from specwire.supervisor import Stack
+
+Floats = npt.NDArray[np.float64]
 
 BAR = 0.05
 TARGET_MS = 30.0
@@ -39,7 +43,7 @@ MACHINE = Overheads(
 """Two cores for everything. Steps, rows and proposals are the time that their code takes by itself; the
 others were fitted to twelve runs without any distance (alpha 0.8; 0, 1 and 4 draft tokens; 1, 4, 16 and 64
 streams). Processors are not equally fast at all times: each stack's runs are compared at the pace that plain
-decoding on the same stack shows."""
+decoding on the same stack shows, by one stream and, where several are compared, by 16 as well."""
 _PROXY_MS = 1.5
 """Round trip through the delay proxy, beside the delay: one more process in the way."""
 _STEP_EXCESS_MS = 0.05
@@ -47,6 +51,8 @@ _STEP_EXCESS_MS = 0.05
 _WARM_UP = SamplingParams(max_tokens=20, temperature=0, num_draft_tokens=4, seed=0)
 _REFERENCE = SamplingParams(max_tokens=80, temperature=0, num_draft_tokens=0, seed=0)
 """Plain decoding, before all points of a grid and after them."""
+_NUM_BUSY, _BUSY_TOKENS = 16, 40
+_PACE_STEPS = 4
 _CHOSEN_WARM_UP = 300
 _MAX_WAITS = 20
 
@@ -96,10 +102,17 @@ class Grid:
     points: Sequence[Point]
 
     @property
+    def references(self) -> list[list[SamplingParams]]:
+        """Plain decoding by one stream, and by many where a point has several."""
+        busy = replace(_REFERENCE, max_tokens=_BUSY_TOKENS)
+        several = any(point.num_streams > 1 for point in self.points)
+        return [[_REFERENCE], [busy] * _NUM_BUSY] if several else [[_REFERENCE]]
+
+    @property
     def batches(self) -> list[list[SamplingParams]]:
         """Of all points, one after the other."""
         points = [batch for point in self.points for batch in point.batches()]
-        return [[_WARM_UP], [_REFERENCE], *points, [_REFERENCE]]
+        return [[_WARM_UP], *self.references, *points, *self.references]
 
 
 def _points(*lengths: int | None, rule: str = "greedy") -> list[Point]:
@@ -157,10 +170,11 @@ class Compared:
     """A point, and tokens/s of each repetition in the running system and in the simulator.
 
     Attributes:
-        pace: times `MACHINE`'s overheads are what gRPC and Python took.
+        waking, work: the pace, over `MACHINE`'s.
     """
 
-    pace: float
+    waking: float
+    work: float
     alpha: float
     draft_ms: float
     rtt_ms: float
@@ -194,12 +208,15 @@ def compare(
             wait()
             passes.append(run_real(grid))
         fastest = [max(rates) for rates in zip(*passes, strict=True)]
-        pace = pace_of(grid, (fastest[1], fastest[-1]))
+        num_references = len(grid.references)
+        before, after = fastest[1 : 1 + num_references], fastest[-num_references:]
+        pace = pace_of(grid, [statistics.fmean(rates) for rates in zip(before, after, strict=True)])
         real = _rates(grid, fastest)
         simulated = _rates(grid, simulate(grid, pace))
         for point, ours, theirs in zip(grid.points, simulated, real, strict=True):
             done = Compared(
-                pace=pace,
+                waking=pace.waking,
+                work=pace.work,
                 alpha=grid.alpha,
                 draft_ms=grid.draft_ms,
                 rtt_ms=grid.rtt_ms,
@@ -231,34 +248,53 @@ def describe(done: Compared) -> str:
     )
 
 
-def setting(grid: Grid, pace: float) -> Setting:
+def setting(grid: Grid, pace: Pace) -> Setting:
     """The grid's stack, simulated."""
     return Setting(
         model=EmulatedModel(alpha=grid.alpha, runner_up=0.55),
         target=StepCost(base_ms=TARGET_MS + _STEP_EXCESS_MS),
         draft=StepCost(base_ms=grid.draft_ms + _STEP_EXCESS_MS),
         num_outcomes=str(grid.num_outcomes),
-        link=Link(rtt_ms=grid.rtt_ms + pace * _PROXY_MS if grid.rtt_ms else 0.0),
-        overheads=MACHINE.times(pace),
+        link=Link(rtt_ms=grid.rtt_ms + pace.waking * _PROXY_MS if grid.rtt_ms else 0.0),
+        overheads=MACHINE.at(pace),
         exact=True,
     )
 
 
-def simulate(grid: Grid, pace: float) -> list[float]:
+def simulate(grid: Grid, pace: Pace) -> list[float]:
     """Tokens/s of each batch."""
     return _simulate(grid, pace, grid.batches)
 
 
-def _simulate(grid: Grid, pace: float, batches: list[list[SamplingParams]]) -> list[float]:
+def _simulate(grid: Grid, pace: Pace, batches: list[list[SamplingParams]]) -> list[float]:
     return [workload.tokens_per_s(batch) for batch in workload.completions(setting(grid, pace), batches)]
 
 
-def pace_of(grid: Grid, reference_rates: Sequence[float]) -> float:
-    """From plain decoding: its time beyond the device's, over what `MACHINE` says of it."""
-    [_, simulated] = _simulate(grid, 1.0, [[_WARM_UP], [_REFERENCE]])
-    token_ms = statistics.fmean(1e3 / rate for rate in reference_rates)
-    device_ms = TARGET_MS + _STEP_EXCESS_MS
-    return (token_ms - device_ms) / (1e3 / simulated - device_ms)
+def pace_of(grid: Grid, reference_rates: Sequence[float]) -> Pace:
+    """At which the simulator takes as long for the grid's references as the running system did.
+
+    One stream alone cannot tell the two paces from each other: it gets one for both. What many take beyond
+    one is mostly work.
+    """
+    num_streams = [len(batch) for batch in grid.references]
+
+    def beyond(rates: Sequence[float]) -> Floats:
+        """[number of references] milliseconds of a token beside its pass."""
+        return 1e3 * np.array(num_streams) / rates - TARGET_MS - _STEP_EXCESS_MS
+
+    def simulated(waking: float, work: float) -> Floats:
+        pace = Pace(waking=waking, work=work)
+        return beyond(_simulate(grid, pace, [[_WARM_UP], *grid.references])[1:])
+
+    wanted, usual = beyond(reference_rates), simulated(1, 1)
+    if len(wanted) == 1:
+        alone = float(wanted[0] / usual[0])
+        return Pace(waking=alone, work=alone)
+    slopes = np.stack([simulated(2, 1) - usual, simulated(1, 2) - usual], axis=1)
+    found = np.ones(2)
+    for _ in range(_PACE_STEPS):
+        found = np.maximum(0, found + np.linalg.solve(slopes, wanted - simulated(*found)))
+    return Pace(waking=float(found[0]), work=float(found[1]))
 
 
 def run_real(grid: Grid) -> list[float]:
@@ -294,7 +330,7 @@ def run_real(grid: Grid) -> list[float]:
 
 def _rates(grid: Grid, rates: Sequence[float]) -> list[list[float]]:
     """Of each point, those of its batches that count."""
-    found, start = [], 2
+    found, start = [], 1 + len(grid.references)
     for point in grid.points:
         end = start + len(point.batches())
         found.append(list(rates[end - point.num_repetitions : end]))
