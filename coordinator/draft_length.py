@@ -17,6 +17,8 @@ from coordinator.trials import Settling
 from specwire.forecast import OwnAcceptance
 
 _WORTH_A_CHANGE = 1.02
+_HARDLY_PAYS = 0.9
+"""What promises less than so many times the tokens of plain decoding is not waited for."""
 
 
 class FixedLength:
@@ -45,7 +47,12 @@ class FixedLength:
 
 
 class AdaptiveLength:
-    """Of one stream: what pays for its text, under the cap of all."""
+    """Of one stream: what pays for its text, under the cap of all.
+
+    Where outcomes are prepared and the text is too hard to wait for a proposal, it is asked for all the same,
+    and rounds are plain ones until it comes. That costs no time; what is left of a proposal that fits tells
+    when the text has become easier.
+    """
 
     limit = MAX_CHOSEN
 
@@ -61,17 +68,20 @@ class AdaptiveLength:
         self._settling.enter(cap, num_outcomes)
         if cap == 0:
             return Plan(0)
-        prospects = self._shared.prospects()
-        self._length = self._shared.young_length or self._choose(cap, prospects.round_times)
-        return Plan(self._length, num_outcomes, self._shared.patience_s(self._length, prospects))
-
-    def _choose(self, cap: int, round_times: Sequence[float]) -> int:
-        """The best, or the last one where that is hardly worse: it is what was prepared for."""
-        tokens = self._own.tokens(cap)
+        if young_length := self._shared.young_length:
+            return Plan(young_length)
+        prospects, tokens = self._shared.prospects(), self._own.tokens(cap)
         least = 1 if self._shared.on_trial else 0
-        best = least + best_length(tokens[least:], round_times[least:])
-        last = self._length
-        if least <= last <= cap:
+        length = self._length = self._choose(tokens, prospects.round_times, least)
+        if num_outcomes and not _may_pay(length, tokens, prospects.round_times):
+            length = _best(tokens, prospects.unwaited_times, least)
+            return Plan(length, num_outcomes, patience_s=0.0)
+        return Plan(length, num_outcomes, self._shared.patience_s(length, prospects))
+
+    def _choose(self, tokens: Sequence[float], round_times: Sequence[float], least: int) -> int:
+        """The best, or the last one where that is hardly worse: it is what was prepared for."""
+        best, last = _best(tokens, round_times, least), self._length
+        if least <= last < len(tokens):
             gain = tokens[best] / round_times[best] * round_times[last] / tokens[last]
             return best if gain > _WORTH_A_CHANGE else last
         return best
@@ -84,3 +94,11 @@ class AdaptiveLength:
         settled = self._settling.settled
         if settled is not None:
             self._shared.add_settled(*settled, num_drafted, elapsed_ns)
+
+
+def _best(tokens: Sequence[float], times: Sequence[float], least: int) -> int:
+    return least + best_length(tokens[least:], times[least:])
+
+
+def _may_pay(length: int, tokens: Sequence[float], times: Sequence[float]) -> bool:
+    return length > 0 and tokens[length] / times[length] > _HARDLY_PAYS * tokens[0] / times[0]

@@ -251,7 +251,7 @@ class RemoteDrafter:
             if patience_s == self._timeout_s:
                 raise
             stream.give_up()
-            return Proposal(len(committed)), Cost()
+            return Proposal(len(committed)), Cost(given_up=True)
         return found.first(wanted), cost
 
     def _preparation(self, plan: Plan) -> draft_pb2.Preparation | None:

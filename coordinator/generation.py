@@ -18,7 +18,8 @@ class Cost:
     `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
     service's own figures, and `load` is what it says of itself. `num_told_tokens` are committed tokens that
     it had to be told; `wall_ns` is ours, network included. Where work had begun before it was asked for,
-    `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there already, and all else is 0.
+    `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there already, and all else is 0. With
+    `given_up` it was asked for, and did not come as soon as it was worth.
     """
 
     queue_ns: int = 0
@@ -30,6 +31,7 @@ class Cost:
     num_told_tokens: int = 0
     load: Load | None = None
     prepared: bool = False
+    given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.generation import Cost, Round
-from coordinator.trials import CAPS, FIRST_CAP, Trials
+from coordinator.trials import CAPS, FIRST_CAP, STAYS, Trials
 from specwire.core import Load
 from specwire.costs import CostModel
 from specwire.forecast import SharedAcceptance
@@ -32,13 +33,16 @@ MAX_OUTCOMES = 32
 
 _RATE = 0.2
 _RENEW_EVERY = 8
-_FIRST_PROPOSALS = 12
-"""After so many acceptance and costs are known well enough to judge by them."""
+_FIRST_PROPOSALS, _FIRST_FAR_PROPOSALS = 12, 4
+"""After so many acceptance and costs are known well enough to judge by them; after few where one takes longer
+than a pass: more is learnt from those that nobody waits for."""
 _YOUNG_LENGTHS = (2, 8)
 """Of the first proposals, in turns."""
 _OUTLIER = 4
 _HIT_RATE = 0.02
 _USUAL_WAITS = 2
+_STAYS_FAR = 0.9
+"""Farther than a pass, outcomes are prepared until that is clearly worse: in lockstep every round waits."""
 _FAR = 0.25
 """A draft is far away when its answer takes this part of a pass.
 
@@ -54,10 +58,12 @@ class Prospects(NamedTuple):
     Attributes:
         tokens: [MAX_CHOSEN + 1] that a round with 0, 1, ... draft tokens commits on the average.
         round_times: [MAX_CHOSEN + 1] nanoseconds of a round with 0, 1, ... draft tokens.
+        unwaited_times: [MAX_CHOSEN + 1] likewise, of one that does not wait for them.
     """
 
     tokens: list[float]
     round_times: list[float]
+    unwaited_times: list[float]
 
 
 class Chosen(NamedTuple):
@@ -74,6 +80,19 @@ class Chosen(NamedTuple):
     cap: int
     num_outcomes: int
     num_trials: int
+
+
+@dataclass
+class HitRate:
+    """How often a proposal was there, or under way, when it was asked for; old rounds faded."""
+
+    rate: float = 0.0
+    num_seen: int = 0
+
+    def add(self, is_hit: bool) -> None:
+        """One round."""
+        self.num_seen += 1
+        self.rate += max(_HIT_RATE, 1 / self.num_seen) * (is_hit - self.rate)
 
 
 class SharedMeasurements:
@@ -96,22 +115,31 @@ class SharedMeasurements:
             self._tokens,
             expected=self._expected_with,
             advantage=1.0,
+            stays=lambda: _STAYS_FAR if self._is_far else STAYS,
         )
-        self._hit_rate = self._hit_wait_ns = self._hit_expected_ns = 0.0
+        self._hit_rate = HitRate()  # of rounds that had a proposal
+        self._hit_chance = HitRate()  # of rounds that wanted one
+        self._hit_wait_ns = self._hit_expected_ns = 0.0
         self._draft_costs = CostModel(2)  # of a proposal: its tokens, and those that the draft had to be told
         self._load = Load()
         self._num_sequences = 1.0
         self._network_ns = 0.0
         self._queue_ns = 0.0
         self._num_drafted = 0.0
-        self._num_added = self._renew_at = self._num_proposals = self._num_hits_seen = 0
+        self._num_added = self._renew_at = self._num_proposals = 0
+        self._is_new = True
         self._prospects: Prospects
 
     def prospects(self) -> Prospects:
         """What to choose by; made anew after a few rounds, since all streams ask in every round."""
         if self._num_added >= self._renew_at:
             self._renew_at = self._num_added + min(_RENEW_EVERY, 1 + self._num_added // 2)
-            self._prospects = Prospects(self.acceptance.tokens(), self._round_times())
+            round_times = self._round_times()
+            unwaited = [self._unwaited_ns(n) for n in range(MAX_CHOSEN + 1)]
+            scale = round_times[0] / unwaited[0]
+            self._prospects = Prospects(
+                self.acceptance.tokens(), round_times, [scale * time for time in unwaited]
+            )
         return self._prospects
 
     @property
@@ -158,8 +186,12 @@ class SharedMeasurements:
     @property
     def _waits_long(self) -> bool:
         """Whether a proposal that was not prepared takes a good part of a pass."""
-        usual = round(self._num_drafted)
-        return self._draft_costs.predict((usual, 1)) > _FAR * self._pass_ns(usual)
+        return self._proposal_ns > _FAR * self._pass_ns(round(self._num_drafted))
+
+    @property
+    def _proposal_ns(self) -> float:
+        """The usual wait for a proposal that was not prepared."""
+        return self._draft_costs.predict((round(self._num_drafted), 1))
 
     @property
     def on_trial(self) -> bool:
@@ -167,8 +199,13 @@ class SharedMeasurements:
         return not self._is_new and self._caps.on_trial(self._num_streams())
 
     @property
-    def _is_new(self) -> bool:
-        return self._num_proposals < _FIRST_PROPOSALS
+    def _is_known(self) -> bool:
+        return self._num_proposals >= (_FIRST_FAR_PROPOSALS if self._is_far else _FIRST_PROPOSALS)
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether a proposal that was not prepared takes longer than a pass."""
+        return self._proposal_ns > self._pass_ns(round(self._num_drafted))
 
     def patience_s(self, num_draft_tokens: int, prospects: Prospects) -> float:
         """Longest worthwhile wait for a proposal, in seconds.
@@ -185,8 +222,6 @@ class SharedMeasurements:
         self._num_added += 1
         num_drafted, draft_cost = len(done.proposal.token_ids), done.draft_cost
         if num_drafted:
-            if self._num_proposals == _FIRST_PROPOSALS - 1:
-                self._first_cap = self._modelled_cap()
             self._num_proposals += 1
             self._num_drafted += _RATE * (num_drafted - self._num_drafted)
             if draft_cost.forward_ns:
@@ -195,8 +230,11 @@ class SharedMeasurements:
                 self._hit_wait_ns += _RATE * (draft_cost.wall_ns - self._hit_wait_ns)
                 expected_ns = self._late_ns(num_drafted, self._pass_ns(num_drafted))
                 self._hit_expected_ns += _RATE * (expected_ns - self._hit_expected_ns)
-            self._add_hit(not draft_cost.forward_ns)
+        self._add_hit(num_drafted > 0, not draft_cost.forward_ns, draft_cost.given_up)
         self._add_verify(done.verify_cost, num_drafted)
+        if self._is_new and self._is_known:
+            self._first_cap = self._modelled_cap()
+            self._is_new = False
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the cap of all, or under None of its own."""
@@ -213,25 +251,26 @@ class SharedMeasurements:
         if cap is not None and not self._outcomes.on_trial(num_streams):
             self._caps.add(cap, num_streams, num_drafted, elapsed_ns)
 
-    def _add_hit(self, is_hit: bool) -> None:
+    def _add_hit(self, is_there: bool, was_begun: bool, given_up: bool) -> None:
         """A proposal had been begun before it was asked for, or not, where that was wanted."""
-        if is_hit or self.num_outcomes:
-            self._num_hits_seen += 1
-            rate = max(_HIT_RATE, 1 / self._num_hits_seen)
-            self._hit_rate += rate * (is_hit - self._hit_rate)
+        if is_there and (was_begun or self.num_outcomes):
+            self._hit_rate.add(was_begun)
+            self._hit_chance.add(was_begun)
+        elif given_up and self.num_outcomes:
+            self._hit_chance.add(False)
 
     def _tokens(self) -> list[float]:
         return self.prospects().tokens
 
     def _expected_rate(self, cap: int) -> float:
         """Tokens a nanosecond with at least a draft token and at most `cap`, by what is modelled."""
-        tokens, round_times = self.prospects()
+        tokens, round_times, _ = self.prospects()
         return max(tokens[n] / round_times[n] for n in range(min(1, cap), cap + 1))
 
     def _expected_with(self, num_outcomes: int) -> float:
         """Rounds a nanosecond, likewise."""
         usual = round(self._num_drafted)
-        return 1 / self._round_ns(usual, prepares=num_outcomes > 0)
+        return 1 / self._round_ns(usual, self._hit_chance if num_outcomes else None)
 
     def _modelled_cap(self) -> int:
         """To begin the trials with. Not less than usual: what the network costs is hidden by preparing."""
@@ -250,33 +289,38 @@ class SharedMeasurements:
 
     def _round_times(self) -> list[float]:
         """[MAX_CHOSEN + 1]: modelled, and scaled to what was measured."""
-        times = [self._round_ns(n, prepares=self.num_outcomes > 0) for n in range(MAX_CHOSEN + 1)]
+        prepares = self.num_outcomes > 0
+        times = [self._round_ns(n, self._hit_chance if prepares else None) for n in range(MAX_CHOSEN + 1)]
         if self._is_new:
             return times
         num_streams = self._num_streams()
-        speculative = self._caps.rate(self.cap, num_streams).round_ns
+        times[0] = self._caps.rate(0, num_streams).round_ns or times[0]
+        speculative = self._caps.rate(self.cap, num_streams).speculative_ns(times[0])
         usual = round(self._num_drafted)
         if self.cap and speculative and usual:
-            scale = speculative / times[usual]
+            scale = speculative / self._round_ns(usual, self._hit_rate if prepares else None)
             times[1:] = [scale * time for time in times[1:]]
-        times[0] = self._caps.rate(0, num_streams).round_ns or times[0]
         return times
 
-    def _round_ns(self, num_draft_tokens: int, *, prepares: bool) -> float:
+    def _round_ns(self, num_draft_tokens: int, hits: HitRate | None) -> float:
+        """So many proposals were prepared; None where none is."""
+        wait_ns = self._wait_ns(num_draft_tokens, hits) if num_draft_tokens else 0.0
+        return wait_ns + self._unwaited_ns(num_draft_tokens)
+
+    def _unwaited_ns(self, num_draft_tokens: int) -> float:
         """Queues grow and shrink with the passes."""
         pass_ns = self._pass_ns(num_draft_tokens)
         queue_ns = self._queue_ns * pass_ns / max(1.0, self._pass_ns(round(self._num_drafted)))
-        wait_ns = self._wait_ns(num_draft_tokens, pass_ns, prepares) if num_draft_tokens else 0.0
-        return max(1.0, wait_ns + queue_ns + pass_ns + self._network_ns)
+        return max(1.0, queue_ns + pass_ns + self._network_ns)
 
-    def _wait_ns(self, num_draft_tokens: int, pass_ns: float, prepares: bool) -> float:
+    def _wait_ns(self, num_draft_tokens: int, hits: HitRate | None) -> float:
         """For a proposal, on the average of those that were prepared and those that were not."""
         asked_ns = self._draft_costs.predict((num_draft_tokens, 1))
-        if not prepares:
+        if hits is None:
             return asked_ns
         seen = min(1.0, self._hit_wait_ns / self._hit_expected_ns) if self._hit_expected_ns else 1.0
-        prepared_ns = seen * self._late_ns(num_draft_tokens, pass_ns)
-        return self._hit_rate * prepared_ns + (1 - self._hit_rate) * asked_ns
+        prepared_ns = seen * self._late_ns(num_draft_tokens, self._pass_ns(num_draft_tokens))
+        return hits.rate * prepared_ns + (1 - hits.rate) * asked_ns
 
     def _late_ns(self, num_draft_tokens: int, pass_ns: float) -> float:
         """How long after a pass the proposal comes that was begun with it.

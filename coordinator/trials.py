@@ -46,6 +46,8 @@ _DOUBTFUL, _DOUBT_ROUNDS = 0.5, 100
 _CHECK_ROUNDS = 10
 """Rounds of each stream before plain decoding is tried with a number of streams that is new."""
 _ADVANTAGE = 1.03
+STAYS = 0.99
+"""What is kept stays for so many times the tokens of a smaller option: hard text makes them all alike."""
 _ENTRY = 3
 """Of so many smallest options one may be the next after 0: a token alone may not be worth the wait."""
 
@@ -71,6 +73,12 @@ class Rate:
     def round_ns(self) -> float:
         """Mean time of a round; 0 before the first one."""
         return self.time_ns / self.rounds if self.rounds else 0.0
+
+    def speculative_ns(self, plain_ns: float) -> float:
+        """Mean time of a round with draft tokens, where one without takes so long; 0 before the first one."""
+        num_plain = self.drafted.get(0, 0.0)
+        num_speculative = self.rounds - num_plain
+        return max(0.0, self.time_ns - num_plain * plain_ns) / num_speculative if num_speculative else 0.0
 
     def fade(self) -> None:
         """Count all that was measured for little."""
@@ -146,6 +154,7 @@ class Trials:
         tokens: what a round brings, by number of draft tokens, as far as is known now.
         expected: what an option may bring, in any unit, before it was tried; None knows nothing.
         advantage: so many times the tokens of a smaller option must a larger one bring.
+        stays: likewise, once it is kept; asked at each decision.
 
     Attributes:
         num_trials: begun so far.
@@ -159,10 +168,12 @@ class Trials:
         *,
         expected: Callable[[int], float] | None = None,
         advantage: float = _ADVANTAGE,
+        stays: Callable[[], float] = lambda: STAYS,
     ) -> None:
         self._options = options
         self._expected = expected
         self._advantage = advantage
+        self._stays = stays
         self._tokens = tokens
         self._first = first
         self._levels: dict[int, _Level] = {}
@@ -213,7 +224,8 @@ class Trials:
         if level.option != level.best:
             tokens = self._tokens()
             if level.is_clear(tokens) or level.counted >= _UNCLEAR_ROUNDS:
-                _decide(level, num_streams, tokens, self._advantage)
+                wanted = self._advantage if level.option > level.best else self._stays()
+                _decide(level, num_streams, tokens, wanted)
         else:
             due = [option for option in level.candidates() if self._is_due(level, option, num_streams)]
             if due:
@@ -245,12 +257,15 @@ class Trials:
         return max(arm.due, put_off * num_streams) <= level.clock
 
 
-def _decide(level: _Level, num_streams: int, tokens: Sequence[float], advantage: float) -> None:
-    """A trial is over: keep the better option, until to try the others again costs one per cent of it all."""
+def _decide(level: _Level, num_streams: int, tokens: Sequence[float], wanted: float) -> None:
+    """A trial is over: keep the better option, until to try the others again costs one per cent of it all.
+
+    `wanted` is how many times the tokens of the smaller one the larger one has to bring.
+    """
     tried, kept = level.option, level.best
     ours, theirs = level.arms[tried].rate, level.arms[kept].rate
     less, more = sorted((tried, kept))
-    pays = level.arms[more].rate.per_ns(tokens) >= advantage * level.arms[less].rate.per_ns(tokens)
+    pays = level.arms[more].rate.per_ns(tokens) >= wanted * level.arms[less].rate.per_ns(tokens)
     level.best = more if pays else less
     other = kept if level.best == tried else tried
     arm = level.arms[other]

@@ -17,7 +17,7 @@ from typing import Any
 from specwire import AsyncClient, Fate, Rule, SamplingParams
 from specwire.supervisor import Service, wait_ready
 
-START_S = 100.0
+START_S = 240.0
 _MODULES = {"verify": "verify_service", "draft": "draft_service"}
 _MODELS = {"verify": "emulated:step_ms=10", "draft": "emulated:step_ms=1,alpha=0.8"}
 

@@ -140,6 +140,37 @@ def test_hard_text_is_noticed_within_a_few_rounds_and_forgotten_again() -> None:
     assert machine.chosen.most_common(1)[0][0] >= easy - 1
 
 
+def far_round(plan: Plan, num_accepted: int) -> Round:
+    """A pass of 30 ms, and a proposal that took 80 ms more than its steps unless nobody waited for it."""
+    num_drafted = plan.num_draft_tokens if plan.patience_s else 0
+    draft_ns = 2_000_000 * num_drafted
+    return Round(
+        Proposal(0, [0] * num_drafted),
+        Verdict(0, []),
+        Outcome(min(num_accepted, num_drafted), 0),
+        Cost(forward_ns=draft_ns, wall_ns=draft_ns + 80_000_000, num_told_tokens=1)
+        if num_drafted
+        else Cost(),
+        Cost(forward_ns=30_000_000, wall_ns=30_000_000, load=Load(0, 1, 30_000_000, 0, 0)),
+        0,
+    )
+
+
+@pytest.mark.parametrize(("num_accepted", "waits"), [(0, False), (16, True)])
+def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, waits: bool) -> None:
+    """And asked all the same where it is hard, which costs no time."""
+    stream = AdaptiveLength(SharedMeasurements(lambda: 1, num_outcomes=16))
+    plans = []
+    for _ in range(16):
+        plans.append(stream.plan())
+        done = far_round(plans[-1], num_accepted)
+        stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
+    print([(p.num_draft_tokens, p.patience_s) for p in plans])
+    assert all(plan.patience_s for plan in plans[:4]), "nothing is known yet"
+    assert {bool(plan.patience_s) for plan in plans[12:]} == {waits}
+    assert all(plan.num_draft_tokens and plan.num_outcomes for plan in plans[4:])
+
+
 def test_a_fixed_length_is_fixed() -> None:
     assert FixedLength(5, SharedMeasurements(lambda: 1)).plan() == Plan(5)
 

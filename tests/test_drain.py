@@ -29,7 +29,7 @@ from specwire.supervisor import Service, wait_ready
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
 NUM_TOKENS = 100  # farther than a generation gets that nobody reads
-START_S = 90.0
+START_S = 240.0
 END_S = 60.0
 GRACE_S = 60.0
 

@@ -144,6 +144,27 @@ def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
 
 
+class Hasty(AdaptiveLength):
+    """Never waits: it uses what is left of proposals whose first tokens the target wrote meanwhile."""
+
+    def plan(self) -> Plan:
+        return Plan(5, num_outcomes=8, patience_s=0.0)
+
+
+def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+    """In the cold, where draft and target often come to the same token by themselves."""
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=0.9), tmp_path / "draft")
+    options = {"num_draft_tokens": "auto"}
+    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
+        params = {"max_tokens": ALONE, "rule": Rule.REJECTION, "temperature": 0.5}
+        completions = asyncio.run(_sample(stack.address, params, 2))
+    accepted = sum(done.speculation.num_accepted_tokens for done in completions)
+    assert accepted > 0.1 * sum(len(done.token_ids) for done in completions)
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
 def test_a_wrong_law_is_caught(address, logits):
     """The same tokens against a slightly different law: the tests above can fail."""
     params = {"max_tokens": LONG, "rule": Rule.REJECTION}

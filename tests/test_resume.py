@@ -45,7 +45,7 @@ from tests.tiny_models import save
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"
 SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, num_draft_tokens=3)
-START_S = 90.0
+START_S = 240.0
 
 
 @pytest.fixture(scope="module")

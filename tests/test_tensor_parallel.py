@@ -39,7 +39,7 @@ ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 NUM_CPUS = 2  # of each node: two ranks are packed on one, four need both
-START_S = 90.0
+START_S = 240.0
 NUM_TOKENS = 160
 STEP_TIMEOUT_S = 5.0
 PROMPT = np.random.default_rng(5).integers(3, 97, 40).tolist()

@@ -27,9 +27,10 @@ def main(argv: list[str] | None = None) -> int:
         turns = controller.explore(controller.ALTERNATING, controller.RTTS_MS, 3 * args.tokens, _say)
         report.save("controller", grid + turns)
     elif args.part == "plan":
-        report.save("planning", planning.plan(planning.studies(), _say))
+        known = writing.fixed_so_far() if args.keep_fixed else {}
+        report.save("planning", planning.plan(planning.studies(), known, _say))
     elif args.part == "whole":
-        report.save("whole", planning.plan(planning.whole(), _say))
+        report.save("whole", planning.plan(planning.whole(), {}, _say))
     writing.write()
     return 0
 

@@ -23,7 +23,7 @@ _STUDIES = {
 
 def write() -> None:
     """All parts that were run."""
-    parts = json.loads(STEM.with_suffix(".json").read_text())
+    parts = _saved()
     sections = ["# Simulation", "Tokens/s throughout; made by `python -m benchmarks.simulation`."]
     if "validation" in parts:
         compared = [Compared(**part) for part in parts["validation"]]
@@ -44,7 +44,17 @@ def write() -> None:
 
 def choices_so_far() -> list[Choice]:
     """As they were saved."""
-    return [_choice(part) for part in json.loads(STEM.with_suffix(".json").read_text())["controller"]]
+    return [_choice(part) for part in _saved()["controller"]]
+
+
+def fixed_so_far() -> dict[Case, dict[int, float]]:
+    """Of the studies, as they were saved."""
+    return {done.case: done.fixed for done in map(_planned, _saved()["planning"])}
+
+
+def _saved() -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads(STEM.with_suffix(".json").read_text())
+    return parts
 
 
 def _choice(part: dict[str, Any]) -> Choice:
