@@ -145,7 +145,8 @@ def local_stack(
     """Verify, draft (unless None) and coordinator for saved models, in float32.
 
     The links lie between the coordinator and these services; without one, they are neighbours. Rounds have 4
-    draft tokens unless a request or an option says otherwise: seeded text can be compared.
+    draft tokens unless a request or an option says otherwise: seeded text can be compared. A draft is waited
+    for: on a slow machine it may take its time.
     """
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
@@ -169,7 +170,8 @@ def local_stack(
         config = CoordinatorConfig(
             verify_address=verify_proxy.address if verify_proxy else verify,
             draft_address=draft_proxy.address if draft_proxy else draft_address,
-            **{"grace_s": 0.0, "num_draft_tokens": "4"} | (coordinator_options or {}),
+            **{"grace_s": 0.0, "num_draft_tokens": "4", "draft_timeout_ms": 60_000.0}
+            | (coordinator_options or {}),
         )
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))

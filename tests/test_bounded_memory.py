@@ -108,8 +108,6 @@ MIX_SEEDS = range(3)
 NUM_MIXED = 20
 TIMEOUT_S = 60.0
 """Of a whole mix: a deadlock is a failure, not a test that hangs."""
-PATIENT = {"draft_timeout_ms": TIMEOUT_S * 1e3}
-"""A draft may take its turn late, and is not given up for it: what must not be is that it never does."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,7 @@ def test_any_mix_gets_on_with_the_memory_of_its_longest(pair, undisturbed_mixes,
     options = smallest_cache(requests) | {"prefix_sharing": sharing}
     with (
         started_services() as services,
-        local_stack(
-            *pair, verify_options=options, draft_options=options, coordinator_options=PATIENT
-        ) as stack,
+        local_stack(*pair, verify_options=options, draft_options=options) as stack,
     ):
         results = asyncio.run(generate_mix(stack.address, requests))
         stack.assert_idle_within(1.0)

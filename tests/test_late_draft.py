@@ -34,7 +34,7 @@ def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> 
 
 @pytest.mark.parametrize("num_outcomes", ["0", "32"])
 def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
-    """Lengths are chosen, so the wait is what the proposal is worth; the timeout of 5 s is far off."""
+    """Lengths are chosen, so the wait is what the proposal is worth; the timeout is far off."""
     options = {"num_draft_tokens": "auto", "num_outcomes": num_outcomes}
     params = SamplingParams(max_tokens=800, seed=1, rule=Rule.GUMBEL)
     with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:
