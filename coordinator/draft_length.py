@@ -68,12 +68,11 @@ class AdaptiveLength:
         self._settling.enter(cap, num_outcomes)
         if cap == 0:
             return Plan(0)
-        if young_length := self._shared.young_length:
-            return Plan(young_length)
         prospects, tokens = self._shared.prospects(), self._own.tokens(cap)
         least = 1 if self._shared.on_trial else 0
-        length = self._length = self._choose(tokens, prospects.round_times, least)
-        if num_outcomes and not _may_pay(length, tokens, prospects.round_times):
+        young_length = self._shared.young_length
+        length = self._length = young_length or self._choose(tokens, prospects.round_times, least)
+        if not young_length and num_outcomes and not _may_pay(length, tokens, prospects.round_times):
             length = _best(tokens, prospects.unwaited_times, least)
             return Plan(length, num_outcomes, patience_s=0.0)
         return Plan(length, num_outcomes, self._shared.patience_s(length, prospects))

@@ -34,8 +34,8 @@ MAX_OUTCOMES = 32
 _RATE = 0.2
 _RENEW_EVERY = 8
 _FIRST_PROPOSALS, _FIRST_FAR_PROPOSALS = 12, 4
-"""After so many acceptance and costs are known well enough to judge by them; after few where one takes longer
-than a pass: more is learnt from those that nobody waits for."""
+"""After so many acceptance and costs are known well enough to judge by them; after few of each stream where
+one takes longer than a pass: more is learnt from those that nobody waits for."""
 _YOUNG_LENGTHS = (2, 8)
 """Of the first proposals, in turns."""
 _OUTLIER = 4
@@ -200,7 +200,8 @@ class SharedMeasurements:
 
     @property
     def _is_known(self) -> bool:
-        return self._num_proposals >= (_FIRST_FAR_PROPOSALS if self._is_far else _FIRST_PROPOSALS)
+        wanted = min(_FIRST_PROPOSALS, _FIRST_FAR_PROPOSALS * self._num_streams())
+        return self._num_proposals >= (wanted if self._is_far else _FIRST_PROPOSALS)
 
     @property
     def _is_far(self) -> bool:

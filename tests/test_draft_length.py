@@ -171,6 +171,15 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
     assert all(plan.num_draft_tokens and plan.num_outcomes for plan in plans[4:])
 
 
+def test_a_beginner_prepares_what_is_fixed_and_waits_no_longer_than_it_is_worth() -> None:
+    stream = AdaptiveLength(SharedMeasurements(lambda: 1, num_outcomes=16))
+    first = stream.plan()
+    stream.observe(far_round(first, 2), 110_000_000)
+    second = stream.plan()
+    assert first.num_outcomes == second.num_outcomes == 16
+    assert 0.16 < second.patience_s < 1.0
+
+
 def test_a_fixed_length_is_fixed() -> None:
     assert FixedLength(5, SharedMeasurements(lambda: 1)).plan() == Plan(5)
 
