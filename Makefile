@@ -55,19 +55,19 @@ proto-check: setup
 		--grpc_python_out=build/proto $(PROTOS)
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
-# Tests that set no bound to any time: they get what the others leave of the processors.
-UNHURRIED := acceptance bad_input benchmarks bounded_memory draft_length exactness_pure exactness_wire forecast \
-	gpu_benchmark greedy gumbel k8s kv_cache layering loading packaging packing padded prefix_index random rule runner \
-	sampling simulation text timeline_shown tokenizer transfer
-BESIDE := $(UNHURRIED:%=tests/test_%.py)
+# Tests that set no bound to any time: two processes share the processors. The others have them for themselves.
+UNHURRIED := acceptance bad_input bad_models benchmarks bounded_memory client config credit_account demo device doors \
+	draft_length emulated exactness_pure exactness_wire forecast gpu_benchmark greedy gumbel health http_docs \
+	http_errors k8s kv_cache layering loading packaging packing padded prefix_index prefix_sharing prepared random \
+	resume_law rollback rule runner sampling secrecy simulation stops text timeline timeline_shown tokenizer tokens \
+	transfer wire wire_limits
+TOGETHER := $(UNHURRIED:%=tests/test_%.py)
 
 # A thread for each model: several processes compute at a time, and threads that wait for each other spin.
 unit: export OMP_NUM_THREADS = 1
 unit: setup
-	@mkdir -p build
-	@nice -n 10 $(BIN)/python -m pytest --timeout 600 $(BESIDE) >build/beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); others=$$?; \
-	wait $$beside; beside=$$?; cat build/beside.log; exit $$((beside + others))
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --timeout 600 $(TOGETHER); together=$$?; \
+	$(BIN)/python -m pytest $(TOGETHER:%=--ignore=%) && exit $$together
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup

@@ -153,18 +153,20 @@ class RemoteDrafter:
 
     async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
         """See `generation.Drafter`."""
-        nothing = Proposal(len(committed)), Cost()
-        replica = self._place(committed) if plan.num_draft_tokens > 0 else None
+        nothing = Proposal(len(committed))
+        if plan.num_draft_tokens <= 0:
+            return nothing, Cost()
+        replica = self._place(committed)
         if replica is None or replica.info is None:
-            return nothing
+            return nothing, Cost(away=True)
         wanted = min(plan.num_draft_tokens, replica.info.context_len - len(committed))
         if wanted <= 0:
-            return nothing
+            return nothing, Cost()
         try:
-            return await self._propose_at(replica, committed, wanted, plan, parent) or nothing
+            return await self._propose_at(replica, committed, wanted, plan, parent) or (nothing, Cost())
         except (SpecwireError, TimeoutError) as error:
             self._lose(replica, error)
-            return nothing
+            return nothing, Cost(away=True)
 
     async def _propose_at(
         self, replica: Replica, committed: Sequence[int], wanted: int, plan: Plan, parent: str

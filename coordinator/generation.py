@@ -19,7 +19,8 @@ class Cost:
     service's own figures, and `load` is what it says of itself. `num_told_tokens` are committed tokens that
     it had to be told; `wall_ns` is ours, network included. Where work had begun before it was asked for,
     `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there already, and all else is 0. With
-    `given_up` it was asked for, and did not come as soon as it was worth.
+    `given_up` it was asked for, and did not come as soon as it was worth; with `away` there was no draft to
+    ask, or it was lost meanwhile.
     """
 
     queue_ns: int = 0
@@ -32,6 +33,7 @@ class Cost:
     load: Load | None = None
     prepared: bool = False
     given_up: bool = False
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,10 +286,14 @@ class TestAcknowledgements:
         assert tuple(received(responses)) == expected.token_ids
         assert responses[-1].WhichOneof("event") == "completion"
 
-    def test_after_a_half_close_it_stays_within_its_credit(self, stack: LocalStack) -> None:
+    def test_after_a_half_close_it_stays_within_its_credit(self, stack: LocalStack, credits_: Any) -> None:
         responses: list[Any] = []
-        with pytest.raises(DeadlineExceededError), raw_stub(stack) as stub:
-            responses.extend(stub.Generate(iter([opening(64)]), timeout=0.7))
+        with raw_stub(stack) as stub:
+            call = stub.Generate(iter([opening(64)]), timeout=30)
+            assert credits_.get(timeout=10).paused.wait(10)
+            threading.Timer(0.3, call.cancel).start()
+            with pytest.raises(grpc.RpcError):
+                responses.extend(call)
         assert 60 <= len(received(responses)) <= 64
         stack.assert_idle_within(1.0)
 

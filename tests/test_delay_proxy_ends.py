@@ -106,11 +106,12 @@ class TestOneWay:
     async def test_an_end_that_nobody_asked_for(self, direction: Direction) -> None:
         async with Linked(Link(rtt_ms=20)) as linked:
             near, far = self.sides(await linked.connect(), direction)
+            linked.proxy.stall(direction)
             near.writer.write(b"before")
-            await near.writer.drain()
             await until(lambda: linked.proxy.num_held_bytes > 0)
             linked.proxy.half_close(direction)
             near.writer.write(b"after")
+            linked.proxy.resume(direction)
             assert await far.reader.read() == b"before"
             await far.sends_to(near, b"still")
             far.writer.close()

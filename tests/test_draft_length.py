@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,7 +166,6 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
         plans.append(stream.plan())
         done = far_round(plans[-1], num_accepted)
         stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
-    print([(p.num_draft_tokens, p.patience_s) for p in plans])
     assert all(plan.patience_s for plan in plans[:4]), "nothing is known yet"
     assert {bool(plan.patience_s) for plan in plans[12:]} == {waits}
     assert all(plan.num_draft_tokens and plan.num_outcomes for plan in plans[4:])
@@ -212,6 +212,30 @@ def test_the_cap_follows_when_things_change() -> None:
     assert trials.option(4) == 0 or trials.on_trial(4)
     spent = run_trials(trials, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
     assert spent.most_common(1)[0][0] == 8
+
+
+def test_after_an_accident_speculation_is_soon_tried_again() -> None:
+    """What was long known to be second best is first, when the best was deposed."""
+    usual = {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0}
+    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
+    run_trials(trials, 40_000, usual)
+    while trials.best(4):
+        run_trials(trials, 10, {cap: 1.0 + cap for cap in CAPS})
+    assert run_trials(trials, 4000, usual)[8] > 2000
+
+
+def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None:
+    shared = SharedMeasurements(lambda: 1, num_outcomes=16)
+    stream = AdaptiveLength(shared)
+    for _ in range(40):
+        done = far_round(stream.plan(), 16)
+        stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
+    before = stream.plan().num_draft_tokens
+    for _ in range(3000):
+        stream.plan()
+        stream.observe(replace(far_round(Plan(0), 0), draft_cost=Cost(away=True)), 30_000_000)
+    assert stream.plan().num_draft_tokens == before > 0
+    assert shared.chosen.num_trials == 0
 
 
 def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -37,10 +36,6 @@ from specwire.supervisor import Service
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests import texts
 from tests.harness import LocalStack, LoopThread, StackProxy, local_stack
-from tests.pairs import markov_logits, markov_model
-from tests.statistics import FALSE_ALARM_RATE
-from tests.test_exactness_wire import law_p_value
-from tests.tiny_models import save
 
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"
@@ -448,25 +443,3 @@ def test_killed_with_no_other_the_client_says_how_far_it_came() -> None:
         num_tokens = caught.value.num_tokens
         assert 0 < num_tokens < 150
         assert tuple(token.token_id for token in caught.value.tokens) == whole.token_ids[:num_tokens]
-
-
-def test_resuming_does_not_bend_the_law(tmp_path: Path) -> None:
-    """Rejection sampling, each generation cut four times: the tokens follow the target's law.
-
-    As `test_exactness_wire`: with random seeds, it would fail on right code with probability 1e-6.
-    """
-    target, draft = save(markov_model(), tmp_path / "t"), save(markov_model(scale=-1.0), tmp_path / "d")
-    params = [
-        SamplingParams(max_tokens=100, rule=Rule.REJECTION, seed=i, num_draft_tokens=2) for i in range(48)
-    ]
-
-    async def sample(address: str) -> list[Completion]:
-        requests = [client_wire.generate_request(None, each, [3]) for each in params]
-        async with Wire(address) as wires:
-            return await asyncio.gather(*(wires.generate(request, 1, 7, 2, 12) for request in requests))
-
-    with local_stack(target, draft) as stack:
-        completions = asyncio.run(sample(stack.address))
-    assert [len(done.token_ids) for done in completions] == [100] * len(params)
-    p_value = law_p_value(completions, markov_logits(markov_model()), SamplingParams(max_tokens=100))
-    assert p_value > FALSE_ALARM_RATE
