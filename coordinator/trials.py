@@ -41,9 +41,9 @@ _MAX_DOUBLINGS = 3
 _MIN_PAUSE_TRIALS = 8
 """Between two trials of a cap at least so many times what a trial takes."""
 _TRUST_ROUNDS = 50
-_RECONSIDER_ROUNDS = 100
-"""After a change, all others are tried within so many rounds of each stream: their trials were against
-another one, and what changed it may have been a pause of the machine."""
+_SOON_ROUNDS = 100
+"""When an option is deposed, those that brought more than the new one are tried again within so many rounds
+of each stream."""
 _DOUBTFUL, _DOUBT_ROUNDS = 0.5, 100
 """What is modelled may be wrong by so much, where devices are shared: so it is tried after so many rounds."""
 _CHECK_ROUNDS = 10
@@ -135,11 +135,13 @@ class _Level:
             self.arms[option].rate.fade()  # what it was worth long ago counts little
         self.option, self.counted, self.counted_ns = option, 0, 0
 
-    def reconsider(self, num_rounds: int) -> None:
-        """Try all others again within so many rounds, as if for the first time."""
-        for option, arm in self.arms.items():
-            if option != self.best:
-                self.arms[option] = _Arm(due=min(arm.due, self.clock + num_rounds))
+    def reconsider(self, tokens: Sequence[float], num_streams: int) -> None:
+        """There is a new best one, and the pauses of the others were meant for trials against the last."""
+        soon = self.clock + _SOON_ROUNDS * num_streams
+        kept = self.arms[self.best].rate.per_ns(tokens)
+        for arm in self.arms.values():
+            if arm.rate.per_ns(tokens) > kept:
+                arm.due, arm.confirmed = min(arm.due, soon), 0
 
     def is_clear(self, tokens: Sequence[float]) -> bool:
         """Whether the trial has shown a difference that is no accident."""
@@ -278,7 +280,7 @@ def _decide(level: _Level, num_streams: int, tokens: Sequence[float], wanted: fl
     level.best = more if pays else less
     other = kept if level.best == tried else tried
     arm = level.arms[other]
-    arm.confirmed += 1
+    arm.confirmed = arm.confirmed + 1 if other == tried else 0
     better, worse = (ours, theirs) if level.best == tried else (theirs, ours)
     loss = max(0.0, 1 - worse.per_ns(tokens) / better.per_ns(tokens))
     trial = level.counted + _SETTLING_ROUNDS * num_streams
@@ -287,7 +289,7 @@ def _decide(level: _Level, num_streams: int, tokens: Sequence[float], wanted: fl
     pause = max(pause, _MIN_PAUSE_TRIALS * level.counted) * 2 ** min(arm.confirmed, _MAX_DOUBLINGS)
     arm.due = level.clock + int(pause)
     if level.best == tried:
-        level.reconsider(_RECONSIDER_ROUNDS * num_streams)
+        level.reconsider(tokens, num_streams)
     level.switch(level.best)
 
 

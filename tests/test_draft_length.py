@@ -215,13 +215,13 @@ def test_the_cap_follows_when_things_change() -> None:
 
 
 def test_after_an_accident_speculation_is_soon_tried_again() -> None:
-    """What was long known to be second best is first, when the best was deposed."""
-    usual = {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0}
+    """What was long known to be second best is better than nothing, when the best was deposed."""
+    usual = {0: 1.0, 2: 0.71, 4: 0.69, 8: 0.8, 16: 0.85}
     trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
-    run_trials(trials, 40_000, usual)
+    run_trials(trials, 12_000, usual)
     while trials.best(4):
         run_trials(trials, 10, {cap: 1.0 + cap for cap in CAPS})
-    assert run_trials(trials, 4000, usual)[8] > 2000
+    assert run_trials(trials, 4000, usual)[0] < 1000
 
 
 def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None:

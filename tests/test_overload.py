@@ -29,7 +29,7 @@ def test_five_seconds_of_ten_times_the_capacity() -> None:
     assert found.num_finished == found.num_admitted > plan.max_running
     assert len(found.refusal_ms) > 5 * found.num_admitted
     assert np.median(found.refusal_ms) < 5 * overload.MAX_REFUSAL_MS
-    assert found.goodput >= 0.7 * found.capacity
+    assert found.goodput >= 0.5 * found.capacity
 
 
 def record(start_s: float, end_s: float, status: str = OK, num_tokens: int = 10) -> RequestRecord:
