@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from benchmarks.simulation import controller, planning, report, validation, writing
+from benchmarks.simulation.planning import Planned
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,6 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=2, help="over the grid in the running system")
     parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream of `controller`")
     parser.add_argument("--keep-fixed", action="store_true", help="fixed lengths as they were the last time")
+    studies = sorted({study for study, _ in planning.studies()})
+    parser.add_argument("--study", choices=studies, help="of `plan`, this one only; the others stay")
     args = parser.parse_args(argv)
     if args.part == "validate":
         compared = validation.compare(validation.GRIDS, validation.wait_until_quiet, args.passes, _say)
@@ -27,12 +30,19 @@ def main(argv: list[str] | None = None) -> int:
         turns = controller.explore(controller.ALTERNATING, controller.RTTS_MS, 3 * args.tokens, _say)
         report.save("controller", grid + turns)
     elif args.part == "plan":
-        known = writing.fixed_so_far() if args.keep_fixed else {}
-        report.save("planning", planning.plan(planning.studies(), known, _say))
+        report.save("planning", _plan(args.study, args.keep_fixed))
     elif args.part == "whole":
         report.save("whole", planning.plan(planning.whole(), {}, _say))
     writing.write()
     return 0
+
+
+def _plan(study: str | None, keeps_fixed: bool) -> list[Planned]:
+    so_far = writing.planned_so_far() if study or keeps_fixed else []
+    known = {done.case: done.fixed for done in so_far} if keeps_fixed else {}
+    wanted = [(name, case) for name, case in planning.studies() if study in (None, name)]
+    found = planning.plan(wanted, known, _say)
+    return [*found, *(done for done in so_far if study not in (None, done.study))]
 
 
 def _say(line: str) -> None:

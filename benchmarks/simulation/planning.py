@@ -8,7 +8,8 @@ of draft tokens by themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from benchmarks.simulation import workload
@@ -130,24 +131,34 @@ def whole() -> Iterator[tuple[str, Case]]:
 
 
 def plan(
-    cases: Iterator[tuple[str, Case]], known: Mapping[Case, dict[int, float]], say: Callable[[str], None]
+    cases: Iterable[tuple[str, Case]], known: Mapping[Case, dict[int, float]], say: Callable[[str], None]
 ) -> list[Planned]:
-    """Simulate them all, but for fixed lengths that are known."""
+    """Simulate them all, several at a time, but for fixed lengths that are known."""
     planned = []
-    for study, case in cases:
-        started_s = time.perf_counter()
-        found = _simulate(case, *_spans(case))
-        fixed = known[case] if case in known else _fixed(case)
-        took_s = time.perf_counter() - started_s
-        planned.append(Planned(study=study, case=case, found=found, fixed=fixed, took_s=took_s))
-        say(
-            f"{study}: {case.num_groups} x {case.num_streams} streams, alpha {case.alpha:g}, {case.way}, "
-            f"{case.rtt_ms:g} ms: {found.per_device:.0f} tokens/s a device, hits {found.hit_rate:.2f}, "
-            f"{found.num_draft_tokens:.1f} drafted, p99 {found.token_ms_p99:.0f} ms; "
-            + ", ".join(f"{length}: {rate:.0f}" for length, rate in fixed.items())
-            + f" [{took_s:.0f} s]"
-        )
+    with ProcessPoolExecutor() as pool:
+        names, each = zip(*cases, strict=True)
+        for done in pool.map(_plan, names, each, (known.get(case) for case in each)):
+            planned.append(done)
+            say(_line(done))
     return planned
+
+
+def _plan(study: str, case: Case, known: dict[int, float] | None) -> Planned:
+    started_s = time.perf_counter()
+    found = _simulate(case, *_spans(case))
+    fixed = _fixed(case) if known is None else known
+    return Planned(study=study, case=case, found=found, fixed=fixed, took_s=time.perf_counter() - started_s)
+
+
+def _line(done: Planned) -> str:
+    case, found = done.case, done.found
+    fixed = ", ".join(f"{length}: {rate:.0f}" for length, rate in done.fixed.items())
+    return (
+        f"{done.study}: {case.num_groups} x {case.num_streams} streams, alpha {case.alpha:g}, {case.way}, "
+        f"{case.rtt_ms:g} ms: {found.per_device:.0f} tokens/s a device, hits {found.hit_rate:.2f}, "
+        f"{found.num_draft_tokens:.1f} drafted, p99 {found.token_ms_p99:.0f} ms; "
+        f"{fixed} [{done.took_s:.0f} s]"
+    )
 
 
 def _simulate(case: Case, warm_up_s: float, measured_s: float) -> Steady:
@@ -178,7 +189,7 @@ def _spans(case: Case) -> tuple[float, float]:
         return 0.4, 0.8
     if case.num_streams == 1:
         return 30.0, 60.0
-    return (4.0, 2.0) if case.num_streams > _MANY else (8.0, 4.0)
+    return (4.0, 2.0) if case.num_streams > _MANY else (30.0, 4.0)
 
 
 def _fixed_spans(case: Case) -> tuple[float, float]:

@@ -47,9 +47,9 @@ def choices_so_far() -> list[Choice]:
     return [_choice(part) for part in _saved()["controller"]]
 
 
-def fixed_so_far() -> dict[Case, dict[int, float]]:
-    """Of the studies, as they were saved."""
-    return {done.case: done.fixed for done in map(_planned, _saved()["planning"])}
+def planned_so_far() -> list[Planned]:
+    """As they were saved."""
+    return [_planned(part) for part in _saved()["planning"]]
 
 
 def _saved() -> dict[str, Any]:
