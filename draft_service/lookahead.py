@@ -168,11 +168,9 @@ class Lookahead:
         """
         self._num_requests += 1
         root = self._follow(base_len, token_ids)
-        was_prepared = root is not None
-        if root is None:
+        was_prepared = root is not None and await self._comes(root)
+        if root is None or not was_prepared:
             root = self._begin(base_len, token_ids, num_draft_tokens, preparation)
-        elif not root.future.done():
-            self._engine.hurry(root.job)
         self._root = root
         proposal: Proposal | None = await root.future
         if proposal is not None and preparation is not None:
@@ -187,6 +185,16 @@ class Lookahead:
             self._work.cancel()
         self._close(self._branches)
         self._branches = []
+
+    async def _comes(self, branch: Branch) -> bool:
+        """Whether a branch that somebody waits for now gets its proposal.
+
+        Memory to work ahead in may have run out just before the engine heard that it is waited for.
+        """
+        if not branch.future.done():
+            self._engine.hurry(branch.job)
+        await asyncio.wait([branch.future])
+        return not branch.failed
 
     def _begin(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import Drafter, DraftJob
+from draft_service.lookahead import Answer, Lookahead
 from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError, wire
 from specwire.config import DraftConfig
 from specwire.core import Preparation, Proposal
 from specwire.engine import boot
 from specwire.errors import RequestCancelledError
+from specwire.forecast import Forecast, SharedForecast
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.harness import LocalStack, LoopThread, local_stack, started_services
 from tests.pairs import save_good_draft, save_target
@@ -314,3 +317,36 @@ class TestBackgroundJobs:
 
         thread.run(both())
         engine.close_sequence(idle)
+
+    def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
+        self, service, thread, monkeypatch
+    ):
+        """Memory to work ahead in may have run out just before the engine hears that somebody waits."""
+        engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
+        stream, other = (engine.open(params, 3) for _ in range(2))
+
+        def too_late(_: DraftJob) -> None:
+            engine._inbox.put(lambda: engine._cancel(engine._background, stream, "no memory"))
+
+        monkeypatch.setattr(engine, "hurry", too_late)
+        forecast = Forecast(SharedForecast())
+
+        async def push(*_: Any) -> None:
+            pass
+
+        async def follow_a_branch() -> tuple[Answer, Proposal]:
+            ahead = Lookahead(engine, stream, vocab_limit=0, forecast=forecast, push=push)
+            await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
+            await asyncio.sleep(0)  # it begins to work ahead
+            path = ahead._branches[0].path
+            answer = await ahead.draft(2 + len(path), [path[-1]], 4, None)
+            ahead.close()
+            fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
+            return answer, await engine.run(fresh, 4)
+
+        answer, expected = thread.run(follow_a_branch())
+        assert not answer.was_prepared
+        assert answer.proposal is not None
+        assert_same(answer.proposal, expected)
+        for sequence in (stream, other):
+            engine.close_sequence(sequence)
