@@ -193,7 +193,7 @@ class Lookahead:
         """
         if not branch.future.done():
             self._engine.hurry(branch.job)
-        await asyncio.wait([branch.future])
+            await asyncio.wait([branch.future])
         return not branch.failed
 
     def _begin(
