@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from coordinator.generation import Cost, Plan
-from coordinator.mirror import Mirror
+from coordinator.peer_checks import check_proposal
 from coordinator.pool import Pool
 from coordinator.prepared import Prepared
 from coordinator.replicas import Replica
 from coordinator.streams import Call, attributes, cost_of
 from specwire import clock, tracing, wire
-from specwire.core import Preparation, Proposal, SamplingParams
+from specwire.core import Preparation, Proposal, SamplingParams, num_in_common
 from specwire.errors import (
     DeadlineExceededError,
     InternalError,
+    InvalidRequestError,
     PrefixMismatchError,
     ResourceExhaustedError,
     ServiceUnavailableError,
@@ -35,9 +38,16 @@ class _DraftStream:
         error: why nothing more will come.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, check: Callable[[Proposal], None] = lambda _: None) -> None:
+        """Begin to receive.
+
+        Args:
+            check: raises SpecwireError for a proposal that could not be judged.
+        """
         self._call = call
-        self._mirror = Mirror()
+        self._check = check
+        self._num_told = 0  # committed tokens that the draft was told
+        self._last: Sequence[int] = ()  # what it proposed after them
         self._num_requests = self._num_answered = self._num_late = 0
         self._sent: draft_pb2.DraftRequest | None = None
         self._sent_ns = 0
@@ -75,19 +85,21 @@ class _DraftStream:
                 raise InternalError(f"the draft answered with nothing that follows {len(committed)} tokens")
             self._arrived.clear()
             await self._arrived.wait()
-        self._mirror.extend(committed, found.token_ids)
-        if self._num_answered == request.request_id:
-            return found, self._cost
-        return found, cost_of(request, draft_pb2.DraftResponse(), self._sent_ns)
+        num_new = len(request.token_ids) - num_in_common(request.token_ids, self._last)
+        self._last = found.token_ids
+        answered = self._num_answered == request.request_id
+        cost = self._cost if answered else cost_of(request, draft_pb2.DraftResponse(), self._sent_ns)
+        return found, replace(cost, num_new_tokens=num_new)
 
     def tell(self, committed: Sequence[int], proposal: Proposal, request: draft_pb2.DraftRequest) -> None:
         """Commit tokens and let the draft go on from a proposal that it had prepared; waits for nothing."""
         self._send(committed, request)
-        self._mirror.extend(committed, proposal.token_ids)
+        self._last = proposal.token_ids
 
     def _send(self, committed: Sequence[int], request: draft_pb2.DraftRequest) -> None:
         """In the order of the calls; what fails is seen by the receiver."""
-        request.base_len, request.token_ids[:] = self._mirror.advance(committed)
+        request.base_len, request.token_ids[:] = self._num_told, committed[self._num_told :]
+        self._num_told = len(committed)
         self._sending = asyncio.create_task(self._send_after(self._sending, request))
 
     async def _send_after(self, before: asyncio.Task[None] | None, request: draft_pb2.DraftRequest) -> None:
@@ -101,6 +113,7 @@ class _DraftStream:
                 self._take(await self._call.read())
         except SpecwireError as error:
             self.error = error
+            self._call.cancel()
         self._arrived.set()
 
     def _take(self, response: draft_pb2.DraftResponse) -> None:
@@ -109,7 +122,11 @@ class _DraftStream:
             if response.request_id == self._num_requests:
                 self._cost = cost_of(self._sent, response, self._sent_ns)
         for message in response.proposals:
-            proposal = wire.proposal_from_proto(message, response.base_len)
+            try:
+                proposal = wire.proposal_from_proto(message, response.base_len)
+                self._check(proposal)
+            except (InternalError, InvalidRequestError) as error:
+                raise InternalError(f"the service sent {error}") from None
             self.prepared.add(list(message.prefix_token_ids), proposal)
         self._arrived.set()
 
@@ -142,6 +159,7 @@ class RemoteDrafter:
     ) -> None:
         self._pool = pool
         self._open = wire.open_sequence(params, prompt_len, vocab_limit)
+        self._check = partial(check_proposal, vocab_size=vocab_limit, matches_tokens=params.matches_tokens)
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer
@@ -234,7 +252,7 @@ class RemoteDrafter:
     ) -> tuple[Proposal, Cost]:
         opening = self._stream is None
         if self._stream is None:
-            self._stream = _DraftStream(replica.open_stream(self._deadline_s))
+            self._stream = _DraftStream(replica.open_stream(self._deadline_s), self._check)
             self._replica, self._num_lost = replica, replica.num_lost
             self._pool.opened(replica, committed)
         stream = self._stream

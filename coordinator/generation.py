@@ -16,11 +16,11 @@ class Cost:
     """What one call to a model service cost.
 
     `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
-    service's own figures, and `load` is what it says of itself. `num_told_tokens` are committed tokens that
-    it had to be told; `wall_ns` is ours, network included. Where work had begun before it was asked for,
-    `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there already, and all else is 0. With
-    `given_up` it was asked for, and did not come as soon as it was worth; with `away` there was no draft to
-    ask, or it was lost meanwhile.
+    service's own figures, and `load` is what it says of itself. `num_new_tokens` are committed tokens that
+    the draft had not proposed itself, and so has to run; `wall_ns` is ours, network included. Where work had
+    begun before it was asked for, `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there
+    already, and all else is 0. With `given_up` it was asked for, and did not come as soon as it was worth;
+    with `away` there was no draft to ask, or it was lost meanwhile.
     """
 
     queue_ns: int = 0
@@ -29,7 +29,7 @@ class Cost:
     request_bytes: int = 0
     response_bytes: int = 0
     num_cached_tokens: int = 0
-    num_told_tokens: int = 0
+    num_new_tokens: int = 0
     load: Load | None = None
     prepared: bool = False
     given_up: bool = False

@@ -120,7 +120,9 @@ class SharedMeasurements:
         self._hit_rate = HitRate()  # of rounds that had a proposal
         self._hit_chance = HitRate()  # of rounds that wanted one
         self._hit_wait_ns = self._hit_expected_ns = 0.0
-        self._draft_costs = CostModel(2)  # of a proposal: its tokens, and those that the draft had to be told
+        self._draft_costs = CostModel(
+            2
+        )  # of a proposal: its tokens, and those that it had not proposed itself
         self._load = Load()
         self._num_sequences = 1.0
         self._network_ns = 0.0
@@ -226,7 +228,7 @@ class SharedMeasurements:
             self._num_proposals += 1
             self._num_drafted += _RATE * (num_drafted - self._num_drafted)
             if draft_cost.forward_ns:
-                self._draft_costs.add((num_drafted, draft_cost.num_told_tokens), max(1, draft_cost.wall_ns))
+                self._draft_costs.add((num_drafted, draft_cost.num_new_tokens), max(1, draft_cost.wall_ns))
             else:
                 self._hit_wait_ns += _RATE * (draft_cost.wall_ns - self._hit_wait_ns)
                 expected_ns = self._late_ns(num_drafted, self._pass_ns(num_drafted))

@@ -92,7 +92,6 @@ def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
         request_bytes=request.ByteSize(),
         response_bytes=response.ByteSize(),
         num_cached_tokens=response.num_cached_tokens,
-        num_told_tokens=len(request.token_ids),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.generation import Cost
-from coordinator.mirror import Mirror
+from coordinator.peer_checks import check_verdict
 from coordinator.pool import Pool
 from coordinator.replicas import Replica
 from coordinator.streams import Call, attributes, cost_of
@@ -17,6 +17,7 @@ from specwire import clock, tracing, wire
 from specwire.core import Proposal, SamplingParams, Verdict
 from specwire.errors import (
     InternalError,
+    InvalidRequestError,
     PrefixMismatchError,
     ResourceExhaustedError,
     ServiceUnavailableError,
@@ -27,12 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class _VerifyStream:
-    """A request, its answer, the next request."""
+    """A request, its answer, the next request.
+
+    Attributes:
+        num_told: committed tokens that the peer was told.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._num_requests = 0
-        self.mirror = Mirror()
+        self.num_told = 0
 
     async def exchange(self, request: verify_pb2.VerifyRequest) -> tuple[verify_pb2.VerifyResponse, Cost]:
         """Send one request and wait for its answer; late answers to earlier requests are dropped.
@@ -148,19 +153,35 @@ class RemoteVerifier:
             self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
             self._replica = replica
             self._pool.opened(replica, committed)
-        base_len, token_ids = self._stream.mirror.advance(committed, proposal.token_ids)
+        base_len, self._stream.num_told = self._stream.num_told, len(committed)
         request = verify_pb2.VerifyRequest(
             open=wire.open_sequence(self._params, self._prompt_len) if opening else None,
             base_len=base_len,
-            token_ids=token_ids,
+            token_ids=committed[base_len:],
             draft_token_ids=proposal.token_ids,
             support_token_ids=[wire.ids_to_bytes(support.token_ids) for support in proposal.supports],
             traceparent=traceparent,
         )
         response, cost = await self._stream.exchange(request)
-        if response.base_len != len(committed):
-            raise InternalError(f"verify answered for base_len={response.base_len}, not {len(committed)}")
-        return wire.verdict_from_proto(response), replace(cost, load=wire.load_from_proto(response.load))
+        return self._checked(response, proposal), replace(cost, load=wire.load_from_proto(response.load))
+
+    def _checked(self, response: verify_pb2.VerifyResponse, proposal: Proposal) -> Verdict:
+        """Raises:
+        ServiceUnavailableError: no target would answer this; another replica may be one.
+        """
+        assert self._replica is not None
+        assert self._replica.info is not None
+        try:
+            verdict = wire.verdict_from_proto(response)
+            check_verdict(
+                verdict,
+                proposal,
+                self._replica.info.vocab_size,
+                matches_tokens=self._params.matches_tokens,
+            )
+        except (InternalError, InvalidRequestError) as error:
+            raise ServiceUnavailableError(f"the service sent {error}") from None
+        return verdict
 
     def close(self) -> None:
         """End the stream."""

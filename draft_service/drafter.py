@@ -17,6 +17,7 @@ from specwire.config import DraftConfig
 from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.engine.rows import matched_scores, take_rows, uniforms_for
+from specwire.errors import InternalError
 from specwire.random import Stream
 from specwire.sampling import Row
 from specwire.transfer import indices, to_host
@@ -29,14 +30,19 @@ class DraftJob(Job):
     The last draft token is never run: its keys and values are computed in the next round, if it was
     accepted. That is why a round that accepts everything commits two tokens that the cache lacks.
 
+    Where the draft's logits are no numbers the proposal ends, with all that was drafted before. The passes go
+    on to the end all the same: how long a proposal takes must not depend on its tokens.
+
     Attributes:
         num_candidates: likeliest tokens to note at each position, beside the one that is drafted.
+        num_usable: draft tokens before logits that were no numbers; None where all were.
         candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
 
     num_draft_tokens: int = 0
     vocab_limit: int = 0
     num_candidates: int = 0
+    num_usable: int | None = None
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
     candidates: list[list[int]] = field(default_factory=list)
@@ -56,19 +62,25 @@ class DraftJob(Job):
             seed=self.sequence.seed,
         )
 
-    def add(self, token_id: int, support: Support | None, ranked: list[int]) -> None:
-        """Take one draft token; unless it is the last, it is run next, as the cache lacks it.
-
-        Args:
-            ranked: likely tokens at its position, likeliest first, this one included or not.
-        """
-        self.candidates.append([other for other in ranked if other != token_id][: self.num_candidates])
+    def add(self, drawn: Drawn) -> None:
+        """Take one draft token; unless it is the last, it is run next, as the cache lacks it."""
+        if drawn.token_id < 0 and self.num_usable is None:
+            self.num_usable = len(self.drafted)
+        token_id = max(0, drawn.token_id)
+        self.candidates.append([other for other in drawn.ranked if other != token_id][: self.num_candidates])
         self.sequence.tokens.append(token_id)
         self.drafted.append(token_id)
-        if support is not None:
-            self.supports.append(support)
+        if drawn.support is not None:
+            self.supports.append(drawn.support)
         if len(self.drafted) == self.num_draft_tokens:
-            self.result = Proposal(self.committed_len, self.drafted, self.supports)
+            self.result = self._proposal()
+
+    def _proposal(self) -> Proposal | InternalError:
+        if self.num_usable == 0:
+            return InternalError("the draft's logits are not finite")
+        return Proposal(self.committed_len, self.drafted, self.supports).first(
+            len(self.drafted) if self.num_usable is None else self.num_usable
+        )
 
 
 @dataclass(eq=False)
@@ -79,15 +91,16 @@ class PeekJob(DraftJob):
         super().start()
         self.num_rows = 1
 
-    def add(self, token_id: int, support: Support | None, ranked: list[int]) -> None:
+    def add(self, drawn: Drawn) -> None:
         """Take the candidates; the draw is left where it is."""
-        self.result = ranked[: self.num_candidates]
+        self.result = drawn.ranked[: self.num_candidates]
 
 
 class Drawn(NamedTuple):
     """What came of one row.
 
     Attributes:
+        token_id: -1 where the logits are no numbers.
         support: what it was drawn from; None where tokens are matched.
         ranked: likely tokens, likeliest first, the drawn one included or not.
     """
@@ -147,7 +160,7 @@ class Drafter:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
         for job, drawn in zip(drafts, answer, strict=True):
-            job.add(*drawn)
+            job.add(drawn)
 
     def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
         """What `_matched` reads; nothing for no rows."""
@@ -155,10 +168,14 @@ class Drafter:
             return []
         scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
         top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
-        return [sampling.greedy(scores), top.indices, (top.values > float("-inf")).sum(dim=-1)]
+        token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
+        return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1)]
 
     def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
-        """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent."""
+        """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
+
+        A row that is no law has an empty support, and -1 is its token.
+        """
         if not places:
             return []
         probs = take_rows(log_probs, places).exp()

@@ -36,11 +36,13 @@ class Prepared:
     """A proposal for whoever commits `path` after the tokens that the stream's last request committed.
 
     Attributes:
+        num_wanted: draft tokens that it was to have.
         started_ns, finished_ns: when it was worked on, by the stopwatch.
     """
 
     path: tuple[int, ...]
     proposal: Proposal
+    num_wanted: int
     started_ns: int
     finished_ns: int
 
@@ -146,8 +148,9 @@ class Lookahead:
         self._push = push
         self._root: Branch | None = None
         self._branches: list[Branch] = []
+        self._preparation: Preparation | None = None  # what the root asks for; None while a request is served
         self._work: asyncio.Task[None] | None = None
-        self._num_requests = 0
+        self._news = asyncio.Event()
 
     async def draft(
         self,
@@ -166,7 +169,9 @@ class Lookahead:
         Raises:
             SpecwireError: the request cannot be served.
         """
-        self._num_requests += 1
+        if self._work is not None and self._work.done():
+            self._work.result()  # a defect: it ends with the stream
+        self._preparation = None
         root = self._follow(base_len, token_ids)
         was_prepared = root is not None and await self._comes(root)
         if root is None or not was_prepared:
@@ -174,15 +179,15 @@ class Lookahead:
         self._root = root
         proposal: Proposal | None = await root.future
         if proposal is not None and preparation is not None:
-            self._work = asyncio.create_task(self._work_ahead(self._num_requests, root, preparation))
+            self._go_ahead(preparation)
         if proposal is not None:
             proposal = proposal.first(num_draft_tokens) if num_draft_tokens else None
         return Answer(root.job, proposal, was_prepared)
 
     def close(self) -> None:
         """End the work and close all forks; the stream's own sequence is its opener's."""
-        if self._work is not None:
-            self._work.cancel()
+        if self._work is not None and not self._work.cancel() and not self._work.cancelled():
+            self._work.exception()  # of a stream that has ended, most likely
         self._close(self._branches)
         self._branches = []
 
@@ -216,8 +221,10 @@ class Lookahead:
 
     def _follow(self, base_len: int, token_ids: Sequence[int]) -> Branch | None:
         """The branch that was made for these tokens, as the new root; all that is out of date is closed."""
-        committed = self._committed_since(base_len, token_ids)
-        found = next((b for b in self._branches if b.path == committed and not b.failed), None)
+        path = self._path_from_root(base_len, token_ids)
+        if path is not None:
+            self._learn(path)
+        found = next((b for b in self._branches if b.path == path and not b.failed), None)
         alive: list[Branch] = []
         if found is not None:
             num = len(found.path)
@@ -233,24 +240,25 @@ class Lookahead:
                 branch.num_listed = 0  # what was not worth listing may be now
         return found
 
-    def _committed_since(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
-        """Tokens committed after the root's own, if the root is what they build on; teaches the forecast."""
+    def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens committed after the root's own; None where they do not build on the root."""
         root = self._root
         proposal = root.proposal if root else None
         if root is None or proposal is None or base_len < root.job.committed_len:
             return None
-        committed = (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
-        num_accepted, drafted = len(committed) - 1, tuple(proposal.token_ids)
-        if 0 <= num_accepted <= len(drafted) and committed[:-1] == drafted[:num_accepted]:
-            self._learn(root, len(drafted), num_accepted, committed[-1])
-        return committed
+        return (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
 
-    def _learn(self, root: Branch, num_drafted: int, num_accepted: int, next_token: int) -> None:
-        candidates = root.candidates
-        if num_accepted < len(candidates):
+    def _learn(self, path: tuple[int, ...]) -> None:
+        """Teach the forecast how the root's round ended, if the path is one round's outcome."""
+        assert self._root is not None
+        proposal, candidates = self._root.proposal, self._root.candidates
+        assert proposal is not None
+        drafted, num_accepted, next_token = tuple(proposal.token_ids), len(path) - 1, path[-1]
+        is_outcome = num_accepted <= len(drafted) and path[:-1] == drafted[:num_accepted]
+        if is_outcome and num_accepted < len(candidates):
             known = candidates[num_accepted]
             rank = known.index(next_token) if next_token in known else None
-            self._forecast.add(num_drafted, num_accepted, rank)
+            self._forecast.add(len(drafted), num_accepted, rank)
 
     def _close(self, branches: Iterable[Branch]) -> None:
         for branch in branches:
@@ -258,29 +266,52 @@ class Lookahead:
 
     # --- ahead of the next request ---
 
-    async def _work_ahead(self, number: int, root: Branch, preparation: Preparation) -> None:
-        """Until the next request comes, or until nothing more is worth the work."""
-        while waits := self._branch_out(root, preparation):
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if number != self._num_requests:
-                return
-            ready = [branch for branch in self._branches if branch.proposal and not branch.pushed]
-            ready.sort(key=lambda branch: -branch.worth)
-            prepared = [
-                Prepared(b.path, b.proposal, b.job.started_ns, b.job.finished_ns) for b in ready if b.proposal
-            ]
-            for branch in ready:
-                branch.pushed = True
-            if prepared:
+    def _go_ahead(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+        if self._work is None:
+            self._work = asyncio.create_task(self._work_ahead())
+        self._news.set()
+
+    async def _work_ahead(self) -> None:
+        """As long as the stream lives, whenever there is news: branch out, and hand over what is ready.
+
+        One task for all roots, which reads root and branches anew after every wait. A task for each root that
+        outlived its root branched out from tokens that were not committed: it drafted with random numbers
+        that had been judged, and bent the distribution.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            self._branch_out()
+            while (root := self._root) and (prepared := self._take_ready()):
                 await self._push(root.job.committed_len, prepared)
 
-    def _branch_out(self, root: Branch, preparation: Preparation) -> list[asyncio.Future[Any]]:
-        """Begin with the likeliest outcomes that have no branch; returns what is being worked on."""
+    def _take_ready(self) -> list[Prepared]:
+        """What is ready and was not handed over yet, likeliest first; nothing while a request is served."""
+        if self._preparation is None:
+            return []
+        prepared = []
+        for branch in sorted(self._branches, key=lambda branch: -branch.worth):
+            if branch.proposal and not branch.pushed:
+                branch.pushed = True
+                job = branch.job
+                prepared.append(
+                    Prepared(
+                        branch.path, branch.proposal, job.num_draft_tokens, job.started_ns, job.finished_ns
+                    )
+                )
+        return prepared
+
+    def _branch_out(self) -> None:
+        """Begin with the likeliest outcomes that have no branch; nothing while a request is served."""
+        root, preparation = self._root, self._preparation
+        if root is None or preparation is None:
+            return
         failed = [branch for branch in self._branches if branch.failed]
         self._close(failed)
         self._branches = [branch for branch in self._branches if branch not in failed]
         for branch in (root, *self._branches):
-            self._peek(branch, root)
+            self._peek(branch)
             branch.list_outcomes(self._forecast)
         expected = [worth for branch in (root, *self._branches) for worth in branch.expected]
         while True:
@@ -289,12 +320,14 @@ class Lookahead:
             num_kept = sum(worth > parent.next_worth for worth in expected)
             is_full = len(self._branches) + num_kept >= preparation.num_outcomes
             if is_full or parent.next_worth < MIN_WORTH:
-                break
-            self._add_branch(parent, root, preparation.num_draft_tokens)
-        futures = [future for b in (root, *self._branches) for future in (b.future, b.peek) if future]
-        return [future for future in futures if not future.done()]
+                return
+            self._add_branch(parent, preparation.num_draft_tokens)
 
-    def _peek(self, branch: Branch, root: Branch) -> None:
+    def _sequence_of(self, branch: Branch) -> TokenSequence:
+        """Where a branch's tokens are: the root's are those of the stream's own sequence."""
+        return self._sequence if branch is self._root else branch.job.sequence
+
+    def _peek(self, branch: Branch) -> None:
         """Find out what may follow a whole proposal, once it is there."""
         proposal = branch.proposal
         if proposal is None or branch.peek is not None:
@@ -302,7 +335,7 @@ class Lookahead:
         shares = self._forecast.after_all(len(proposal.token_ids))
         branch.after_all = [branch.worth * share for share in shares]
         job = PeekJob(
-            self._sequence if branch is root else branch.job.sequence,
+            self._sequence_of(branch),
             branch.job.committed_len + len(proposal.token_ids),
             [],
             vocab_limit=self._vocab_limit,
@@ -312,7 +345,7 @@ class Lookahead:
         if branch.after_all[0] >= MIN_WORTH:
             branch.peek = self._submit(job, 0)
 
-    def _add_branch(self, parent: Branch, root: Branch, num_draft_tokens: int) -> None:
+    def _add_branch(self, parent: Branch, num_draft_tokens: int) -> None:
         worth = parent.next_worth
         outcome = parent.take_outcome()
         assert parent.proposal is not None
@@ -324,7 +357,7 @@ class Lookahead:
             num_draft_tokens=num_draft_tokens,
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
-            parent=self._sequence if parent is root else parent.job.sequence,
+            parent=self._sequence_of(parent),
             worth=worth,
         )
         path = (*parent.path, *accepted, outcome.next_token)
@@ -337,8 +370,13 @@ class Lookahead:
         except SpecwireError as error:  # the end of the context, or of the service
             future = asyncio.get_running_loop().create_future()
             future.set_exception(error)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        future.add_done_callback(self._note_end)
         return future
+
+    def _note_end(self, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled():
+            done.exception()
+        self._news.set()
 
 
 def _result(future: asyncio.Future[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from draft_service.drafter import DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
 from specwire import clock, rpc, tracing, wire
-from specwire.core import Preparation, SamplingParams
+from specwire.core import Preparation, Proposal, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.errors import InvalidRequestError, UnsupportedError
@@ -23,16 +23,21 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One stream is one sequence; its KV cache goes when the stream goes, however it ends."""
 
-    def __init__(self, service: ModelService, tracer: tracing.Tracing, max_outcomes: int) -> None:
+    def __init__(
+        self, service: ModelService, tracer: tracing.Tracing, *, max_outcomes: int, max_support: int
+    ) -> None:
         self._service = service
         self._tracer = tracer
         self._max_outcomes = max_outcomes
+        self._support_len = min(max_support, service.info.vocab_size)
         self._forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
 
     @rpc.translate_errors
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         with contextlib.ExitStack() as stack:
-            answers = _Answers(context, self._service.info.incarnation, self._tracer)
+            answers = _Answers(
+                context, self._service.info.incarnation, self._tracer, support_len=self._support_len
+            )
             lookahead: Lookahead | None = None
             async for request in requests:
                 if lookahead is None:
@@ -49,7 +54,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 )
                 if request.num_draft_tokens or preparation is None:
                     self._trace(answer.job, request.traceparent)
-                    await answers.answer(request.request_id, answer)
+                    await answers.answer(request, answer)
 
     def _open(
         self, message: common_pb2.OpenSequence, answers: _Answers, stack: contextlib.ExitStack
@@ -93,28 +98,33 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _Answers:
     """The stream's way back: answers, and between them what was prepared; one message at a time.
 
+    Args:
+        support_len: that all supports are filled up to.
+
     Attributes:
         traceparent: of the last request.
     """
 
-    def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing) -> None:
+    def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing, *, support_len: int) -> None:
         self._context = context
         self._incarnation = incarnation
         self._tracer = tracer
+        self._support_len = support_len
         self._turn = asyncio.Lock()
         self.traceparent = ""
 
-    async def answer(self, request_id: int, answer: Answer) -> None:
+    async def answer(self, request: draft_pb2.DraftRequest, answer: Answer) -> None:
         """Of a request; what was prepared before it came cost it nothing."""
         job, proposal, was_prepared = answer
+        proposals = [self._message(proposal, (), request.num_draft_tokens)] if proposal else []
         await self._write(
             draft_pb2.DraftResponse(
-                request_id=request_id,
+                request_id=request.request_id,
                 base_len=job.committed_len,
                 incarnation=self._incarnation,
                 timings=None if was_prepared else boot.timings(job),
                 num_cached_tokens=0 if was_prepared else job.num_cached_tokens,
-                proposals=[wire.proposal_to_proto(proposal)] if proposal else [],
+                proposals=proposals,
             )
         )
 
@@ -128,10 +138,13 @@ class _Answers:
                 parent=self.traceparent,
                 attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
             )
-        proposals = [wire.proposal_to_proto(each.proposal, each.path) for each in prepared]
+        proposals = [self._message(each.proposal, each.path, each.num_wanted) for each in prepared]
         await self._write(
             draft_pb2.DraftResponse(base_len=base_len, incarnation=self._incarnation, proposals=proposals)
         )
+
+    def _message(self, proposal: Proposal, path: Sequence[int], num_tokens: int) -> draft_pb2.Proposal:
+        return wire.proposal_to_proto(proposal, path, num_tokens=num_tokens, support_len=self._support_len)
 
     async def _write(self, message: draft_pb2.DraftResponse) -> None:
         async with self._turn:

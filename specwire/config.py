@@ -206,7 +206,7 @@ class DraftConfig(ModelServiceConfig):
     """The draft service."""
 
     support_mass: float = option(0.99, "probability mass that a sent draft distribution keeps, in (0, 1]")
-    max_support: int = option(1024, "most tokens in a sent draft distribution")
+    max_support: int = option(256, "most tokens in a sent draft distribution; all are sent as long as that")
     max_outcomes: int = option(32, "most outcomes of a stream's round to work ahead on; 0 for none")
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
@@ -96,7 +97,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this times the likeliest one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; over 0."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output; in [0.01, 100]."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token in the output so far; in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -189,7 +190,7 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         r = self.repetition_penalty
-        _check(_is_finite(r) and r > 0, "repetition_penalty", r, "must be a finite number over 0")
+        _check(_is_finite(r) and 0.01 <= r <= 100, "repetition_penalty", r, "must lie in [0.01, 100]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, name, value, "must lie in [-2, 2]")
@@ -361,3 +362,9 @@ class ModelInfo:
     incarnation: str = ""
     tokenizer_source: str = ""
     prepares_outcomes: bool = False
+
+
+def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many first tokens two sequences share."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

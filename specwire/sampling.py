@@ -141,17 +141,22 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
 def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
 
-    Greedy rows pass through unwarped: only their argmax counts.
+    Greedy rows pass through: only their argmax counts, and log probabilities are rounded, so that close
+    logits would become equal.
 
     Args:
         logits: [num_rows, vocab_size], left as it is.
         rows: [num_rows].
 
     Returns:
-        float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded.
+        float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
+        logits. A row has no finite maximum where its logits are no numbers, or too large for them.
     """
     scores = logits.float()
     params = [row.params for row in rows]
+    num_greedy = sum(p.greedy for p in params)
+    if num_greedy == len(rows):
+        return scores
     temperatures = [1.0 if p.greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params]
     if any(temperature != 1 for temperature in temperatures):
         scores = scores / _column(temperatures, scores)
@@ -162,7 +167,11 @@ def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     scores = _exclude(scores, top_ks, _outside_top_k)
     scores = _exclude(scores, top_ps, _outside_top_p)
     scores = _exclude(scores, min_ps, _below_min_p)
-    return torch.log_softmax(scores, dim=-1)
+    log_probs = torch.log_softmax(scores, dim=-1)
+    if not num_greedy:
+        return log_probs
+    greedy_rows = indices([i for i, p in enumerate(params) if p.greedy], scores.device)
+    return log_probs.index_copy(0, greedy_rows, scores[greedy_rows])
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

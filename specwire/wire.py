@@ -33,6 +33,11 @@ RULES = {Rule.REJECTION: common_pb2.RULE_REJECTION, Rule.GUMBEL: common_pb2.RULE
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 MAX_TRACEPARENT_LEN = 256
 
+# What fills a proposal up.
+_NO_TOKEN = -1
+_NO_ID, _NO_PROB = b"\xff\xff\xff\xff", b"\0\0\0\0"
+_NO_SUPPORT = Support(np.empty(0, np.int64), np.empty(0, np.float32))
+
 _WARPS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -163,25 +168,46 @@ def refuse_trees(parent_indices: Sequence[int], num_tokens: int) -> None:
         raise UnsupportedError("parent_indices", list(parent_indices), "only chains are served")
 
 
-def proposal_to_proto(proposal: Proposal, path: Sequence[int] = ()) -> draft_pb2.Proposal:
-    """A chain with its supports, and the tokens that it was prepared for."""
-    return draft_pb2.Proposal(
-        token_ids=proposal.token_ids,
-        prefix_token_ids=path,
-        supports=[
-            draft_pb2.Support(token_ids=ids_to_bytes(s.token_ids), probs=floats_to_bytes(s.probs))
-            for s in proposal.supports
-        ],
+def proposal_to_proto(
+    proposal: Proposal, path: Sequence[int] = (), *, num_tokens: int = 0, support_len: int = 0
+) -> draft_pb2.Proposal:
+    """A chain with its supports, and the tokens that it was prepared for.
+
+    Args:
+        num_tokens, support_len: what a proposal with supports is filled up to, tokens and entries of each
+            support, so that its size does not depend on its tokens.
+    """
+    supports = [_support_to_proto(support, support_len) for support in proposal.supports]
+    token_ids = list(proposal.token_ids)
+    if supports:
+        num_missing = max(0, num_tokens - len(token_ids))
+        token_ids += [_NO_TOKEN] * num_missing
+        supports += [_support_to_proto(_NO_SUPPORT, support_len)] * num_missing
+    return draft_pb2.Proposal(token_ids=token_ids, prefix_token_ids=path, supports=supports)
+
+
+def _support_to_proto(support: Support, length: int) -> draft_pb2.Support:
+    num_missing = max(0, length - len(support.token_ids))
+    return draft_pb2.Support(
+        token_ids=ids_to_bytes(support.token_ids) + _NO_ID * num_missing,
+        probs=floats_to_bytes(support.probs) + _NO_PROB * num_missing,
     )
 
 
 def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
-    """A chain with its supports; refuses trees and supports that do not fit their ids."""
+    """A chain with its supports.
+
+    Raises:
+        UnsupportedError: a tree.
+        InvalidRequestError: supports that do not fit their ids, or are not what a token was drawn from.
+    """
     refuse_trees(message.parent_indices, len(message.token_ids))
-    supports = [_support_from_proto(support) for support in message.supports]
-    if supports and len(supports) != len(message.token_ids):
-        raise InvalidRequestError("supports", len(supports), "must be one for each draft token")
-    return Proposal(base_len, list(message.token_ids), supports)
+    token_ids = list(message.token_ids)
+    num_tokens = token_ids.index(_NO_TOKEN) if _NO_TOKEN in token_ids else len(token_ids)
+    if message.supports and len(message.supports) != len(token_ids):
+        raise InvalidRequestError("supports", len(message.supports), "must be one for each draft token")
+    supports = [_support_from_proto(support) for support in message.supports[:num_tokens]]
+    return Proposal(base_len, token_ids[:num_tokens], supports)
 
 
 def _support_from_proto(message: draft_pb2.Support) -> Support:
@@ -189,7 +215,8 @@ def _support_from_proto(message: draft_pb2.Support) -> Support:
     probs = floats_from_bytes(message.probs, "supports.probs")
     if len(token_ids) != len(probs):
         raise InvalidRequestError("supports.probs", len(probs), "must be one for each token id")
-    return Support(token_ids, probs)
+    length = int(np.count_nonzero(probs))
+    return Support(token_ids[:length], probs[:length])
 
 
 def verdict_to_proto(verdict: Verdict) -> verify_pb2.VerifyResponse:

@@ -118,6 +118,7 @@ class TestParameters:
             ("seed", 2**63),
             ("logprobs", 21),
             ("repetition_penalty", 0.0),
+            ("repetition_penalty", 1e-39),
             ("presence_penalty", 2.5),
             ("frequency_penalty", float("-inf")),
             ("stop", ""),
@@ -190,6 +191,7 @@ class TestRawRequests:
             ({"rule": 9}, "rule=9"),
             ({"logprobs": 99}, "logprobs=99"),
             ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+            ({"repetition_penalty": 1e-39}, "repetition_penalty=1e-39"),
             ({"logit_bias": {-1: 1.0}}, "logit_bias[-1]"),
         ],
     )

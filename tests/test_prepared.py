@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.mirror import Mirror
 from coordinator.prepared import Prepared
 from specwire.core import Proposal, Support
 from specwire.forecast import Forecast, SharedForecast
@@ -60,22 +59,6 @@ class TestPrepared:
         prepared = Prepared()
         prepared.add([], proposal(9, 1, 2))
         assert prepared.take(PROMPT) is None
-
-
-class TestMirror:
-    def test_only_what_the_peer_lacks_is_told(self) -> None:
-        mirror = Mirror()
-        assert mirror.advance(PROMPT) == (0, PROMPT)
-        mirror.extend(PROMPT, [7, 8, 9])
-        assert mirror.advance([*PROMPT, 7, 8, 4]) == (5, [4])
-
-    def test_tokens_of_a_proposal_that_was_passed_over_do_not_count(self) -> None:
-        """The peer was told of more since: it has rolled its own draft tokens back."""
-        mirror = Mirror()
-        mirror.advance(PROMPT)
-        mirror.advance([*PROMPT, 7])
-        mirror.extend(PROMPT, [7, 8])
-        assert mirror.advance([*PROMPT, 7, 8]) == (4, [8])
 
 
 class TestForecast:

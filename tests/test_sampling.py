@@ -58,7 +58,7 @@ def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torc
         warpers.append(hf.MinPLogitsWarper(params.min_p))
     for warper in warpers:
         logits = warper(None, logits)
-    return torch.log_softmax(logits, dim=-1)
+    return logits if params.greedy else torch.log_softmax(logits, dim=-1)
 
 
 WARPS = [
@@ -101,6 +101,17 @@ def test_warps_equal_transformers_in_a_uniform_batch(params):
     logits = random_logits(4, seed=9)
     rows = [row(**params)] * 4
     assert_same_log_probs(apply_warps(logits, rows), warped_by_transformers(logits, rows[0].params))
+
+
+def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equal():
+    """transformers compares logits; rounded to log probabilities the lower id would win."""
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
+    logits[:, 3] = 0.1
+    assert torch.log_softmax(logits, dim=-1).argmax(dim=-1).tolist() == [3, 3]
+    for others in ({"temperature": 0}, {"temperature": 0.7, "rule": "gumbel"}):
+        rows = [row(temperature=0), row(**others)]
+        assert apply_warps(logits, rows)[0].argmax() == 7
 
 
 def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch):

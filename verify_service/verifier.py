@@ -122,7 +122,7 @@ class Verifier:
         rows = [row for case in cases for row in case.rows()]
         supports = [support for case in cases for support in case.row_supports()]
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        found = _find(log_probs, rows, supports, logits.amax(dim=1).float())
+        found = _find(log_probs, rows, supports)
         judged, start = [], 0
         for case in cases:
             here = slice(start, start + case.num_rows)
@@ -151,7 +151,8 @@ class _Found(NamedTuple):
     """One entry a row; `target_probs` and `tail_mass` mean nothing where tokens are matched.
 
     Attributes:
-        maxima: NaN and +inf among the logits reach their maximum; -inf may occur.
+        maxima: of log probabilities, or of a greedy row's logits; not finite where logits are no numbers,
+            or became none by the parameters. -inf among them may occur.
     """
 
     token_ids: IntArray
@@ -160,13 +161,13 @@ class _Found(NamedTuple):
     target_probs: list[FloatArray]
 
 
-def _find(log_probs: Tensor, rows: list[Row], supports: list[IntArray], maxima: Tensor) -> _Found:
+def _find(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _Found:
     """All that is asked of the device, in one copy back."""
     matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
     sampled = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
     chosen = _chosen(log_probs, rows, matched)
     on_support, tail_mass, tail_tokens = _judge(log_probs, rows, supports, sampled)
-    host = to_host(chosen, on_support, tail_mass, tail_tokens, maxima)
+    host = to_host(chosen, on_support, tail_mass, tail_tokens, log_probs.amax(dim=1))
     found = _Found(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
     found.token_ids[matched], found.token_ids[sampled] = host[0], host[3]
     found.tail_mass[sampled] = host[2]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specwire import clock
-from specwire.core import SamplingParams
+from specwire.core import SamplingParams, num_in_common
 from specwire.engine.kv_cache import SequenceCache
 from specwire.errors import PrefixMismatchError, RequestCancelledError
 
@@ -50,17 +50,17 @@ class TokenSequence:
     def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
         """Roll back to `base_len` tokens, then commit `token_ids` after them.
 
-        The cache keeps at most all but the last committed token, since that one's logits are what the
-        next draft position needs.
+        What the sequence holds of these already, drafts that were accepted say, stays in its cache, but for
+        the last committed token, whose logits are what the next draft position needs.
 
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
         """
         if base_len > len(self.tokens):
             raise PrefixMismatchError(base_len, len(self.tokens))
-        del self.tokens[base_len:]
-        self.tokens.extend(token_ids)
-        self.cache.truncate(min(self.cache.length, base_len, len(self.tokens) - 1))
+        num_kept = base_len + num_in_common(self.tokens[base_len:], token_ids)
+        self.tokens[base_len:] = token_ids
+        self.cache.truncate(min(self.cache.length, num_kept, len(self.tokens) - 1))
 
     def fork_from(self, parent: TokenSequence, length: int) -> None:
         """Become the first `length` tokens of `parent`, and share its pages.

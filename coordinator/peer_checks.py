@@ -1,0 +1,101 @@
+"""Whether what a model service sent can be what it claims to be. Pure.
+
+A service may be broken, or something else may listen at its address. What it sends is checked before it is
+judged: token ids reach the client, and a distribution that is none would bend the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specwire.core import IntArray, Proposal, Verdict
+from specwire.errors import InternalError
+
+_SUM_TOLERANCE = 1e-3
+"""Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
+
+
+def check_proposal(proposal: Proposal, vocab_size: int, *, matches_tokens: bool) -> None:
+    """Refuse a proposal that the rule could not judge.
+
+    Args:
+        vocab_size: of the target, in tokens.
+        matches_tokens: no supports are wanted.
+
+    Raises:
+        InternalError: naming what is wrong with it.
+    """
+    _check_range("draft token", proposal.token_ids, vocab_size)
+    wanted = 0 if matches_tokens else len(proposal.token_ids)
+    if len(proposal.supports) != wanted:
+        raise InternalError(f"{len(proposal.supports)} supports for {wanted} draft tokens")
+    if not wanted:
+        return
+    lengths = [len(support.token_ids) for support in proposal.supports]
+    ids = np.concatenate([support.token_ids for support in proposal.supports])
+    probs = np.concatenate([support.probs for support in proposal.supports])
+    _check_range("token of a support", ids, vocab_size)
+    if not min(lengths) or not (np.isfinite(probs) & (probs > 0)).all():
+        raise InternalError("a support has probabilities that are not positive numbers")
+    rows = np.repeat(np.arange(wanted), lengths)
+    if len(np.unique(rows * vocab_size + ids)) < len(ids):
+        raise InternalError("a support names a token twice")
+    drawn = np.repeat(np.asarray(proposal.token_ids), lengths) == ids
+    if drawn.sum() != wanted:
+        raise InternalError("a draft token is not in the support that it was drawn from")
+
+
+def check_verdict(verdict: Verdict, proposal: Proposal, vocab_size: int, *, matches_tokens: bool) -> None:
+    """Refuse a verdict that cannot be one on this proposal.
+
+    Args:
+        vocab_size, matches_tokens: as for `check_proposal`.
+
+    Raises:
+        InternalError: naming what is wrong with it.
+    """
+    num_drafted = len(proposal.token_ids)
+    if verdict.base_len != proposal.base_len:
+        raise InternalError(f"an answer for base_len={verdict.base_len}, not {proposal.base_len}")
+    if len(verdict.target_token_ids) != num_drafted + 1:
+        raise InternalError(f"{len(verdict.target_token_ids)} target tokens for {num_drafted} draft tokens")
+    _check_logprobs(verdict, proposal)
+    if matches_tokens:
+        _check_range("target token", verdict.target_token_ids, vocab_size)
+        return
+    lengths = [len(support.token_ids) for support in proposal.supports]
+    if [len(probs) for probs in verdict.target_probs] != lengths or len(verdict.tail_mass) != num_drafted:
+        raise InternalError("target probabilities that do not fit the supports")
+    tails = np.asarray(verdict.target_token_ids[:-1], dtype=np.int64)
+    masses = np.asarray(verdict.tail_mass, dtype=np.float64)
+    _check_range("target token", tails[masses > 0], vocab_size)
+    _check_range("target token", verdict.target_token_ids[-1:], vocab_size)
+    if num_drafted:
+        probs = np.concatenate(verdict.target_probs).astype(np.float64)
+        starts = np.cumsum([0, *lengths[:-1]])
+        sums = np.add.reduceat(probs, starts) + masses
+        if (probs < 0).any() or (masses < 0).any() or not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
+            raise InternalError(f"target probabilities that add up to {sums.tolist()}")
+
+
+def _check_range(name: str, token_ids: Sequence[int] | IntArray, vocab_size: int) -> None:
+    ids = np.asarray(token_ids, dtype=np.int64)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise InternalError(f"{name} {outside[0]} is outside the vocabulary of {vocab_size}")
+
+
+def _check_logprobs(verdict: Verdict, proposal: Proposal) -> None:
+    """Whichever token is emitted, its log probability is there."""
+    if not verdict.logprobs:
+        return
+    if len(verdict.logprobs) != len(verdict.target_token_ids):
+        raise InternalError(f"log probabilities of {len(verdict.logprobs)} positions")
+    drafted = [*([token_id] for token_id in proposal.token_ids), []]
+    for entry, target, draft in zip(verdict.logprobs, verdict.target_token_ids, drafted, strict=True):
+        known = set(entry.token_ids.tolist())
+        fits = len(entry.values) == len(entry.token_ids) and 0 <= entry.num_top <= len(entry.token_ids)
+        if not fits or not known.issuperset(token_id for token_id in (target, *draft) if token_id >= 0):
+            raise InternalError("log probabilities that lack a token that may be emitted")
