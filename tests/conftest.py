@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# A thread for each model: several processes compute at a time, and threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from specwire import Client
 from specwire.tokenizer import Tokenizer
 from tests import texts

@@ -43,11 +43,12 @@ def _negate(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def markov_model(scale: float = 1.0) -> PreTrainedModel:
+def markov_model(scale: float = 1.0, shift: int = 0) -> PreTrainedModel:
     """A model whose law depends on the last token alone: attention and MLP write nothing.
 
     Args:
         scale: of the logits; negative makes the hostile draft of the model with the positive scale.
+        shift: each token has the logit of the one so many ids before it.
     """
     model = tiny_models.build(
         "llama", seed=5, vocab_size=MARKOV_VOCAB_SIZE, num_hidden_layers=1, max_position_embeddings=4096
@@ -56,7 +57,7 @@ def markov_model(scale: float = 1.0) -> PreTrainedModel:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.lm_head.weight.mul_(scale)
+        model.lm_head.weight.copy_(scale * model.lm_head.weight.roll(shift, 0))
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return model

@@ -105,6 +105,41 @@ def check_law(address, logits, rule, settings, length):
     assert p_value > FALSE_ALARM_RATE
 
 
+def test_a_draft_that_is_cut_down_and_shifted(tmp_path, logits):
+    """Much of the target lies outside of its supports, and much of the residual on them."""
+    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
+    with local_stack(
+        target, draft, coordinator_options={"num_draft_tokens": "2"}, draft_options={"max_support": 9}
+    ) as stack:
+        check_law(stack.address, logits, Rule.REJECTION, {}, LONG)
+
+
+MIXED = [
+    {"rule": Rule.REJECTION},
+    {"rule": Rule.REJECTION, "temperature": 0.5},
+    {"rule": Rule.REJECTION, "temperature": 1.6, "top_k": 6},
+    {"rule": Rule.GUMBEL, "temperature": 0.7},
+    {"rule": Rule.GUMBEL, "top_p": 0.9},
+    {"rule": Rule.GUMBEL, "temperature": 0},
+]
+
+
+def test_requests_of_all_kinds_in_one_step(address, logits):
+    """Each has its own rule, temperature, seed and place among the rows, whatever is beside it."""
+    params = [{"max_tokens": LONG, **each} for each in MIXED]
+    kinds = asyncio.run(_sample_together(address, params, range(48)))
+    for number, (settings, completions) in enumerate(zip(MIXED, kinds, strict=True)):
+        [alone] = asyncio.run(_sample_together(address, [params[number]], range(2)))
+        assert [done.token_ids for done in alone] == [done.token_ids for done in completions[:2]]
+        if settings.get("temperature") == 0:
+            tokens = [*PROMPT, *completions[0].token_ids]
+            assert list(completions[0].token_ids) == logits[tokens[:-1]].argmax(dim=-1).tolist()
+            assert len({done.token_ids for done in completions}) == 1
+        else:
+            p_value = law_p_value(completions, logits, SamplingParams(**params[number]))
+            assert p_value > FALSE_ALARM_RATE / len(MIXED), settings
+
+
 class Restless(AdaptiveLength):
     """Takes its length from how the last round went, as greedily as the past allows."""
 
@@ -185,6 +220,19 @@ async def _sample(
 
     async with AsyncClient(address) as client:
         return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
+
+
+async def _sample_together(
+    address: str, kinds: list[dict[str, object]], seeds: range
+) -> list[list[Completion]]:
+    """Generations of several kinds, each with these seeds, all at once."""
+
+    async def of_kind(client: AsyncClient, params: dict[str, object]) -> list[Completion]:
+        made = (SamplingParams(**params, seed=seed) for seed in seeds)
+        return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in made))
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(of_kind(client, params) for params in kinds))
 
 
 def law_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:

@@ -11,30 +11,18 @@ import grpc
 import numpy as np
 import pytest
 
-from draft_service import servicer
 from draft_service.drafter import Drafter, DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
-from specwire import (
-    AsyncClient,
-    Completion,
-    InvalidRequestError,
-    ResourceExhaustedError,
-    Rule,
-    SamplingParams,
-    UnsupportedError,
-    wire,
-)
+from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError, wire
 from specwire.config import DraftConfig
 from specwire.core import Preparation, Proposal
-from specwire.delay_proxy import Link
 from specwire.engine import boot
 from specwire.errors import RequestCancelledError
 from specwire.forecast import Forecast, SharedForecast
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.harness import LocalStack, LoopThread, local_stack, started_services
-from tests.pairs import markov_model, save_good_draft, save_target
+from tests.pairs import save_good_draft, save_target
 from tests.test_bad_input import our_errors
-from tests.tiny_models import save
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_DRAFT_TOKENS = 4
@@ -245,47 +233,6 @@ def test_a_push_that_outlives_its_round_leaves_nothing_behind():
     service.close()
     thread.close()
     assert [start - num for start, num in starts] == [committed_len] * len(starts)
-
-
-def test_with_slow_pushes_the_text_is_that_of_lockstep(tmp_path, monkeypatch):
-    """With a fixed length random numbers decide how a round ends, prepared or not."""
-    push = servicer._Answers.push
-
-    async def slowly(answers: Any, base_len: int, prepared: Sequence[Prepared]) -> None:
-        await push(answers, base_len, prepared)
-        await asyncio.sleep(0.03)  # the next request comes meanwhile
-
-    monkeypatch.setattr(servicer._Answers, "push", slowly)
-    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7), tmp_path / "draft")
-    found: list[list[Completion]] = []
-    for num_outcomes in ("0", "8"):
-        with local_stack(
-            target,
-            draft,
-            coordinator_options={"num_outcomes": num_outcomes},
-            draft_options={"least_pass_ms": 8.0},
-            verify_link=Link(rtt_ms=40),
-        ) as stack:
-            found.append(asyncio.run(_texts(stack.address)))
-            stack.assert_idle_within(2.0)
-    # A draft that was lost for a moment, on a machine that stalls, means plain rounds: another text.
-    pairs = [
-        (lockstep, ahead)
-        for lockstep, ahead in zip(*found, strict=True)
-        if not lockstep.speculation.draft_unavailable and not ahead.speculation.draft_unavailable
-    ]
-    assert len(pairs) > 1
-    assert not sum(lockstep.speculation.num_prepared for lockstep, _ in pairs)
-    assert sum(ahead.speculation.num_prepared for _, ahead in pairs) > len(pairs)
-    for lockstep, ahead in pairs:
-        assert ahead.token_ids == lockstep.token_ids
-
-
-async def _texts(address: str) -> list[Completion]:
-    params = {"rule": Rule.REJECTION, "max_tokens": 150, "num_draft_tokens": 2}
-    async with AsyncClient(address) as client:
-        made = (SamplingParams(**params, seed=seed) for seed in range(4))
-        return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in made))
 
 
 def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub):

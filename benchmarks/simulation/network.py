@@ -119,10 +119,16 @@ class Link:
     Attributes:
         rtt_ms: there and back.
         jitter_ms: of each message, uniform in [0, jitter_ms].
+        mbit_per_s: of each stream and direction; 0 for no limit.
     """
 
     rtt_ms: float = 0.0
     jitter_ms: float = 0.0
+    mbit_per_s: float = 0.0
+
+    def transmission_s(self, message: Any) -> float:
+        """How long a message occupies the line."""
+        return 8e-6 * message.ByteSize() / self.mbit_per_s if self.mbit_per_s else 0.0
 
 
 class Line:
@@ -132,19 +138,21 @@ class Line:
         self, sender: Process, receiver: Process, link: Link, wake_ms: float, deliver: Callable[[Any], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._sender, self._receiver = sender, receiver
+        self._sender, self._receiver, self._link = sender, receiver, link
         self._delay_s, self._jitter_s = (link.rtt_ms / 2 + wake_ms) / 1e3, link.jitter_ms / 1e3
         self._random = random.Random(0)
         self._deliver = deliver
         self._under_way: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
-        self._last_s = 0.0
+        self._last_s = self._free_s = 0.0
 
     def put(self, message: Any, *, work_s: float = 0.0, later_s: float = 0.0) -> None:
         """Send a message, `work_s` of the sender's time and then `later_s` from now."""
         self._sender.work(self._loop.time(), work_s)
         leaves_s = self._sender.handle_message(self._loop.time()) + later_s
         jitter_s = self._random.uniform(0, self._jitter_s) if self._jitter_s else 0.0
+        if not isinstance(message, SpecwireError):
+            self._free_s = leaves_s = max(leaves_s, self._free_s) + self._link.transmission_s(message)
         self._last_s = max(self._last_s, leaves_s + self._delay_s + jitter_s)
         self._under_way.append(message)
         self._loop.call_at(self._last_s, self._arrive)

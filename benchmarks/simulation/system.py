@@ -117,9 +117,13 @@ class DraftService(_Service):
 
     def __init__(self, setting: Setting, hosts: Hosts, device: Device) -> None:
         fast = LogitsDecider(GreedyDrafts(setting.model).consume)
-        decider = Drafter(DraftConfig()) if setting.exact else fast
+        config = DraftConfig(max_outcomes=MAX_NUM_OUTCOMES)
+        decider = Drafter(config) if setting.exact else fast
         super().__init__(setting, hosts, setting.model, decider, setting.draft, device)
-        self.handler = _untranslated(DraftServicer(self.service, _NO_TRACING, MAX_NUM_OUTCOMES).Draft)
+        servicer = DraftServicer(
+            self.service, _NO_TRACING, max_outcomes=config.max_outcomes, max_support=config.max_support
+        )
+        self.handler = _untranslated(servicer.Draft)
 
 
 class _Replica(Replica):
