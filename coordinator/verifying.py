@@ -126,8 +126,9 @@ class RemoteVerifier:
         """A replica for a new stream. Who has begun waits for one; who has not is told at once that all are
         full."""
         while True:
-            replica = self._pool.choose(committed, attempts.failed | attempts.full)
-            replica = replica or self._pool.choose(committed, attempts.full)
+            salt = self._params.cache_salt
+            replica = self._pool.choose(committed, attempts.failed | attempts.full, salt)
+            replica = replica or self._pool.choose(committed, attempts.full, salt)
             if replica is not None:
                 return replica
             wait_s = attempts.wait_s()
@@ -147,7 +148,7 @@ class RemoteVerifier:
         if self._stream is None:
             self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
             self._replica = replica
-            self._pool.opened(replica, committed)
+            self._pool.opened(replica, committed, self._params.cache_salt)
         base_len, token_ids = self._stream.mirror.advance(committed, proposal.token_ids)
         request = verify_pb2.VerifyRequest(
             open=wire.open_sequence(self._params, self._prompt_len) if opening else None,

@@ -20,6 +20,8 @@ from specwire.resume import NotServedError, Progress, RetryPolicy, Search
 from specwire.v1 import generation_pb2
 
 Metadata = Sequence[tuple[str, str]]
+_LONGEST_KEPT_BACK_S = 1.0
+"""A client that takes a token now and then says so, long before the coordinator takes it for idle."""
 
 
 class Part:
@@ -37,6 +39,7 @@ class Part:
         self._is_connected = self._has_answered = False
         self._num_in_hand = 0
         self._num_kept_back = 0
+        self._acknowledged_s = asyncio.get_running_loop().time()
         sending = asyncio.create_task(self._begin(request))  # now, whenever the first chunk is asked for
         self._call.add_done_callback(lambda _: sending.cancel())
 
@@ -95,7 +98,10 @@ class Part:
         """Say what was consumed since the last time; not every chunk is worth a message."""
         self._num_kept_back += self._num_in_hand
         self._num_in_hand = 0
-        if self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+        now_s = asyncio.get_running_loop().time()
+        is_long_ago = self._num_kept_back > 0 and now_s - self._acknowledged_s > _LONGEST_KEPT_BACK_S
+        if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+            self._acknowledged_s = now_s
             num_tokens, self._num_kept_back = self._num_kept_back, 0
             await rpc.send(self._call, client_wire.acknowledgement(num_tokens))
 
@@ -110,7 +116,9 @@ class AsyncStream:
     Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
     48); asking for the next chunk resumes it, and says that the one before is consumed.
 
-    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says.
+    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says. A
+    pause that takes longer than the coordinator's `--idle-timeout-s` ends the stream there; the next chunk
+    then comes in the same way, from the same coordinator if it still serves.
     """
 
     def __init__(
@@ -160,6 +168,7 @@ class AsyncStream:
 
         Raises:
             GenerationLostError: its coordinator was lost, and no other one went on; says how far it came.
+            StreamIdleError: it was paused for too long, and was not gone on with; says how far it came.
             SpecwireError: what else ended the generation before it was complete.
         """
         while self._completion is None:
