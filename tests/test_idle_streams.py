@@ -1,30 +1,30 @@
-"""Clients that stop reading: their places serve others after a second, and their streams end in time."""
+"""A client that stops reading: its generation leaves its place after a second, and its stream ends in time.
+
+Many of them at once: tests/chaos/test_unread.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
 
-from specwire import AsyncClient, Client, RetryPolicy, Rule, SamplingParams, StreamIdleError
+from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError
 from specwire.core import MAX_LOGPROBS, MIN_CREDIT_TOKENS
-from specwire.delay_proxy import DelayProxy, Link
-from specwire.rpc import from_rpc_error
+from specwire.rpc import from_rpc_error, translate_errors
 from specwire.streaming import AsyncStream
 from specwire.v1 import generation_pb2, generation_pb2_grpc
-from tests.harness import LocalStack, LoopThread, local_stack
+from tests.harness import LocalStack, local_stack
 from tests.test_credit import DRAFT, PROMPT, TARGET, opening, params, received
 
 MAX_RUNNING = 4
 IDLE_S = 2.0
-START_S = 2.0
-"""Longest wait of a new client for its first token, whoever does not read."""
 LAW = params(150)
-NO_RESUME = RetryPolicy(resume=False)
 
 
 @pytest.fixture
@@ -44,86 +44,19 @@ def until(stack: LocalStack, condition: Callable[[generation_pb2.GetStatusRespon
         time.sleep(0.01)
 
 
-@pytest.fixture
-def elsewhere(stack: LocalStack) -> Iterator[str]:
-    """The coordinator at another address: in one process, clients of the same address share a connection."""
-    with contextlib.ExitStack() as exits:
-        thread = LoopThread()
-        exits.callback(thread.close)
-        yield exits.enter_context(thread.entered(lambda: DelayProxy(stack.address, Link())))
-
-
-def first_token_s(address: str) -> float:
-    """How long a client that comes now waits for it."""
-    with Client(address) as client:
-        started_s = time.monotonic()
-        with client.stream(params=LAW, prompt_token_ids=PROMPT) as stream:
-            next(iter(stream))
-            return time.monotonic() - started_s
-
-
-@contextlib.asynccontextmanager
-async def unread(client: AsyncClient, count: int) -> AsyncIterator[list[AsyncStream]]:
-    """Streams of the SDK that nobody reads."""
-    async with contextlib.AsyncExitStack() as streams:
-        contexts = [client.stream(params=LAW, prompt_token_ids=PROMPT) for _ in range(count)]
-        yield [await streams.enter_async_context(context) for context in contexts]
-
-
 async def read(stream: AsyncStream) -> tuple[int, ...]:
     async for _ in stream:
         pass
     return stream.completion.token_ids
 
 
-def test_streams_that_nobody_reads(stack: LocalStack, elsewhere: str) -> None:
-    """Three times as many as there are places: others start, all end, and those read later are whole."""
-    expected = stack.client.generate(params=LAW, prompt_token_ids=PROMPT).token_ids
-
-    async def run() -> None:
-        async with (
-            AsyncClient(stack.address, retry=NO_RESUME) as strict,
-            AsyncClient(stack.address) as resuming,
-            unread(strict, 3 * MAX_RUNNING - 1) as ended,
-            unread(resuming, 1) as [resumed],
-        ):
-            await asyncio.to_thread(until, stack, lambda status: status.num_running == MAX_RUNNING)
-            assert await asyncio.to_thread(first_token_s, elsewhere) < START_S
-            await asyncio.to_thread(until, stack, lambda status: status.num_finished == 2 + 3 * MAX_RUNNING)
-            assert await read(resumed) == expected
-            assert resumed.num_resumes == resumed.completion.num_resumes == 1
-            for stream in ended:
-                with pytest.raises(StreamIdleError, match=r"no token was taken for 2 s") as caught:
-                    await read(stream)
-                token_ids = tuple(token.token_id for token in caught.value.tokens)
-                assert token_ids == expected[: caught.value.num_tokens]
-                assert 0 < caught.value.num_tokens <= MIN_CREDIT_TOKENS
-
-    asyncio.run(run())
-
-
-def test_streams_that_never_acknowledge(stack: LocalStack, elsewhere: str) -> None:
-    """They read all that comes, and say nothing."""
-    num_streams = 2 * MAX_RUNNING
-    with grpc.insecure_channel(stack.address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        silent = [stub.Generate(iter([opening(64)]), timeout=30) for _ in range(num_streams)]
-        until(stack, lambda status: status.num_running == MAX_RUNNING)
-        assert first_token_s(elsewhere) < START_S
-        for call in silent:
-            with pytest.raises(grpc.RpcError) as caught:
-                list(call)
-            assert caught.value.code() is grpc.StatusCode.ABORTED
-            assert isinstance(from_rpc_error(caught.value), StreamIdleError)
-
-
 def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
     """gRPC's flow control holds the writes back: all that it took comes before the error, in order."""
     window = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
-    expected = stack.client.generate(params=params(2_000), prompt_token_ids=PROMPT).token_ids
+    expected = stack.client.generate(params=params(1_000), prompt_token_ids=PROMPT).token_ids
     with grpc.insecure_channel(stack.address, window) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.Generate(iter([opening(0, 2_000, logprobs=MAX_LOGPROBS)]), timeout=30)
+        call = stub.Generate(iter([opening(0, 1_000, logprobs=MAX_LOGPROBS)]), timeout=30)
         until(stack, lambda status: status.num_paused == 1)
         stack.assert_idle_within(1.0)
         until(stack, lambda status: status.num_paused == status.num_running == 0)
@@ -177,6 +110,41 @@ def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None
                 other.cancel()
 
     asyncio.run(run())
+
+
+async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler() -> None:
+    """The status follows what the client has not read; gRPC keeps it, and the method ends."""
+    ended = asyncio.Event()
+
+    class Servicer:
+        @translate_errors
+        async def write_on(self, _: object, context: Any) -> None:
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    async with asyncio.timeout(0.5):
+                        await context.write(bytes(1000))
+            raise InvalidRequestError("x", 1, "is wrong")
+
+    servicer = Servicer()
+
+    async def served(requests: object, context: Any) -> None:
+        try:
+            await servicer.write_on(requests, context)
+        finally:
+            ended.set()
+
+    server = grpc.aio.server()
+    method = grpc.stream_stream_rpc_method_handler(served)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.http2.bdp_probe", 0)]) as channel:
+        call = channel.stream_stream("/s/m")()
+        await asyncio.wait_for(ended.wait(), 10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert isinstance(from_rpc_error(caught.value), InvalidRequestError)
+    await server.stop(0)
 
 
 def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:
