@@ -41,7 +41,8 @@ class RetryPolicy:
     patience_s: float = 10.0
     """Longest search for a coordinator after a loss, in seconds; never beyond the generation's deadline."""
     max_resumes: int = 5
-    """How often one generation may be gone on with: one that ends every coordinator must not see them all."""
+    """How often one generation may be gone on with after a loss: one that ends every coordinator must not see
+    them all. An idle stream is no loss."""
     pause_s: float = 0.1
     """Pause after a round of all addresses, in seconds; doubles with each round, up to ten times as much."""
     wait_when_full: bool = False

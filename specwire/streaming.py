@@ -15,7 +15,12 @@ from specwire import client_wire, rpc
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.endpoints import Endpoint, Endpoints
-from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    RequestCancelledError,
+    ServiceUnavailableError,
+    SpecwireError,
+    StreamIdleError,
+)
 from specwire.resume import NotServedError, Progress, RetryPolicy, Search
 from specwire.v1 import generation_pb2
 
@@ -134,7 +139,7 @@ class AsyncStream:
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
         self._progress = Progress(request)
-        self._num_resumes = 0
+        self._num_resumes = self._num_idle = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None
         self._open(endpoints.preferred)
@@ -194,7 +199,9 @@ class AsyncStream:
         What ran is worth patience. What was refused is offered to every other address once.
         """
         is_lost = self._part.has_begun(refusal)
-        if is_lost and not (self._retry.resume and self._num_resumes < self._retry.max_resumes):
+        self._num_idle += (was_idle := isinstance(refusal.error, StreamIdleError))
+        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if is_lost and not (self._retry.resume and may_resume):
             raise self._progress.lost(refusal.error) from None
         until_s = min(self._now_s + self._retry.patience_s, self._ends_s) if is_lost else -math.inf
         search = self._search(refusal, until_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,8 +111,9 @@ class TestWithoutTokens:
             client.stream(params=params, prompt_token_ids=PROMPT) as stream,
         ):
             await anext(stream)
-            while not (await client.get_status()).num_paused:
-                pass
+            async with asyncio.timeout(30):
+                while not (await client.get_status()).num_paused:
+                    pass
             async for _ in stream:
                 pass
             assert stream.completion.usage.cached_tokens >= NUM_CACHED

@@ -28,7 +28,6 @@ _BY_STATUS = {
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": (503, "service_unavailable_error", "unavailable"),
     "CANCELLED": (503, "service_unavailable_error", "cancelled"),
-    "ABORTED": (408, "timeout_error", "stream_idle"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
 }
 _CODES: tuple[tuple[type[SpecwireError], str], ...] = (

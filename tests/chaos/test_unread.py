@@ -137,7 +137,7 @@ async def read(stream: AsyncStream) -> tuple[int, ...]:
 async def test_streams_of_the_sdk_that_nobody_reads(stack: Stack) -> None:
     async with (
         AsyncClient(stack.address, timeout_s=TIMEOUT_S, retry=RetryPolicy(resume=False)) as client,
-        AsyncClient(stack.address, timeout_s=TIMEOUT_S) as resuming,
+        AsyncClient(stack.address, timeout_s=TIMEOUT_S, retry=RetryPolicy(max_resumes=0)) as resuming,
         contextlib.AsyncExitStack() as exits,
     ):
         expected = (await client.generate(params=PARAMS, prompt_token_ids=PROMPT)).token_ids
