@@ -129,7 +129,7 @@ async def idle_after_s(client: AsyncClient, engines: Engines) -> float:
         statuses, status = await engines.statuses(), await client.get_status()
         held = sum(one.num_sequences + one.num_held_pages + one.num_requests for one in statuses)
         elapsed_s = time.perf_counter() - started_s
-        if not held + status.num_running + status.num_waiting:
+        if not held + status.num_running + status.num_waiting + status.num_paused:
             return elapsed_s
         if elapsed_s > _PATIENCE_S:
             raise RuntimeError(f"still held after {elapsed_s:.0f} s: {statuses}, {status}")

@@ -11,14 +11,12 @@ little on its way a round always starts: otherwise both sides would wait for eac
 
 from __future__ import annotations
 
-import asyncio
-
 from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS
 from specwire.errors import InvalidRequestError
 
 
 class Credit:
-    """The account of one generation, in tokens. For one event loop.
+    """The account of one generation, in tokens.
 
     Args:
         window: how far the generation may be ahead of what is acknowledged; 0 is without limit.
@@ -29,8 +27,6 @@ class Credit:
         self._window = window
         self._round_len = round_len
         self._num_emitted = self._num_sent = self._num_acknowledged = 0
-        self._error: Exception | None = None
-        self._changed = asyncio.Event()
 
     @property
     def has_room(self) -> bool:
@@ -60,21 +56,3 @@ class Credit:
                 "credit_tokens", num_tokens, f"makes {unused} unused, over the limit of {MAX_CREDIT_TOKENS}"
             )
         self._num_acknowledged += num_tokens
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        """End the generation with this error before its next round."""
-        self._error = error
-        self._changed.set()
-
-    async def room(self) -> None:
-        """Wait until a round may start.
-
-        Raises:
-            Exception: what `fail` was told.
-        """
-        while self._error is None and not self.has_room:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._error is not None:
-            raise self._error

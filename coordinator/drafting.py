@@ -201,7 +201,7 @@ class RemoteDrafter:
 
     def _place(self, committed: Sequence[int]) -> Replica | None:
         """Where the stream is or may be opened."""
-        replica = self._current() or self._pool.choose(committed, self._avoided())
+        replica = self._current() or self._pool.choose(committed, self._avoided(), self._open.cache_salt)
         if replica is None:
             self.unavailable = self.unavailable or self._pool.unavailable
         return replica
@@ -254,7 +254,7 @@ class RemoteDrafter:
         if self._stream is None:
             self._stream = _DraftStream(replica.open_stream(self._deadline_s), self._check)
             self._replica, self._num_lost = replica, replica.num_lost
-            self._pool.opened(replica, committed)
+            self._pool.opened(replica, committed, self._open.cache_salt)
         stream = self._stream
         request = draft_pb2.DraftRequest(
             open=self._open if opening else None,

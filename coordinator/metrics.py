@@ -64,6 +64,12 @@ TABLE: tuple[Metric[Snapshot], ...] = (
         lambda now: now.admission.num_waiting,
     ),
     Metric(
+        Kind.GAUGE,
+        "specwire_requests_paused",
+        "Requests without a place, whose clients have read nothing for a second.",
+        lambda now: now.admission.num_paused,
+    ),
+    Metric(
         Kind.HISTOGRAM,
         "specwire_request_wait_seconds",
         "Time from a request's arrival to the start of its generation.",

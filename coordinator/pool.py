@@ -117,21 +117,27 @@ class Pool:
 
     # --- who takes a stream -------------------------------------------------------------------------
 
-    def choose(self, token_ids: Sequence[int], avoid: Collection[Replica] = ()) -> Replica | None:
-        """The available replica that a stream beginning with these tokens is best opened at, if any."""
+    def choose(
+        self, token_ids: Sequence[int], avoid: Collection[Replica] = (), salt: str = ""
+    ) -> Replica | None:
+        """The available replica that a stream beginning with these tokens is best opened at, if any.
+
+        Args:
+            salt: only streams of the same one share prefixes.
+        """
         candidates = [replica for replica in self.available if replica not in avoid]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         incarnations = {replica.info.incarnation for replica in candidates if replica.info}
-        return choose(candidates, self._prefixes.holder(token_ids, incarnations))
+        return choose(candidates, self._prefixes.holder(token_ids, incarnations, salt))
 
-    def opened(self, replica: Replica, token_ids: Sequence[int]) -> None:
+    def opened(self, replica: Replica, token_ids: Sequence[int], salt: str = "") -> None:
         """A stream was opened there, and will be sent these tokens."""
         self._num_taken += 1
         replica.num_streams += 1
         replica.last_taken = self._num_taken
         if replica.info and len(self.replicas) > 1:
-            self._prefixes.note(token_ids, replica.info.incarnation)
+            self._prefixes.note(token_ids, replica.info.incarnation, salt)
 
     def closed(self, replica: Replica) -> None:
         """A stream there has ended."""

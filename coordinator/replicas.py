@@ -122,35 +122,36 @@ class SentPrefixes:
     """Which replica was last sent which beginning of a sequence, in pages of 64 tokens.
 
     Bounded: what was not met for the longest time is forgotten first. Replicas are known by their
-    incarnation, since a restarted one holds nothing of what was sent before.
+    incarnation, since a restarted one holds nothing of what was sent before. A sequence of another salt finds
+    nothing there: so where it is placed tells its client nothing about the prompts of others.
     """
 
     def __init__(self, capacity: int = _MAX_KNOWN_PAGES) -> None:
         self._capacity = capacity
         self._incarnations: OrderedDict[int, str] = OrderedDict()
 
-    def note(self, token_ids: Sequence[int], incarnation: str) -> None:
+    def note(self, token_ids: Sequence[int], incarnation: str, salt: str = "") -> None:
         """A sequence that begins with these tokens was sent there."""
-        for page in _pages(token_ids):
+        for page in _pages(token_ids, salt):
             self._incarnations[page] = incarnation
             self._incarnations.move_to_end(page)
         while len(self._incarnations) > self._capacity:
             self._incarnations.popitem(last=False)
 
-    def holder(self, token_ids: Sequence[int], incarnations: Collection[str]) -> str | None:
+    def holder(self, token_ids: Sequence[int], incarnations: Collection[str], salt: str = "") -> str | None:
         """Of these incarnations, the one that was sent the longest beginning; None if none was."""
-        for page in reversed(_pages(token_ids)):
+        for page in reversed(_pages(token_ids, salt)):
             found = self._incarnations.get(page)
             if found in incarnations:
                 return found
         return None
 
 
-def _pages(token_ids: Sequence[int]) -> list[int]:
-    """A name for each leading full page, which depends on all tokens up to its end. Two that share a name by
-    chance cost a stream that is placed badly, and nothing else."""
+def _pages(token_ids: Sequence[int], salt: str) -> list[int]:
+    """A name for each leading full page, which depends on the salt and all tokens up to its end. Two that
+    share a name by chance cost a stream that is placed badly, and nothing else."""
     names: list[int] = []
     for start in range(0, min(len(token_ids) // _PAGE_LEN, _MAX_PAGES) * _PAGE_LEN, _PAGE_LEN):
         page = tuple(token_ids[start : start + _PAGE_LEN])
-        names.append(hash((names[-1] if names else 0, page)))
+        names.append(hash((names[-1] if names else salt, page)))
     return names

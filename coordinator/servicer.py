@@ -5,32 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from coordinator import metrics
-from coordinator.admission import Admission
+from coordinator.admission import Admission, Place
 from coordinator.credit import Credit
 from coordinator.draft_length import AdaptiveLength, FixedLength
 from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
 from coordinator.measurements import SharedMeasurements
 from coordinator.peers import DraftPool, VerifyPool
+from coordinator.reader import Reader
 from coordinator.replicas import Replica
 from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
 from specwire import client_wire, doors, rpc, tracing, wire
-from specwire.completion import Chunk, Completion
+from specwire.completion import Completion
 from specwire.config import CoordinatorConfig
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
+
+_PAUSE_AFTER_S = 1.0
+"""A generation that has waited for its client for so long leaves its place to others."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -78,6 +83,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_fit(prompt, params, self._verify.info, self._tokenizer)
         caller = doors.caller(context)
         caller.check(params)
+        tenant = caller.name if self._config.tokens else ""
+        params = dataclasses.replace(params, cache_salt=cache_salt(tenant, params.cache_salt))
         seam = find_seam(
             list(request.generated_token_ids),
             request.context_digest,
@@ -86,18 +93,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             target=self._verify.info,
         )
         planner = self._planner(params)
-        async with self._admission.place(caller):
+        credit = Credit(window, planner.limit + 1)
+        async with (
+            Reader(context.write, credit, self._config.idle_timeout_s) as reader,
+            self._admission.place(caller) as place,
+            acknowledged(requests, reader),
+        ):
             try:
-                async with acknowledged(requests, Credit(window, planner.limit + 1)) as credit:
-                    await self._generate(
-                        prompt,
-                        params,
-                        planner,
-                        credit,
-                        context,
-                        seam=seam,
-                        report_progress=request.report_progress,
-                    )
+                await self._generate(
+                    prompt,
+                    params,
+                    planner,
+                    reader,
+                    place,
+                    context,
+                    seam=seam,
+                    report_progress=request.report_progress,
+                )
             finally:
                 self._num_finished += 1
 
@@ -106,13 +118,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt: list[int],
         params: SamplingParams,
         planner: Planner,
-        credit: Credit,
+        reader: Reader,
+        place: Place,
         context: Any,
         *,
         seam: Seam,
         report_progress: bool,
     ) -> None:
         with self._peers(params, len(prompt), context.time_remaining) as (drafter, verifier):
+
+            async def may_start() -> None:
+                if not reader.is_ready:
+                    await wait_for(reader, place, drafter, verifier)
+
             with self._tracer.span("generate", parent=_traceparent(context)) as span:
                 span.set(_request_attributes(params, len(prompt), self._verify.info.name))
                 generation = Generation(
@@ -123,7 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     planner=planner,
                     tracer=self._tracer,
                     parent=span.traceparent,
-                    may_start=credit.room,
+                    may_start=may_start,
                     generated_token_ids=seam.token_ids,
                 )
                 session = Session(
@@ -132,16 +150,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     params,
                     tokenizer=self._tokenizer,
                     target=self._verify.info,
-                    credit=credit,
+                    credit=reader.credit,
                     generated_token_ids=seam.token_ids,
                     report_progress=report_progress,
                 )
                 watch(session, lambda: drafter.unavailable, span.traceparent)
-                await write_chunks(session.chunks(), client_wire.resume_info_to_proto(seam.info), context)
+                info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(seam.info)
+                async for chunk in session.chunks():
+                    message = client_wire.chunk_to_proto(chunk)
+                    reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
+                    info = None
                 completion = session.completion(drafter.unavailable)
                 span.set(_response_attributes(completion))
-            done = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
-            await context.write(done)
+        done = client_wire.completion_to_proto(completion)
+        reader.send(generation_pb2.GenerateResponse(completion=done))
 
     @contextlib.contextmanager
     def _peers(
@@ -201,6 +223,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
+            num_paused=self._admission.num_paused,
             num_finished=self._num_finished,
             draft_unavailable=self._draft.unavailable,
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
@@ -209,51 +232,40 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def write_chunks(chunks: AsyncIterator[Chunk], info: generation_pb2.ResumeInfo, context: Any) -> None:
-    """Write each chunk while the next round begins; what ends the rounds is heard after all they brought.
+async def wait_for(reader: Reader, place: Place, *peers: RemoteDrafter | RemoteVerifier) -> None:
+    """Wait until a round may start. A longer wait is without the place, and without memory at the peers: they
+    keep what they computed as known prefixes, as long as there is room for that.
 
-    Args:
-        info: goes with the first one.
+    Raises:
+        StreamIdleError: the client took nothing for too long.
+        Exception: what else ends the generation.
     """
-    writing: Awaitable[None] | None = None
     try:
-        async for chunk in chunks:
-            message = generation_pb2.GenerateResponse(
-                chunk=client_wire.chunk_to_proto(chunk), resume_info=info if writing is None else None
-            )
-            if writing is not None:
-                await writing
-            writing = asyncio.ensure_future(_write_later(context, message))
-    except BaseException:
-        if writing is not None:
-            await asyncio.gather(writing, return_exceptions=True)
-        raise
-    if writing is not None:
-        await writing
-
-
-async def _write_later(context: Any, message: generation_pb2.GenerateResponse) -> None:
-    """After what else is ready now: a device waits for the next round's request."""
-    await asyncio.sleep(0)
-    await context.write(message)
+        async with asyncio.timeout(_PAUSE_AFTER_S):
+            await reader.ready()
+    except TimeoutError:
+        for peer in peers:
+            peer.close()
+        async with place.left():
+            await reader.ready()
 
 
 @contextlib.asynccontextmanager
 async def acknowledged(
-    requests: AsyncIterator[generation_pb2.GenerateRequest], credit: Credit
-) -> AsyncIterator[Credit]:
+    requests: AsyncIterator[generation_pb2.GenerateRequest], reader: Reader
+) -> AsyncIterator[None]:
     """Take in acknowledgements while the body generates; one that cannot be used ends the generation."""
 
     async def take_in() -> None:
         try:
             async for request in requests:
-                credit.acknowledge(client_wire.acknowledged_tokens(request))
+                reader.acknowledge(client_wire.acknowledged_tokens(request))
         except Exception as error:
-            credit.fail(error)
+            reader.fail(error)
 
     taking_in = asyncio.create_task(take_in())
     try:
-        yield credit
+        yield
     finally:
         taking_in.cancel()
 
@@ -280,6 +292,20 @@ def prompt_token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokeniz
     if not token_ids:
         raise InvalidRequestError("prompt", "empty", "at least one token is required")
     return token_ids
+
+
+def cache_salt(tenant: str, given: str) -> str:
+    """What keeps the cached prefixes of a request apart from those of others; empty to share them with all.
+
+    Made of nothing but its arguments: a tenant's requests share them through all coordinators.
+
+    Args:
+        tenant: name of the bearer token; empty where none is asked for.
+        given: by the client; a tenant's own requests may be apart, too.
+    """
+    if not tenant and not given:
+        return ""
+    return hashlib.blake2b(f"{tenant}\0{given}".encode(), digest_size=16).hexdigest()
 
 
 def check_fit(

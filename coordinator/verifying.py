@@ -131,8 +131,9 @@ class RemoteVerifier:
         """A replica for a new stream. Who has begun waits for one; who has not is told at once that all are
         full."""
         while True:
-            replica = self._pool.choose(committed, attempts.failed | attempts.full)
-            replica = replica or self._pool.choose(committed, attempts.full)
+            salt = self._params.cache_salt
+            replica = self._pool.choose(committed, attempts.failed | attempts.full, salt)
+            replica = replica or self._pool.choose(committed, attempts.full, salt)
             if replica is not None:
                 return replica
             wait_s = attempts.wait_s()
@@ -152,7 +153,7 @@ class RemoteVerifier:
         if self._stream is None:
             self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
             self._replica = replica
-            self._pool.opened(replica, committed)
+            self._pool.opened(replica, committed, self._params.cache_salt)
         base_len, self._stream.num_told = self._stream.num_told, len(committed)
         request = verify_pb2.VerifyRequest(
             open=wire.open_sequence(self._params, self._prompt_len) if opening else None,

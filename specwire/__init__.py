@@ -29,6 +29,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
+    StreamIdleError,
     UnauthenticatedError,
     UnsupportedError,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "Speculation",
     "SpecwireError",
     "Stream",
+    "StreamIdleError",
     "Timing",
     "Token",
     "UnauthenticatedError",

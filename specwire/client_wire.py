@@ -69,6 +69,7 @@ def generate_request(
         num_draft_tokens=params.num_draft_tokens,
         credit_tokens=credit_tokens,
         report_progress=report_progress,
+        cache_salt=params.cache_salt,
     )
     if prompt is not None:
         request.text = prompt
@@ -161,6 +162,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
         stop=tuple(stops.stop),
         stop_token_ids=tuple(stops.stop_token_ids),
         ignore_eos=stops.ignore_eos,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -46,6 +46,10 @@ NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a num
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must show a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must show one"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
+IDLE_TIMEOUT_HELP = (
+    "longest time that a client may take no token that waits for it, in seconds; then its stream ends, "
+    "and can be resumed"
+)
 LEAST_PASS_HELP = (
     "least milliseconds a forward pass takes, as a bigger model's would; the rest is slept; 0: none"
 )
@@ -255,6 +259,7 @@ class CoordinatorConfig(ServiceConfig):
     draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
+    idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP)
     max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
     connect_timeout_s: float = option(60.0, "longest wait for the verify service at start")
     failover_timeout_s: float = option(
@@ -280,6 +285,7 @@ class CoordinatorConfig(ServiceConfig):
         check_duration("draft_timeout_ms", self.draft_timeout_ms)
         check_duration("connect_timeout_s", self.connect_timeout_s)
         check_duration("failover_timeout_s", self.failover_timeout_s)
+        check_duration("idle_timeout_s", self.idle_timeout_s)
 
     def _check_peers(self) -> None:
         for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):

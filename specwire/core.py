@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
+MAX_CACHE_SALT_LEN = 256
 _MAX_INT = 2**31 - 1
 """What the wire carries of counts and token ids."""
 # Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
@@ -122,6 +123,9 @@ class SamplingParams:
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
+    cache_salt: str = ""
+    """Only requests of the same salt share what the caches hold of their prompts; the text does not depend on
+    it. With bearer tokens, requests under different names never share it."""
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -172,6 +176,10 @@ class SamplingParams:
             len(self.stop),
             f"more than {MAX_STOP_STRINGS} strings",
         )
+        salt = self.cache_salt
+        _check(isinstance(salt, str), "cache_salt", salt, "must be a string")
+        over = f"is over {MAX_CACHE_SALT_LEN} characters long"
+        _check(len(salt) <= MAX_CACHE_SALT_LEN, "cache_salt", salt, over)
         for text in self.stop:
             _check(isinstance(text, str) and text != "", "stop", text, "must be non-empty strings")
             _check(len(text) <= MAX_STOP_LEN, "stop", text, f"is over {MAX_STOP_LEN} characters long")

@@ -16,6 +16,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
+    StreamIdleError,
 )
 from specwire.resume import NotServedError, may_serve_elsewhere, why_nobody
 from specwire.v1 import generation_pb2_grpc
@@ -39,7 +40,7 @@ class Endpoint:
         ours = self._explain(error)
         if not may_serve_elsewhere(ours):
             return ours
-        is_silent = isinstance(ours, RequestCancelledError) or not rpc.was_reported(error)
+        is_silent = isinstance(ours, RequestCancelledError | StreamIdleError) or not rpc.was_reported(error)
         return NotServedError(ours, may_come_back=is_silent and not isinstance(ours, ResourceExhaustedError))
 
     def _explain(self, error: grpc.RpcError) -> SpecwireError:

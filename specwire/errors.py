@@ -10,6 +10,7 @@
     ├── PrefixMismatchError         a stream request that does not extend what the receiver holds
     ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
     ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
+    ├── StreamIdleError             the client took no token for too long; the generation can be resumed
     ├── ServiceUnavailableError     the peer is not there, or went away
     │   └── GenerationLostError     a coordinator went away, and none went on in time; says how far it came
     ├── DeadlineExceededError       the deadline passed
@@ -173,7 +174,27 @@ class ServiceUnavailableError(SpecwireError):
         return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
 
 
-class GenerationLostError(ServiceUnavailableError):
+class _Received:
+    """What came before an error.
+
+    Attributes:
+        tokens: in order, with their texts.
+    """
+
+    tokens: tuple[Token, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """How far it came."""
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """What came of it."""
+        return "".join(token.text for token in self.tokens)
+
+
+class GenerationLostError(_Received, ServiceUnavailableError):
     """A running generation lost its coordinator, and no other one went on with it in time.
 
     Attributes:
@@ -186,19 +207,26 @@ class GenerationLostError(ServiceUnavailableError):
     def __init__(
         self, message: str, retry_after_ms: int | None = None, *, tokens: Sequence[Token] = ()
     ) -> None:
-        super().__init__(message)
-        self.retry_after_ms = retry_after_ms
+        super().__init__(message, retry_after_ms)
         self.tokens = tuple(tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """How far it came."""
-        return len(self.tokens)
 
-    @property
-    def text(self) -> str:
-        """What came of it."""
-        return "".join(token.text for token in self.tokens)
+class StreamIdleError(_Received, SpecwireError):
+    """The client took no token of a stream for so long that the coordinator ended it.
+
+    Nothing is wrong with the generation: a request with the tokens received before goes on with it, which the
+    SDK sends by itself when the next chunk is asked for.
+
+    Attributes:
+        tokens: received before, in order, with their texts.
+    """
+
+    status = "ABORTED"
+    reason = "STREAM_IDLE"
+
+    def __init__(self, message: str, *, tokens: Sequence[Token] = ()) -> None:
+        super().__init__(message)
+        self.tokens = tuple(tokens)
 
 
 class DeadlineExceededError(SpecwireError, TimeoutError):

@@ -17,6 +17,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
     SpecwireError,
+    StreamIdleError,
 )
 from specwire.v1 import generation_pb2
 
@@ -35,11 +36,13 @@ class RetryPolicy:
     """
 
     resume: bool = True
-    """Go on with a generation whose coordinator is lost; False raises `GenerationLostError` at once."""
+    """Go on with a generation whose coordinator is lost, or ended its stream because nothing was read; False
+    raises `GenerationLostError` or `StreamIdleError` at once."""
     patience_s: float = 10.0
     """Longest search for a coordinator after a loss, in seconds; never beyond the generation's deadline."""
     max_resumes: int = 5
-    """How often one generation may be gone on with: one that ends every coordinator must not see them all."""
+    """How often one generation may be gone on with after a loss: one that ends every coordinator must not see
+    them all. An idle stream is no loss."""
     pause_s: float = 0.1
     """Pause after a round of all addresses, in seconds; doubles with each round, up to ten times as much."""
     wait_when_full: bool = False
@@ -76,7 +79,9 @@ def may_serve_elsewhere(error: SpecwireError) -> bool:
     """Whether an error says something about the coordinator rather than about the request."""
     if isinstance(error, ResourceExhaustedError):
         return error.retry_after_ms is not None  # else it never fits
-    return isinstance(error, ServiceUnavailableError | RequestCancelledError | HandshakeError)
+    return isinstance(
+        error, ServiceUnavailableError | RequestCancelledError | HandshakeError | StreamIdleError
+    )
 
 
 def why_nobody(refusals: Sequence[NotServedError]) -> SpecwireError:
@@ -110,8 +115,9 @@ class Search:
         until_s: float,
         full_until_s: float,
     ) -> None:
-        self._order = [(index + 1 + i) % num_addresses for i in range(num_addresses)]
-        self._todo = self._order[:-1]
+        is_there = isinstance(refusal.error, StreamIdleError)
+        self._order = [(index + (not is_there) + i) % num_addresses for i in range(num_addresses)]
+        self._todo = self._order.copy() if is_there else self._order[:-1]
         self._refusals = {index: refusal}
         self._until_s = until_s
         self._full_until_s = full_until_s
@@ -187,8 +193,10 @@ class Progress:
         token_ids = [token.token_id for token in (*self.tokens, *self._held)]
         return client_wire.resuming_request(self._request, self._info, token_ids)
 
-    def lost(self, why: SpecwireError) -> GenerationLostError:
+    def lost(self, why: SpecwireError) -> GenerationLostError | StreamIdleError:
         """The error that says how far it came."""
+        if isinstance(why, StreamIdleError):
+            return StreamIdleError(str(why), tokens=self.tokens)
         message = f"the generation was lost after {len(self.tokens)} tokens: {why}"
         return GenerationLostError(message, getattr(why, "retry_after_ms", None), tokens=self.tokens)
 

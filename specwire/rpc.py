@@ -163,7 +163,11 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
         error = errors.InternalError("internal error; the service's log has the details")
     status = to_status(error)
     context.set_trailing_metadata(status.trailing_metadata)
-    await context.abort(status.code, status.details)
+    try:
+        async with asyncio.timeout(_FAREWELL_S):
+            await context.abort(status.code, status.details)
+    except TimeoutError:  # gRPC keeps it until the client has read what was written before
+        raise asyncio.CancelledError from None
 
 
 # --- servers --------------------------------------------------------------------------------------

@@ -82,4 +82,5 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "report log probabilities, and those of the N likeliest",
     },
+    "cache_salt": {"metavar": "TEXT", "help": "share cached prompts with requests of the same salt only"},
 }

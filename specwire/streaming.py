@@ -15,11 +15,18 @@ from specwire import client_wire, rpc
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.endpoints import Endpoint, Endpoints
-from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    RequestCancelledError,
+    ServiceUnavailableError,
+    SpecwireError,
+    StreamIdleError,
+)
 from specwire.resume import NotServedError, Progress, RetryPolicy, Search
 from specwire.v1 import generation_pb2
 
 Metadata = Sequence[tuple[str, str]]
+_LONGEST_KEPT_BACK_S = 1.0
+"""A client that takes a token now and then says so, long before the coordinator takes it for idle."""
 
 
 class Part:
@@ -37,6 +44,7 @@ class Part:
         self._is_connected = self._has_answered = False
         self._num_in_hand = 0
         self._num_kept_back = 0
+        self._acknowledged_s = asyncio.get_running_loop().time()
         sending = asyncio.create_task(self._begin(request))  # now, whenever the first chunk is asked for
         self._call.add_done_callback(lambda _: sending.cancel())
 
@@ -95,7 +103,10 @@ class Part:
         """Say what was consumed since the last time; not every chunk is worth a message."""
         self._num_kept_back += self._num_in_hand
         self._num_in_hand = 0
-        if self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+        now_s = asyncio.get_running_loop().time()
+        is_long_ago = self._num_kept_back > 0 and now_s - self._acknowledged_s > _LONGEST_KEPT_BACK_S
+        if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+            self._acknowledged_s = now_s
             num_tokens, self._num_kept_back = self._num_kept_back, 0
             await rpc.send(self._call, client_wire.acknowledgement(num_tokens))
 
@@ -110,7 +121,9 @@ class AsyncStream:
     Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
     48); asking for the next chunk resumes it, and says that the one before is consumed.
 
-    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says.
+    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says. A
+    pause that takes longer than the coordinator's `--idle-timeout-s` ends the stream there; the next chunk
+    then comes in the same way, from the same coordinator if it still serves.
     """
 
     def __init__(
@@ -126,7 +139,7 @@ class AsyncStream:
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
         self._progress = Progress(request)
-        self._num_resumes = 0
+        self._num_resumes = self._num_idle = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None
         self._open(endpoints.preferred)
@@ -160,6 +173,7 @@ class AsyncStream:
 
         Raises:
             GenerationLostError: its coordinator was lost, and no other one went on; says how far it came.
+            StreamIdleError: it was paused for too long, and was not gone on with; says how far it came.
             SpecwireError: what else ended the generation before it was complete.
         """
         while self._completion is None:
@@ -185,7 +199,9 @@ class AsyncStream:
         What ran is worth patience. What was refused is offered to every other address once.
         """
         is_lost = self._part.has_begun(refusal)
-        if is_lost and not (self._retry.resume and self._num_resumes < self._retry.max_resumes):
+        self._num_idle += (was_idle := isinstance(refusal.error, StreamIdleError))
+        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if is_lost and not (self._retry.resume and may_resume):
             raise self._progress.lost(refusal.error) from None
         until_s = min(self._now_s + self._retry.patience_s, self._ends_s) if is_lost else -math.inf
         search = self._search(refusal, until_s)

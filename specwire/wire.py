@@ -124,13 +124,16 @@ def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
         raise InvalidRequestError("seed", "unset", "must be set on a stream")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
         raise InvalidRequestError("rule", "unset", "must be set on a stream")
-    return SamplingParams(**law_from_proto(message.sampling))
+    return SamplingParams(**law_from_proto(message.sampling), cache_salt=message.cache_salt)
 
 
 def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0) -> common_pb2.OpenSequence:
     """The first message's fixed part."""
     return common_pb2.OpenSequence(
-        sampling=sampling_to_proto(params), prompt_len=prompt_len, vocab_limit=vocab_limit
+        sampling=sampling_to_proto(params),
+        prompt_len=prompt_len,
+        vocab_limit=vocab_limit,
+        cache_salt=params.cache_salt,
     )
 
 

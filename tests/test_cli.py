@@ -243,6 +243,7 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "rule": (["gumbel"], "gumbel"),
     "num_draft_tokens": (["0"], 0),
     "logprobs": (["0"], 0),
+    "cache_salt": (["s"], "s"),
 }
 
 

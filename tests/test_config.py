@@ -184,6 +184,7 @@ class TestRefusals:
             (CoordinatorConfig, "draft_address", "nowhere"),
             (CoordinatorConfig, "verify_address", ""),
             (CoordinatorConfig, "draft_timeout_ms", 0.0),
+            (CoordinatorConfig, "idle_timeout_s", 0.0),
             (CoordinatorConfig, "connect_timeout_s", float("nan")),
             (UpConfig, "target", "/no/such/directory"),
             (UpConfig, "draft", "/no/such/directory"),

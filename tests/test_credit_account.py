@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -62,26 +61,6 @@ class TestAccount:
         assert not credit.has_room
         credit.acknowledge(4)  # one is as good as another, and 16 are still unread
         assert credit.has_room
-
-    async def test_a_pause_ends_with_an_acknowledgement(self) -> None:
-        credit = Credit(64, 5)
-        await credit.room()
-        credit.spend(num_emitted=60, num_sent=60)
-        waiting = asyncio.create_task(credit.room())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        credit.acknowledge(1)
-        await waiting
-
-    async def test_an_error_ends_a_pause_and_every_later_round(self) -> None:
-        credit = Credit(64, 5)
-        credit.spend(num_emitted=60, num_sent=60)
-        waiting = asyncio.create_task(credit.room())
-        await asyncio.sleep(0)
-        credit.fail(ZeroDivisionError())
-        for attempt in (waiting, credit.room()):
-            with pytest.raises(ZeroDivisionError):
-                await attempt
 
     def test_more_than_the_limit_is_refused(self) -> None:
         credit = Credit(MAX_CREDIT_TOKENS - 10, 5)

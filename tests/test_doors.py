@@ -405,7 +405,7 @@ class TestHolders:
             AsyncClient(address, token=other) as free,
             client.stream(params=params, prompt_token_ids=prompt) as running,
         ):
-            await anext(running)  # and no further: it pauses, and keeps its place
+            await anext(running)  # and no further: it pauses, and keeps its place for a second
             both = [
                 asyncio.create_task(client.generate(params=params, prompt_token_ids=prompt)) for _ in range(2)
             ]

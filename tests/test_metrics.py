@@ -136,6 +136,7 @@ def test_a_coordinators_counts_agree_with_its_completions(observed: Observed) ->
         "gen_ai_server_request_duration_seconds_count": len(observed.done),
         "specwire_requests_running": 0,
         "specwire_requests_waiting": 0,
+        "specwire_requests_paused": 0,
     }
     assert {name: value(found, name) for name in expected} == expected
     assert expected["specwire_prefix_cache_hit_tokens_total"] > 0, "the second found pages of the first"

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from specwire.engine.kv_cache import IntegrityError, PagePool, SequenceCache
-from specwire.engine.prefix import ROOT, page_digest
+from specwire.engine.prefix import ROOT, page_digest, root
 from specwire.errors import InternalError, ResourceExhaustedError
 
 SIZE = 4
 
 
-def filled(pool: PagePool, tokens: list[int]) -> SequenceCache:
+def filled(pool: PagePool, tokens: list[int], salt: str = "") -> SequenceCache:
     """A sequence that adopted what is known of the tokens, computed the rest, and is known itself."""
     sequence = pool.new_sequence()
+    sequence.root = root(salt)
     sequence.adopt(tokens, len(tokens))
     sequence.append(len(tokens) - sequence.length)
     sequence.remember(tokens)
@@ -24,9 +25,10 @@ def filled(pool: PagePool, tokens: list[int]) -> SequenceCache:
     return sequence
 
 
-def found(pool: PagePool, tokens: list[int]) -> int:
+def found(pool: PagePool, tokens: list[int], salt: str = "") -> int:
     """Tokens that would be found; leaves no trace but their age."""
     with pool.new_sequence() as sequence:
+        sequence.root = root(salt)
         return sequence.adopt(tokens, len(tokens))
 
 
@@ -51,6 +53,26 @@ def test_complete_pages_are_found_again_and_shared() -> None:
     assert found(pool, [0, 1, 2, 3, 9, 9, 9, 9]) == 4
     assert found(pool, [9, 1, 2, 3]) == 0
     pool.check_integrity()
+
+
+def test_another_salt_finds_nothing() -> None:
+    pool = PagePool(64, SIZE)
+    tokens = list(range(12))
+    salts = ("", "alice", "bob")
+    sequences = [filled(pool, tokens, salt) for salt in salts]
+    assert pool.num_held_pages == 9, "each has pages of its own"
+    assert found(pool, tokens, "carol") == 0
+    sequences[1].release()
+    assert [found(pool, tokens, salt) for salt in salts] == [12, 12, 12]
+    with sequences[2].fork() as twin:
+        twin.append(SIZE)
+        twin.remember(more := [*tokens, 1, 2, 3, 4])
+    sequences[2].truncate(0)
+    assert [found(pool, more, salt) for salt in salts] == [12, 12, 16], "forks and rolled back ones keep it"
+    with pool.new_sequence() as greedy:
+        greedy.append(61 * SIZE)  # all that is not held
+    pool.check_integrity()
+    assert (found(pool, tokens), found(pool, tokens, "alice"), found(pool, tokens, "bob")) == (12, 0, 0)
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(-1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])

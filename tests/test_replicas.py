@@ -81,6 +81,14 @@ class TestPrefixes:
         assert sent.holder([*range(64), 5, 5, 5], {"a", "b", "c"}) == "c", "the last that was sent the page"
         assert sent.holder(range(1, 200), {"a", "b", "c"}) is None
 
+    def test_another_salt_finds_nothing(self) -> None:
+        sent = SentPrefixes()
+        sent.note(range(128), "a", "alice")
+        sent.note(range(64), "b", "bob")
+        assert sent.holder(range(128), {"a", "b"}) is None
+        assert sent.holder(range(128), {"a", "b"}, "alice") == "a"
+        assert sent.holder(range(128), {"a", "b"}, "bob") == "b"
+
     def test_less_than_a_page_is_not_looked_for(self) -> None:
         sent = SentPrefixes()
         sent.note(range(63), "a")

@@ -10,6 +10,7 @@ from specwire import (
     ResourceExhaustedError,
     RetryPolicy,
     ServiceUnavailableError,
+    StreamIdleError,
 )
 from specwire.resume import NotServedError, Search, as_addresses
 
@@ -42,6 +43,17 @@ class TestSearch:
             search.refused(turn[0], gone())
             turns.append(turn)
         assert turns == [(1, 0), (2, 0), (1, 1.0), (2, 0), (0, 0), (1, 2.0), (2, 0), (0, 0)]
+
+    def test_an_idle_stream_goes_on_where_it_was_and_at_once(self) -> None:
+        idle = NotServedError(StreamIdleError("no token was taken"), may_come_back=True)
+        search = self.search(3, idle, until_s=100.0)
+        turns = []
+        for _ in range(4):
+            turn = search.next(now_s=0.0)
+            assert turn is not None
+            search.refused(turn[0], gone())
+            turns.append(turn)
+        assert turns == [(0, 0), (1, 0), (2, 0), (0, 1.0)]
 
     def test_pauses_are_bounded(self) -> None:
         search = self.search(1, gone(), until_s=1e9)

@@ -32,6 +32,7 @@ EVERYTHING = SamplingParams(
     rule=Rule.GUMBEL,
     num_draft_tokens=0,
     logprobs=0,
+    cache_salt="s",
 )
 
 
@@ -220,6 +221,7 @@ class TestErrors:
         errors.UnauthenticatedError("a token is required"),
         errors.ResourceExhaustedError("full", 20),
         errors.ResourceExhaustedError("too large"),
+        errors.StreamIdleError("no token was taken for 60 s"),
         errors.ServiceUnavailableError("gone"),
         errors.GenerationLostError("gone after 3 tokens"),
         errors.DeadlineExceededError("late"),

@@ -18,7 +18,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.client_wire import MAX_MESSAGES
-from specwire.core import MAX_LOGIT_BIASES, MAX_STOP_LEN, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from specwire.core import (
+    MAX_CACHE_SALT_LEN,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_LEN,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from specwire.rpc import from_rpc_error
 from specwire.v1 import (
     common_pb2,
@@ -87,6 +93,11 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "StopConditions.stop_token_ids": (
         stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
         "stop_token_ids",
+    ),
+    "GenerateRequest.cache_salt": (generation(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1)), "cache_salt"),
+    "OpenSequence.cache_salt": (
+        verify(open=opened(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
+        "cache_salt",
     ),
     "SamplingParams.logit_bias": (
         sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),

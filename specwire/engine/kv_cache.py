@@ -253,13 +253,13 @@ class PagePool:
         """The page of this name, if there is one; `share` it to keep it."""
         return self._index.find(digest)
 
-    def remember(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Make the complete pages at the start of a sequence known; `digests` names all of them."""
+    def remember(self, root: bytes, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Make the complete pages at the start of a sequence known; `digests` names all, from `root`."""
         start = len(digests)
         while start > 0 and self._index.find(digests[start - 1]) is None:
             start -= 1  # what comes before a known page is known, so this ends at the first that is not
         for i in range(start, len(digests)):
-            self._index.add(digests[i - 1] if i else ROOT, digests[i], pages[i])
+            self._index.add(digests[i - 1] if i else root, digests[i], pages[i])
 
     def forget(self, page: int) -> None:
         """The page's content is about to change: nobody must find it, nor what follows it, any more."""
@@ -317,9 +317,13 @@ class SequenceCache:
     """The pages of one sequence and how many tokens they hold.
 
     Release it, or use it as a context manager: the pool keeps every sequence until then.
+
+    Attributes:
+        root: what the names of its pages begin from; it finds those of sequences with the same one. To be set
+            while it is empty.
     """
 
-    __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released")
+    __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released", "root")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -328,6 +332,7 @@ class SequenceCache:
         self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
         self.length = 0
         self.released = False
+        self.root = ROOT
         pool.register(self)
 
     def __enter__(self) -> SequenceCache:
@@ -452,7 +457,7 @@ class SequenceCache:
         num_complete = self.length // self._pool.page_size
         if len(self._digests) < num_complete:
             self._digests.extend(self._names(token_ids, num_complete))
-            self._pool.remember(self._digests, self._pages)
+            self._pool.remember(self.root, self._digests, self._pages)
 
     def adopt(self, token_ids: Sequence[int], max_tokens: int) -> int:
         """Take the known pages that `token_ids` begin with, instead of computing them; returns their tokens.
@@ -479,7 +484,7 @@ class SequenceCache:
     def _names(self, token_ids: Sequence[int], num_pages: int) -> Iterator[bytes]:
         """Digests of the pages up to `num_pages`, after those that are named already."""
         size, first = self._pool.page_size, len(self._digests)
-        name = self._digests[-1] if first else ROOT
+        name = self._digests[-1] if first else self.root
         for start in range(first * size, num_pages * size, size):
             name = page_digest(name, token_ids[start : start + size])
             yield name
@@ -497,6 +502,7 @@ class SequenceCache:
         twin._pages = self._pages.copy()
         twin._runs = [run.copy() for run in self._runs]
         twin._digests = self._digests.copy()
+        twin.root = self.root
         twin.length = self.length
         return twin
 

@@ -29,6 +29,7 @@ import torch
 from specwire import clock
 from specwire.core import Load, SamplingParams
 from specwire.costs import CostModel
+from specwire.engine import prefix
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job, TokenSequence
@@ -139,6 +140,7 @@ class Engine:
     def _open(self, params: SamplingParams, prompt_len: int, *, is_fork: bool = False) -> TokenSequence:
         self._num_opened += 1
         cache = self._runner.new_sequence()
+        cache.root = prefix.root(params.cache_salt)
         sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
         self._sequences.add(sequence)
         return sequence

@@ -6,7 +6,8 @@ tokens up to the page's end, and a known chain is found by walking it from its s
     digest(page i) = blake2b(digest(page i - 1), tokens of page i)
 
 Keys and values depend on the tokens up to theirs and on nothing else: who computed them, for whom, and
-whether the tokens were accepted later does not matter.
+whether the tokens were accepted later does not matter. But that a prefix is found shows that it was computed
+before, so a chain begins from a root that is made of a salt: those of another salt never meet it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-ROOT = b""
-"""What stands before the first page."""
+_PAGE_BYTES = 16
+_ROOT_BYTES = 32
+
+
+def root(salt: str) -> bytes:
+    """What stands before the first page of a sequence with this salt; never the name of a page."""
+    return blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
+
+
+ROOT = root("")
+"""Of sequences without a salt."""
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of a page with these tokens after the page named `parent`; 16 bytes."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_PAGE_BYTES).digest()
 
 
 class _Known(NamedTuple):
@@ -101,7 +111,7 @@ class PrefixIndex:
         if stray := self._idle.keys() - self._known.keys():
             return f"pages {sorted(stray)[:8]} are cached without a name"
         for page, (_, parent) in self._known.items():
-            if parent != ROOT and parent not in self._pages:
+            if len(parent) != _ROOT_BYTES and parent not in self._pages:
                 return f"page {page} cannot be reached: its parent is not known"
             if page not in self._children[parent]:
                 return f"page {page} is not a child of its parent"

@@ -23,7 +23,7 @@ _COMPLETION_TOKENS = 16
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "cache_salt"),
 )
 """Fields that mean the same here and there."""
 Prompt = str | list[int]
@@ -94,6 +94,7 @@ class Body(_Part):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     # ours
     rule: Rule | None = Field(default=None, strict=False)
     num_draft_tokens: int | None = None

@@ -33,7 +33,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress", "generated_token_ids", "context_digest")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GenerateRequest(_message.Message):
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
@@ -53,8 +54,9 @@ class GenerateRequest(_message.Message):
     credit_tokens: int
     report_progress: bool
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: str
     context_digest: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., context_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -235,7 +237,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +245,7 @@ class GetStatusResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     VERIFY_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAUSED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -250,7 +253,8 @@ class GetStatusResponse(_message.Message):
     num_waiting: int
     verify_replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     draft_replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+    num_paused: int
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("address", "unavailable", "num_streams", "num_other_streams", "num_lost")

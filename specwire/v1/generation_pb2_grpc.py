@@ -71,6 +71,12 @@ class GenerationServiceServicer:
         goes on when enough is acknowledged. It never pauses while at most 15 of the tokens that it sent are
         not acknowledged: so a client may save messages by keeping back up to 15, and a round that is larger
         than the credit still runs, one at a time. Text, chunks and seeds do not depend on any of this.
+
+        A generation that is paused for a second leaves its place to others, and gets in line for one again when it
+        may go on. A stream that takes nothing for as long as the server's --idle-timeout-s ends with ABORTED and the
+        reason STREAM_IDLE: a request with generated_token_ids goes on with it. What counts is an acknowledgement, or
+        that the server could write a message, which flow control prevents where a client does not read. A client
+        that reads slowly should not keep tokens back for long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,161 @@
+"""A generation's client as it is waited for: writes in order, pauses, and their end. No network."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.credit import Credit
+from coordinator.reader import Reader
+from specwire.errors import InvalidRequestError, StreamIdleError
+
+IDLE_S = 0.05
+
+
+class Wire:
+    """Notes what is written, each time after a moment, and nothing while it is held."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def write(self, message: int) -> None:
+        await asyncio.sleep(0)
+        await self.held.wait()
+        self.written.append(message)
+
+
+def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> Reader:
+    return Reader(wire.write, Credit(window, 5), idle_timeout_s)
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def is_held(client: Reader) -> bool:
+    """Whether no round may start now."""
+    waiting = asyncio.create_task(client.ready())
+    await settle()
+    return waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    "error", [None, InvalidRequestError("credit_tokens", 0, "must be at least 1"), asyncio.CancelledError()]
+)
+async def test_whatever_ends_the_generation_all_of_it_is_written(error: BaseException | None) -> None:
+    async def generate(wire: Wire) -> None:
+        async with reader(wire) as client:
+            for number in range(3):
+                client.send(number)
+            if error is not None:
+                raise error
+
+    wire = Wire()
+    if error is None:
+        await generate(wire)
+    else:
+        with pytest.raises(type(error)):
+            await generate(wire)
+    assert wire.written == [0, 1, 2]
+
+
+async def test_a_round_starts_while_one_message_is_written_and_not_while_two_are() -> None:
+    wire = Wire()
+    client = reader(wire)
+    wire.held.clear()
+    await client.ready()
+    client.send(0)
+    await client.ready()
+    client.send(1)
+    assert not client.is_ready
+    assert await is_held(client)
+    wire.held.set()
+    await client.ready()
+    assert wire.written[0] == 0
+
+
+async def test_a_pause_ends_with_an_acknowledgement() -> None:
+    client = reader(Wire(), window=64)
+    await client.ready()
+    client.credit.spend(num_emitted=60, num_sent=60)
+    assert await is_held(client)
+    client.acknowledge(1)
+    await client.ready()
+
+
+async def test_an_error_ends_a_pause_and_every_later_round() -> None:
+    client = reader(Wire(), window=64)
+    client.credit.spend(num_emitted=60, num_sent=60)
+    waiting = asyncio.create_task(client.ready())
+    await asyncio.sleep(0)
+    client.fail(ZeroDivisionError())
+    for attempt in (waiting, client.ready()):
+        with pytest.raises(ZeroDivisionError):
+            await attempt
+
+
+async def test_a_write_that_fails_ends_the_generation() -> None:
+    async def write(_: int) -> None:
+        raise ZeroDivisionError
+
+    async def generate() -> None:
+        async with Reader(write, Credit(0, 5), 60.0) as client:
+            client.send(0)
+            client.send(1)
+            await client.ready()
+
+    with pytest.raises(ZeroDivisionError):
+        await generate()
+
+
+@pytest.mark.parametrize("window", [0, 64], ids=["writes", "acknowledgements"])
+async def test_nothing_taken_for_long_ends_it_and_drops_what_is_unwritten(window: int) -> None:
+    wire = Wire()
+    if not window:
+        wire.held.clear()
+
+    async def generate() -> None:
+        async with reader(wire, window, IDLE_S) as client:
+            for number in range(2):
+                client.send(number)
+            client.credit.spend(num_emitted=60, num_sent=60)
+            await client.ready()
+
+    with pytest.raises(StreamIdleError, match=r"no token was taken for 0\.05 s"):
+        await generate()
+    wire.held.set()
+    await settle()
+    assert wire.written == ([] if not window else [0, 1])
+
+
+async def test_a_message_that_is_never_written_ends_it_at_the_end_too() -> None:
+    wire = Wire()
+    wire.held.clear()
+    with pytest.raises(StreamIdleError):
+        async with reader(wire, idle_timeout_s=IDLE_S) as client:
+            client.send(0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+async def test_a_client_that_takes_a_token_now_and_then_is_not_idle(num_tokens: int) -> None:
+    """It acknowledges for six times as long as it may take nothing, too little for another round."""
+    client = reader(Wire(), window=64, idle_timeout_s=4 * IDLE_S)
+    client.credit.spend(num_emitted=80, num_sent=80)
+    waiting = asyncio.create_task(client.ready())
+    for _ in range(8):
+        await asyncio.sleep(3 * IDLE_S)
+        assert not waiting.done()
+        client.acknowledge(num_tokens)
+    waiting.cancel()
+
+
+async def test_the_time_of_a_round_does_not_count() -> None:
+    client = reader(Wire(), window=64, idle_timeout_s=IDLE_S)
+    client.send(0)
+    await asyncio.sleep(2 * IDLE_S)
+    await client.ready()
