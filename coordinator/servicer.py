@@ -125,7 +125,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         seam: Seam,
         report_progress: bool,
     ) -> None:
-        with self._peers(params, len(prompt), context.time_remaining) as (drafter, verifier):
+        keyed = self._keyed(params)
+        with self._peers(keyed, len(prompt), context.time_remaining) as (drafter, verifier):
 
             async def may_start() -> None:
                 if not reader.is_ready:
@@ -135,7 +136,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 span.set(_request_attributes(params, len(prompt), self._verify.info.name))
                 generation = Generation(
                     prompt,
-                    params,
+                    keyed,
                     drafter,
                     verifier,
                     planner=planner,
@@ -199,10 +200,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return dataclasses.replace(params, seed=seed, rule=rule)
 
+    def _fixed_length(self, params: SamplingParams) -> int | None:
+        """Draft tokens a round; None where they are chosen in each round."""
+        given = params.num_draft_tokens
+        return self._config.fixed_draft_tokens if given is None else given
+
+    def _keyed(self, params: SamplingParams) -> SamplingParams:
+        """The same with the seed that random numbers are keyed by.
+
+        Under rejection sampling a chosen length depends on what other requests have taught. Were one of them
+        drawn with the same numbers, a seed given twice or a request taken up again, the choice would know how
+        this one's rounds end. So nothing is drawn twice; the text does not repeat in any case.
+        """
+        if params.matches_tokens or self._fixed_length(params) is not None:
+            return params
+        return dataclasses.replace(params, seed=secrets.randbits(63))
+
     def _planner(self, params: SamplingParams) -> Planner:
-        fixed = params.num_draft_tokens
-        if fixed is None:
-            fixed = self._config.fixed_draft_tokens
+        fixed = self._fixed_length(params)
         return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed, self._measured)
 
     @rpc.translate_errors

@@ -114,7 +114,8 @@ class SamplingParams:
     seed: int | None = None
     """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion names.
 
-    With `Rule.GUMBEL` it fixes the text; with `Rule.REJECTION` only together with `num_draft_tokens`.
+    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); with `Rule.REJECTION` only together
+    with `num_draft_tokens`, else each request draws anew.
     """
     rule: Rule | None = None
     """The rule that reconciles draft and target; None leaves it to the server, and the completion names it.

@@ -208,6 +208,30 @@ def test_batch_invariant_rows_are_bitwise_the_same_in_any_company(dtype: torch.d
     torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_rows_are_bitwise_the_same_in_any_company(family: str, dtype: torch.dtype) -> None:
+    """Sequences grow side by side, so that their caches lie in many runs."""
+    runner = _runner(family, None, batch_invariant=True, dtype=dtype, num_pages=400)
+    runner.warm()
+    rng = random.Random(0)
+    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(60)]
+    alone = _rows_by_chunks(runner, tokens, [60], company=0)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [20, *[1] * 10, *[6] * 5], company=0), alone)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [3, 40, 7, 1, 9], company=5), alone)
+    loose = 2e-5 if dtype == torch.float32 else 0.2
+    reference = _rows_by_chunks(_runner(family, None, dtype=dtype), tokens, [60], company=0)
+    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+
+
+def test_batch_invariance_that_is_none_is_refused() -> None:
+    """Where a layer looks at all tokens of a pass, as one that balances experts does, no size helps."""
+    runner = _runner("llama", None, batch_invariant=True)
+    with runner.model.lm_head.register_forward_hook(lambda _, rows, out: out + 1e-6 * rows[0].mean()):
+        with pytest.raises(ModelLoadError, match="--batch-invariant: a token's logits depend"):
+            runner.warm()
+
+
 def test_batch_invariance_that_would_copy_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_MAX_GATHERED_KEYS", 512)
     with pytest.raises(ModelLoadError, match="--batch-invariant with a context of 512 tokens"):

@@ -47,7 +47,9 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
 
 def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
     """How passes are repeated, None where each is run as it is."""
-    if device.type == "cuda" and config.cuda_graphs:
+    if device.type != "cuda":
+        return None
+    if config.cuda_graphs:
         return CudaReplay()
     return EagerReplay() if config.batch_invariant else None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specwire.core import IntArray
 from specwire.engine import attention
+from specwire.engine.alone import AloneBatch
 from specwire.engine.attention import PackedBatch
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.device import Decide
@@ -29,6 +30,9 @@ from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.transfer import indices, to_device
 
 log = logging.getLogger(__name__)
+
+ALONE_TOKENS = 16
+"""Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
 
 _REPLAY_TOLERANCE = 0.1
 """In half precision kernels for other sizes round otherwise; what is wrong is wrong by about 1."""
@@ -43,7 +47,7 @@ class ModelRunner:
         page_size: tokens a page.
         replay: run steps padded to a few sizes, made repeatable in this way; None runs each as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise the same whatever
-            else is in its step, and whether it was decoded, verified or prefilled.
+            else is in its step, and whether it was decoded, verified or prefilled. A CPU needs no replay.
 
     Raises:
         ModelLoadError: the model's attention cannot be served by the engine.
@@ -85,7 +89,8 @@ class ModelRunner:
         self.attention_path = (
             probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"
         )
-        num_slots = (num_pages + (replay is not None)) * page_size  # the last page is for scratch
+        has_scratch = replay is not None or batch_invariant
+        num_slots = (num_pages + has_scratch) * page_size  # the last page is for scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
         self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
 
@@ -107,14 +112,42 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Get ready for the steps of a single stream; without it the first ones take longer."""
-        if self._padded is None:
-            return
+        """Get ready for the steps of a single stream; without it the first ones take longer.
+
+        Raises:
+            ModelLoadError: rows were to be batch-invariant, and are not.
+        """
+        if self._padded is not None:
+            self._warm_padded()
+        if self._batch_invariant and not self._is_invariant():
+            raise ModelLoadError(
+                "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
+                "size (experts, or kernels that are not deterministic)"
+            )
+
+    def _warm_padded(self) -> None:
+        assert self._padded is not None
         self._padded.warm()
         error = self._replay_error()
         if not error <= _REPLAY_TOLERANCE:
             log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
             self.stop_replaying()
+
+    def _is_invariant(self) -> bool:
+        """Whether some tokens have bitwise the same logits whole, in pieces, and in company."""
+        num_tokens = min(2 * ALONE_TOKENS, self.context_len or 2 * ALONE_TOKENS, self.pool.num_pages * self.pool.page_size // 4)
+        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        with self.new_sequence() as whole:
+            expected = self.forward([Feed(whole, tokens, num_tokens)])
+        with self.new_sequence() as pieces, self.new_sequence() as company:
+            rows, start = [], 0
+            for size in (num_tokens // 2, 1, num_tokens // 8, num_tokens):
+                mine, theirs = tokens[start : start + size], tokens[::-1][start : start + size]
+                if len(mine):
+                    both = self.forward([Feed(company, theirs, 1), Feed(pieces, mine, len(mine))])
+                    rows.append(both[1:])
+                start += size
+        return torch.equal(torch.cat(rows), expected)
 
     def stop_replaying(self) -> None:
         """Run each step anew from now on."""
@@ -201,7 +234,21 @@ class ModelRunner:
 
     def _run_alike(self, batch: Batch) -> Tensor:
         """All of it in passes of one size."""
-        return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+        if self._padded is not None:
+            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+        return torch.cat([self._run_alone(part) for part in batch.split(ALONE_TOKENS)])
+
+    def _run_alone(self, batch: Batch) -> Tensor:
+        """On a CPU: a pass of `ALONE_TOKENS`, in which each token attends by itself."""
+        scratch_slot = self.pool.num_pages * self.pool.page_size
+        slots = to_device(_filled(batch.slots, scratch_slot), self.device)
+        packed = AloneBatch(slots, batch.segments, self._layers)
+        rows = indices(_filled(np.array(batch.rows, np.int64), 0), self.device)
+        token_ids, positions = (_filled(part, 0) for part in (batch.token_ids, batch.positions))
+        logits = self._logits(
+            to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
+        )
+        return logits[: len(batch.rows)].float()
 
     def _run(self, batch: Batch) -> Tensor:
         logits = self._padded.run(batch) if self._padded is not None else None
@@ -250,6 +297,11 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if rows is None or keywords else logits[rows]
+
+
+def _filled(numbers: IntArray, filling: int) -> IntArray:
+    """int64 [ALONE_TOKENS]."""
+    return np.concatenate([numbers, np.full(ALONE_TOKENS - len(numbers), filling, np.int64)])
 
 
 def num_embeddings(model: Any) -> int:

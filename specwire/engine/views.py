@@ -278,6 +278,13 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
     return output.reshape(1, num_tokens, num_heads, value_dim)
 
 
+def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
+    """One token that sees all of a run. query [1, num_kv_heads, group, head_dim], result alike."""
+    if can_fuse(layer, scoring):
+        return _fused(query, layer, Read(slice(0, 1), run), scoring.scale)
+    return _scored(query, layer, ScoredRead(slice(0, 1), [run], None), scoring)
+
+
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
     """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result alike."""
     keys, values = _keys_and_values(layer, read.run)
