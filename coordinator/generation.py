@@ -135,6 +135,7 @@ class Generation:
         generated_token_ids: Sequence[int] = (),
     ) -> None:
         assert params.seed is not None  # drawn by the coordinator when the client gave none
+        assert params.max_tokens is not None  # what the context has room for is known by now
         self._seed = params.seed
         self.committed = [*prompt_token_ids, *generated_token_ids]
         self._end_len = len(prompt_token_ids) + params.max_tokens

@@ -19,6 +19,7 @@ from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
 from coordinator.measurements import SharedMeasurements
 from coordinator.peers import DraftPool, VerifyPool
+from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.reader import Reader
 from coordinator.replicas import Replica
 from coordinator.resuming import Seam, find_seam
@@ -28,8 +29,7 @@ from coordinator.verifying import RemoteVerifier
 from specwire import client_wire, doors, rpc, tracing, wire
 from specwire.completion import Completion
 from specwire.config import CoordinatorConfig
-from specwire.core import ModelInfo, Rule, SamplingParams
-from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.core import Rule, SamplingParams
 from specwire.metrics import Group
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -53,6 +53,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
@@ -79,19 +80,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         params = self._with_seed_and_rule(client_wire.generate_params(request))
         window = client_wire.opening_credit(request)
         client_wire.check_prompt_size(request, self._config.max_prompt_bytes)
-        prompt = prompt_token_ids(request, self._tokenizer)
-        check_fit(prompt, params, self._verify.info, self._tokenizer)
+        check_params(params, self._verify.info, self._tokenizer)
+        check_prompt(request, params, self._verify.info, self._tokenizer)
         caller = doors.caller(context)
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
         params = dataclasses.replace(params, cache_salt=cache_salt(tenant, params.cache_salt))
-        seam = find_seam(
-            list(request.generated_token_ids),
-            request.context_digest,
-            prompt=prompt,
-            params=params,
-            target=self._verify.info,
-        )
         planner = self._planner(params)
         credit = Credit(window, planner.limit + 1)
         async with (
@@ -99,6 +93,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._admission.place(caller) as place,
             acknowledged(requests, reader),
         ):
+            prompt = await self._encoder.token_ids(request, self._verify.info.context_len)
+            params = fitted(params, len(prompt), self._verify.info, caller.max_tokens)
+            seam = find_seam(
+                list(request.generated_token_ids),
+                request.context_digest,
+                prompt=prompt,
+                params=params,
+                target=self._verify.info,
+            )
             try:
                 await self._generate(
                     prompt,
@@ -285,30 +288,6 @@ async def acknowledged(
         taking_in.cancel()
 
 
-def prompt_token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt as token ids, whichever of its three forms came.
-
-    Raises:
-        InvalidRequestError: no prompt, or an empty one.
-        UnsupportedError: text for a target without a tokenizer, or messages without a chat template.
-    """
-    form = request.WhichOneof("prompt")
-    if form == "token_ids":
-        token_ids = list(request.token_ids.ids)
-    elif form is None:
-        raise InvalidRequestError("prompt", "unset", "a prompt is required")
-    elif tokenizer is None:
-        raise UnsupportedError("prompt", form, "the target has no tokenizer; give prompt_token_ids")
-    elif form == "text":
-        token_ids = tokenizer.encode(request.text)
-    else:
-        messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
-        token_ids = tokenizer.apply_chat_template(messages)
-    if not token_ids:
-        raise InvalidRequestError("prompt", "empty", "at least one token is required")
-    return token_ids
-
-
 def cache_salt(tenant: str, given: str) -> str:
     """What keeps the cached prefixes of a request apart from those of others; empty to share them with all.
 
@@ -321,33 +300,6 @@ def cache_salt(tenant: str, given: str) -> str:
     if not tenant and not given:
         return ""
     return hashlib.blake2b(f"{tenant}\0{given}".encode(), digest_size=16).hexdigest()
-
-
-def check_fit(
-    prompt: list[int], params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer | None
-) -> None:
-    """Refuse what the target cannot do, before anything runs.
-
-    Raises:
-        InvalidRequestError: a token id outside the vocabulary.
-        ContextLengthError: prompt and max_tokens do not fit.
-        UnsupportedError: stop strings without a tokenizer.
-    """
-    length = len(prompt) + params.max_tokens
-    if length > target.context_len:
-        raise ContextLengthError(
-            "max_tokens",
-            params.max_tokens,
-            f"with a prompt of {len(prompt)} tokens is over the context of {target.context_len}",
-        )
-    named = [(f"prompt_token_ids[{i}]", token_id) for i, token_id in enumerate(prompt)]
-    named += [(f"stop_token_ids[{i}]", token_id) for i, token_id in enumerate(params.stop_token_ids)]
-    named += [(f"logit_bias[{token_id}]", token_id) for token_id in params.logit_bias]
-    for name, token_id in named:
-        if not 0 <= token_id < target.vocab_size:
-            raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
-    if params.stop and tokenizer is None:
-        raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:

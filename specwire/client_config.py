@@ -87,7 +87,12 @@ class HttpConfig(ReachConfig):
     model_name: str = option("", "name that clients ask for; empty is the target's own")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
     timeout_s: float = option(600.0, "deadline of a whole generation, in seconds")
-    max_body_bytes: int = option(8 << 20, "largest body of a request, in bytes")
+    max_body_bytes: int = option(8 << 20, "largest body of a request, its prompts counted once a choice")
+    max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
+    idle_timeout_s: float = option(60.0, "longest that a client may read nothing of a response, in seconds")
+    allowed_hosts: str = option(
+        "", "host names to be reached by, with commas; * for any, as beyond this machine", metavar="NAME,..."
+    )
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
     log_level: str = option("warning", "least severe log records shown on standard error")
 
@@ -102,6 +107,8 @@ class HttpConfig(ReachConfig):
             allowed = self.server_tls is not None or self.allow_plaintext
             check_plaintext("server", address.strip(), allowed=allowed)
         check_duration("timeout_s", self.timeout_s)
-        check(self.max_body_bytes >= 1, "max_body_bytes", self.max_body_bytes, "must be at least 1")
+        check_duration("idle_timeout_s", self.idle_timeout_s)
+        for name in ("max_body_bytes", "max_prompt_bytes"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check_amount("grace_s", self.grace_s)
         check_log_level(self.log_level)

@@ -61,7 +61,7 @@ def generate_request(
     request = generation_pb2.GenerateRequest(
         sampling=wire.sampling_to_proto(params),
         stop_conditions=generation_pb2.StopConditions(
-            max_tokens=params.max_tokens,
+            max_tokens=params.max_tokens or 0,
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
@@ -109,7 +109,9 @@ def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     )
 
 
-def _checked_ids(token_ids: Sequence[int]) -> list[int]:
+def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 2**31:
+        return token_ids  # a long prompt has 100,000 of them
     checked = []
     for i, token_id in enumerate(token_ids):
         try:
@@ -154,7 +156,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     stops = request.stop_conditions
     fields = wire.law_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
-        fields["max_tokens"] = stops.max_tokens
+        fields["max_tokens"] = stops.max_tokens or None
     if request.HasField("num_draft_tokens"):
         fields["num_draft_tokens"] = request.num_draft_tokens
     return SamplingParams(

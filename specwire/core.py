@@ -72,7 +72,18 @@ def _is_count(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _are_biases(biases: Mapping[int, float]) -> bool:
+    """Whether all are as they must be, without a name for each: there may be thousands in each of many."""
+    if not biases:
+        return True
+    values = biases.values()
+    are_ids = set(map(type, biases)) == {int} and min(biases) >= 0 and max(biases) <= _MAX_INT
+    return (
+        are_ids and set(map(type, values)) <= {int, float} and all(-100 <= value <= 100 for value in values)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +98,8 @@ class SamplingParams:
         InvalidRequestError: on construction, naming the field and the value.
     """
 
-    max_tokens: int = 256
-    """Most tokens to emit."""
+    max_tokens: int | None = 256
+    """Most tokens to emit; None for as many as the context has room for after the prompt."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy decoding."""
     top_k: int = 0
@@ -149,7 +160,10 @@ class SamplingParams:
     def _check_counts(self) -> None:
         most_tokens = self.max_tokens
         _check(
-            _is_count(most_tokens) and most_tokens >= 1, "max_tokens", most_tokens, "must lie in [1, 2**31)"
+            most_tokens is None or (_is_count(most_tokens) and most_tokens >= 1),
+            "max_tokens",
+            most_tokens,
+            "must lie in [1, 2**31)",
         )
         gamma = self.num_draft_tokens
         _check(
@@ -205,6 +219,10 @@ class SamplingParams:
             _check(_is_finite(value) and -2 <= value <= 2, name, value, "must lie in [-2, 2]")
         num_biases = len(self.logit_bias)
         _check(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"more than {MAX_LOGIT_BIASES} ids")
+        if not _are_biases(self.logit_bias):
+            self._refuse_biases()
+
+    def _refuse_biases(self) -> None:
         for token_id, bias in self.logit_bias.items():
             name = f"logit_bias[{token_id!r}]"
             _check(_is_count(token_id), name, token_id, "must be keyed by token ids")

@@ -70,7 +70,7 @@ def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_j
 
 def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
     """The first passes of a process take longer, and whoever came second would find the prompt cached."""
-    few = min(16, params.max_tokens)
+    few = min(16, params.max_tokens or 16)
     client.generate(prompt, SamplingParams(max_tokens=few, num_draft_tokens=params.num_draft_tokens))
 
 

@@ -35,6 +35,9 @@ _PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
 _STACKS_S = 0.5
 _POLL_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_SOUND_S = 60.0
+"""A process that ran for so long has done nothing wrong by starting."""
 # Loaded here, since the child between fork and exec may run no more than one system call.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -176,7 +179,11 @@ class Stack:
             ConfigError, ServiceUnavailableError: one of them did not come up; the others are ended.
         """
         self.services: list[Service] = []
+        self.http: Service | None = None
         self._grace_s = config.grace_s
+        self._environ = environ
+        self._pauses = Pauses()
+        self._front_due_s = math.inf
         try:
             self._start(config, environ)
         except BaseException:
@@ -196,6 +203,8 @@ class Stack:
     def is_missed(self, ended: Service) -> bool:
         """Whether the others cannot do without a service that has ended; those that can, go on."""
         self.services.remove(ended)
+        if ended is self.http:
+            return False
         if ended in self.verifies:
             return not any(verify in self.services for verify in self.verifies)
         return ended is not self.draft
@@ -221,14 +230,26 @@ class Stack:
             "coordinator", _coordinator_flags(config, verify_addresses, draft_address), environ
         )
         self.coordinator.ready(config.start_timeout_s)
-        self.http = self._front(config, environ) if config.http_address else None
+        if config.http_address:
+            self.http = self._front(config.http_address)
+            self._front_address = self.http.ready(config.start_timeout_s)
 
-    def _front(self, config: StackConfig, environ: Mapping[str, str] | None) -> Service:
-        """OpenAI's API and the page."""
-        flags = _flags(address=config.http_address, server=self.address, grace_s=config.grace_s)
-        front = self._service("specwire.cli", ["http", *flags], environ)
-        front.ready(config.start_timeout_s)
-        return front
+    def _front(self, address: str) -> Service:
+        """OpenAI's API and the page; serves when it says so."""
+        flags = _flags(address=address, server=self.address, grace_s=self._grace_s)
+        return self._service("specwire.cli", ["http", *flags], self._environ)
+
+    def restart_front(self) -> float:
+        """Have `wait` start the HTTP front again, after it has ended; returns in how many seconds."""
+        pause_s = self._pauses.next(time.monotonic())
+        self._front_due_s = time.monotonic() + pause_s
+        return pause_s
+
+    def _restart_what_is_due(self) -> None:
+        if time.monotonic() >= self._front_due_s:
+            self._front_due_s = math.inf
+            self.http = self._front(self._front_address)
+            self.http.address = self._front_address  # from now on its errors are its own to tell
 
     def _service(
         self,
@@ -248,6 +269,7 @@ class Stack:
             for service in self.services:
                 if service.process.poll() is not None:
                     return service
+            self._restart_what_is_due()
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
@@ -273,6 +295,21 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class Pauses:
+    """Before a process is started again: longer each time, unless it ran for a minute."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+        self._pause_s = 0.0
+
+    def next(self, now_s: float) -> float:
+        """The pause in seconds, after an end at this time."""
+        is_sound = now_s - self._last_s > self._pause_s + _SOUND_S
+        self._last_s = now_s
+        self._pause_s = _FIRST_PAUSE_S if is_sound else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return self._pause_s
 
 
 @contextlib.contextmanager

@@ -54,8 +54,9 @@ class Holder:
         Raises:
             InvalidRequestError: more tokens than it may.
         """
-        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
-            problem = f"is over the {self.max_tokens} that the bearer token allows"
+        most = self.max_tokens
+        if most is not None and params.max_tokens is not None and params.max_tokens > most:
+            problem = f"is over the {most} that the bearer token allows"
             raise InvalidRequestError("max_tokens", params.max_tokens, problem)
 
 

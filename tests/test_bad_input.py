@@ -208,7 +208,7 @@ class TestRawRequests:
             ({"messages": generation_pb2.Messages()}, "messages="),
             ({"token_ids": generation_pb2.TokenIds(ids=[-5])}, "prompt_token_ids[0]=-5"),
             ({"text": "x", "num_draft_tokens": 65}, "num_draft_tokens=65"),
-            ({"text": "x", "stop_conditions": {"max_tokens": 0}}, "max_tokens=0"),
+            ({"text": "x", "stop_conditions": {"max_tokens": -1}}, "max_tokens=-1"),
             ({"text": "x", "stop_conditions": {"stop": [""]}}, "stop="),
             ({"text": "x", "stop_conditions": {"stop_token_ids": [-1]}}, "stop_token_ids=-1"),
         ],

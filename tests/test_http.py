@@ -275,7 +275,7 @@ class TestHealth:
 
 def as_http(request: dict[str, Any]) -> bytes:
     body = json.dumps(request).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
 
 
@@ -322,33 +322,38 @@ def test_up_starts_a_front_and_ends_it() -> None:
         stack.http.terminate()
         assert stack.wait() is stack.http, "its end is seen"
         assert stack.http.process.returncode == 0
+        assert not stack.is_missed(stack.http)
 
 
-async def test_another_model_with_the_same_tokens_has_its_own_template(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A coordinator comes back with the tuned sister of its model: only her tokenizer knows conversations."""
+async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator comes back with another model; the tokenizer is loaded when tokens are to be spelled."""
 
     class Coordinator:
         source = "base"
 
         async def get_model_info(self, **_: object) -> tuple[ModelInfo, None]:
-            info = ModelInfo(
-                name=self.source,
-                vocab_size=8,
-                context_len=8,
-                tokenizer_fingerprint="same",
-                tokenizer_source=self.source,
-            )
-            return info, None
+            return ModelInfo(
+                name=self.source, vocab_size=8, context_len=8, tokenizer_source=self.source
+            ), None
 
-    monkeypatch.setattr("specwire.http.model._load", lambda source: f"tokenizer of {source}")
+    class Spelled:
+        def __init__(self, source: str) -> None:
+            loaded.append(source)
+            self.source = source
+
+        def spell(self, token_id: int) -> str:
+            return f"{token_id} of {self.source}"
+
+    loaded: list[str] = []
+    monkeypatch.setattr("specwire.http.model._load", Spelled)
     coordinator = Coordinator()
     models = Models(cast(AsyncClient, coordinator), HttpConfig())
-    for source, token in (("base", "a"), ("tuned", "b")):  # another caller's answer is a fresh one
+    for source, token in (("base", "a"), ("base", "b"), ("tuned", "c")):  # a token's first answer is fresh
         coordinator.source = source
         served = await models.served(token)
-        assert (served.name, served.tokenizer) == (source, f"tokenizer of {source}")
+        assert served.name == source
+        assert (await models.speller(served))(7) == f"7 of {source}"
+    assert loaded == ["base", "tuned"]
 
 
 def settled(read: Any) -> int:

@@ -226,10 +226,10 @@ def test_on_a_cpu_rows_are_bitwise_the_same_in_any_company(family: str, dtype: t
 
 def test_batch_invariance_that_is_none_is_refused() -> None:
     """Where a layer looks at all tokens of a pass, as one that balances experts does, no size helps."""
-    runner = _runner("llama", None, batch_invariant=True)
-    with runner.model.lm_head.register_forward_hook(lambda _, rows, out: out + 1e-6 * rows[0].mean()):
-        with pytest.raises(ModelLoadError, match="--batch-invariant: a token's logits depend"):
-            runner.warm()
+    runner = ModelRunner(build("llama"), num_pages=128, page_size=4, batch_invariant=True)
+    runner.model.lm_head.register_forward_hook(lambda _, rows, out: out + 1e-6 * rows[0].mean())
+    with pytest.raises(ModelLoadError, match="--batch-invariant: a token's logits depend"):
+        runner.warm()
 
 
 def test_batch_invariance_that_would_copy_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

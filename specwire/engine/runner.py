@@ -135,7 +135,11 @@ class ModelRunner:
 
     def _is_invariant(self) -> bool:
         """Whether some tokens have bitwise the same logits whole, in pieces, and in company."""
-        num_tokens = min(2 * ALONE_TOKENS, self.context_len or 2 * ALONE_TOKENS, self.pool.num_pages * self.pool.page_size // 4)
+        num_tokens = min(
+            2 * ALONE_TOKENS,
+            self.context_len or 2 * ALONE_TOKENS,
+            self.pool.num_pages * self.pool.page_size // 4,
+        )
         tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
         with self.new_sequence() as whole:
             expected = self.forward([Feed(whole, tokens, num_tokens)])
@@ -243,7 +247,7 @@ class ModelRunner:
         scratch_slot = self.pool.num_pages * self.pool.page_size
         slots = to_device(_filled(batch.slots, scratch_slot), self.device)
         packed = AloneBatch(slots, batch.segments, self._layers)
-        rows = indices(_filled(np.array(batch.rows, np.int64), 0), self.device)
+        rows = to_device(_filled(np.array(batch.rows, np.int64), 0), self.device)
         token_ids, positions = (_filled(part, 0) for part in (batch.token_ids, batch.positions))
         logits = self._logits(
             to_device(token_ids, self.device), to_device(positions, self.device), packed, rows

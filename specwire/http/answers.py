@@ -11,18 +11,24 @@ from typing import Any
 from specwire.completion import Chunk, Completion, Speculation, Timing, Token
 from specwire.http import logprobs
 from specwire.http.body import Body, ChatBody
-from specwire.http.model import ServedModel
+from specwire.http.model import Spell
 
 Json = dict[str, Any]
 _RECORD = ("seed", "rule", "stop_reason", "speculation", "timing")
 
 
 class Answer(ABC):
-    """One response, of one API: knows its id, and how far the text of each choice is."""
+    """One response, of one API: knows its id, and how far the text of each choice is.
 
-    def __init__(self, body: Body, model: ServedModel, num_choices_per_prompt: int = 1) -> None:
+    Args:
+        model: its name.
+        spell: how tokens are shown; None where the request asks for no log probabilities.
+    """
+
+    def __init__(self, body: Body, model: str, spell: Spell | None, num_choices_per_prompt: int = 1) -> None:
         self._body = body
         self._model = model
+        self._spell = spell
         self._num_choices_per_prompt = num_choices_per_prompt
         self._head = {"id": self.id_prefix + secrets.token_hex(12), "created": int(time.time())}
         self._text_len: dict[int, int] = {}
@@ -57,7 +63,7 @@ class Answer(ABC):
         return self._piece([]) | self._counts(completions)
 
     def _piece(self, choices: list[Json]) -> Json:
-        piece = self._head | {"object": self.chunk_name, "model": self._model.name, "choices": choices}
+        piece = self._head | {"object": self.chunk_name, "model": self._model, "choices": choices}
         return piece | {"usage": None} if self._body.includes_usage else piece
 
     # --- at once
@@ -65,7 +71,7 @@ class Answer(ABC):
     def whole(self, completions: Sequence[Completion]) -> Json:
         """The response when all choices are complete."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
-        whole = self._head | {"object": self.object_name, "model": self._model.name, "choices": choices}
+        whole = self._head | {"object": self.object_name, "model": self._model, "choices": choices}
         return whole | self._counts(completions)
 
     def _choice(self, index: int, completion: Completion) -> Json:
@@ -83,11 +89,11 @@ class Answer(ABC):
         }
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> Json | None:
-        if self._body.num_logprobs is None:
+        if self._spell is None:
             return None
         start = self._text_len.get(index, 0)
         self._text_len[index] = start + sum(len(token.text) for token in tokens)
-        return self._logprobs_from(start, tokens)
+        return self._logprobs_from(start, tokens, self._spell)
 
     # --- what differs
 
@@ -98,7 +104,7 @@ class Answer(ABC):
     def _whole_text(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json: ...
+    def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json: ...
 
 
 class CompletionAnswer(Answer):
@@ -114,8 +120,8 @@ class CompletionAnswer(Answer):
     def _whole_text(self, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json:
-        return logprobs.of_completion(tokens, self._model.spell, start)
+    def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
+        return logprobs.of_completion(tokens, spell, start)
 
 
 class ChatAnswer(Answer):
@@ -135,14 +141,14 @@ class ChatAnswer(Answer):
     def _whole_text(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs_from(self, start: int, tokens: Sequence[Token]) -> Json:
-        return logprobs.of_chat(tokens, self._model.spell)
+    def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
+        return logprobs.of_chat(tokens, spell)
 
 
-def answer(body: Body, model: ServedModel) -> Answer:
+def answer(body: Body, model: str, spell: Spell | None) -> Answer:
     """The form that goes with a request."""
     kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
-    return kind(body, model, body.num_choices)
+    return kind(body, model, spell, body.num_choices)
 
 
 def fates(chunk: Chunk) -> Json:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -17,16 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specwire import AsyncClient
 from specwire.client_config import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
-from specwire.http import body, page, prompts
+from specwire.http import page
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
 from specwire.http.choices import Caller, Choice
 from specwire.http.errors import ApiError
-from specwire.http.exchange import Exchange, read_body, refusal
+from specwire.http.exchange import Exchange, refusal
 from specwire.http.model import Models, ServedModel
+from specwire.http.origins import Origins
+from specwire.http.reading import Reader
+from specwire.http.remembered import Remembered
 from specwire.tokens import bearer_token
 
 _HEALTH_TIMEOUT_S = 2.0
+_MAX_TOKEN_LEN = 4096
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
@@ -38,10 +43,12 @@ class Front:
         self._client = client
         self._config = config
         self._models = Models(client, config)
+        self._reader = Reader(config)
+        self._statuses = Remembered(self._ask_status)
 
     def app(self) -> ASGIApp:
         """As an ASGI application. Ids come first: Starlette answers defects outside of its own middleware."""
-        return _RequestIds(self._routes())
+        return _RequestIds(_Guarded(self._routes(), Origins(self._config)))
 
     def _routes(self) -> Starlette:
         return Starlette(
@@ -69,12 +76,15 @@ class Front:
     async def health(self, request: Request) -> Response:
         """200 while the coordinator answers, be it that it wants a token; needs none itself."""
         try:
-            await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
+            await self._statuses.get(None)
         except (ServiceUnavailableError, DeadlineExceededError) as error:
             return JSONResponse({"status": "unavailable", "reason": error.status.lower()}, status_code=503)
         except SpecwireError:
             pass
         return JSONResponse({"status": "ok"})
+
+    async def _ask_status(self, _: None) -> None:
+        await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
 
     async def list_models(self, request: Request) -> Response:
         """The one model that is served."""
@@ -96,27 +106,22 @@ class Front:
         return await self._generate(request, ChatBody)
 
     async def _generate(self, request: Request, kind: type[Body]) -> Response:
-        _check_json(request)
-        wanted = body.read(kind, await read_body(request.receive, self._config.max_body_bytes))
+        """The token is judged before the body is read."""
         caller = _caller(request)
         model = await self._models.served(caller.token)
+        _check_json(request)
+        wanted = await self._reader.read(kind, request.headers, request.receive, model.info.context_len)
         _check_model(wanted.model, model)
-        return Exchange(
-            self._client,
-            await _choices(wanted, model),
-            caller,
-            answer(wanted, model),
-            wanted,
-        )
+        spell = await self._models.speller(model) if wanted.num_logprobs is not None else None
+        return Exchange(self._client, _choices(wanted), caller, answer(wanted, model.name, spell), wanted)
 
 
-async def _choices(wanted: Body, model: ServedModel) -> list[Choice]:
-    """Every prompt's choices, one prompt after the other."""
-    return [
-        Choice(prompt, wanted.params(prompts.max_tokens(wanted, prompt, model.info.context_len), i))
-        for prompt in await prompts.encode(wanted, model)
-        for i in range(wanted.num_choices)
-    ]
+def _choices(wanted: Body) -> list[Choice]:
+    """Every prompt's choices, one prompt after the other: the seed of choice i is the given one plus i."""
+    params = wanted.params()
+    seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_choices)]
+    each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
+    return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
 
 
 def _caller(request: Request) -> Caller:
@@ -126,8 +131,9 @@ def _caller(request: Request) -> Caller:
         ApiError: 401, a token that no door could know.
     """
     token = bearer_token(request.headers.get("authorization", ""))
-    if token and not (token.isascii() and token.isprintable()):
-        raise ApiError(401, "the bearer token is not ASCII text", code="invalid_api_key")
+    if token and not (token.isascii() and token.isprintable() and len(token) <= _MAX_TOKEN_LEN):
+        message = f"the bearer token is not ASCII text of at most {_MAX_TOKEN_LEN} characters"
+        raise ApiError(401, message, code="invalid_api_key")
     traceparent = request.headers.get("traceparent", "")
     return Caller(token, traceparent if _TRACEPARENT.fullmatch(traceparent) else "")
 
@@ -169,6 +175,22 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 async def _leave(request: Request, error: Exception) -> Response:
     """Nobody is there to read it."""
     return Response(status_code=499)
+
+
+class _Guarded:
+    """Refuses requests for other hosts and from other origins' pages, whatever their route."""
+
+    def __init__(self, app: ASGIApp, origins: Origins) -> None:
+        self._app = app
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._origins.check(Headers(scope=scope))
+        except ApiError as error:
+            await refusal(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _RequestIds:

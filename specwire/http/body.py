@@ -7,7 +7,8 @@ about the output; one that asks for what is not served is accepted at the value 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -26,11 +27,29 @@ _SAMPLING = (
     *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "cache_salt"),
 )
 """Fields that mean the same here and there."""
-Prompt = str | list[int]
+Prompt = dict[str, Any]
+"""One of `prompt`, `prompt_token_ids` and `messages`, as an argument of `AsyncClient.stream`."""
+_TOKEN_BYTES = 4
+_TEXT_BYTES = 32
+"""That each text counts for beside its own bytes: messages are looked at one by one, for each choice."""
+_MAX_ID_LEN = 10
+Item = TypeVar("Item")
+_List = Annotated[list[Item], Field(fail_fast=True)]
+"""Checked up to the first error: one for each item would take much more memory and time than the request."""
 
 
 class _Part(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _leave_one_unknown(cls, given: Any) -> Any:
+        """Of many unknown keys one is an error enough."""
+        known = cls.model_fields
+        if not isinstance(given, dict) or len(given) <= len(known):
+            return given
+        first = next(key for key in given if key not in known)
+        return {key: value for key, value in given.items() if key in known or key == first}
 
 
 class StreamOptions(_Part):
@@ -51,7 +70,7 @@ class Message(_Part):
     """One turn of a conversation, as clients also send back an answer that they got."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | _List[TextPart]
     refusal: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
@@ -85,14 +104,14 @@ class Body(_Part):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | _List[str] | None = None
     seed: int | None = None
     # as vLLM names them
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     # ours
@@ -127,6 +146,11 @@ class Body(_Part):
         """Generations for each prompt."""
         return self.n or 1
 
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """What is to be continued; a conversation is one prompt."""
+        raise NotImplementedError
+
     @property
     def token_limit(self) -> int | None:
         """Most tokens to generate; None for as many as fit."""
@@ -137,8 +161,8 @@ class Body(_Part):
         """Alternatives to report at each position; None for no log probabilities at all."""
         raise NotImplementedError
 
-    def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """How to sample one choice: the seed of choice i is the given one plus i.
+    def params(self) -> SamplingParams:
+        """How to sample the first choice.
 
         Raises:
             InvalidRequestError: names the parameter and its value.
@@ -146,8 +170,8 @@ class Body(_Part):
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given,
-            max_tokens=max_tokens,
-            seed=None if self.seed is None else self.seed + choice,
+            max_tokens=self.token_limit,
+            seed=self.seed,
             top_k=max(0, self.top_k or 0),
             logit_bias=_biases(self.logit_bias or {}),
             logprobs=self.num_logprobs,
@@ -159,19 +183,27 @@ class CompletionBody(Body):
 
     object_name: ClassVar[str] = "text_completion"
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _List[str] | _List[int] | _List[_List[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    @property
+    @cached_property
     def prompts(self) -> list[Prompt]:
-        """One or several, as text or token ids."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]
-        return list(prompt)
+        """One or several, as text or token ids.
+
+        Raises:
+            ApiError: 400, none or too many.
+        """
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise _invalid("prompt", "must not be empty")
+        if len(given) > MAX_CHOICES:
+            raise _invalid("prompt", f"has {len(given)} prompts, over {MAX_CHOICES}")
+        return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in given]
 
     @property
     def token_limit(self) -> int | None:
@@ -187,15 +219,20 @@ class ChatBody(Body):
 
     object_name: ClassVar[str] = "chat.completion"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[_List[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: _List[Literal["text"]] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The conversation."""
+        return [{"messages": [message.as_text() for message in self.messages]}]
 
     @property
     def token_limit(self) -> int | None:
@@ -206,8 +243,8 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read(kind: type[Body], data: bytes) -> Body:
-    """A request's body, checked.
+def read(kind: type[Body], data: bytes | bytearray) -> Body:
+    """A request's body, checked; a `Scan` found before that its structure is limited.
 
     Raises:
         ApiError: 400, naming the parameter.
@@ -225,8 +262,6 @@ def _check_together(body: Body) -> None:
     if body.stream_options is not None and not body.streams:
         raise _invalid("stream_options", "is only for requests with stream=true")
     if isinstance(body, CompletionBody):
-        if not body.prompts:
-            raise _invalid("prompt", "must not be empty")
         num_choices = len(body.prompts) * body.num_choices
         if num_choices > MAX_CHOICES:
             raise _invalid("n", f"with these prompts makes {num_choices} choices, over {MAX_CHOICES}")
@@ -238,14 +273,43 @@ def _check_together(body: Body) -> None:
             raise _invalid("max_tokens", "differs from max_completion_tokens; give one of them")
 
 
+def check_size(body: Body, max_prompt_bytes: int, max_total_bytes: int) -> None:
+    """Whether the prompts are worth passing on, which is done once for each choice.
+
+    Args:
+        max_prompt_bytes: of a prompt as text.
+        max_total_bytes: of all choices' prompts.
+
+    Raises:
+        ApiError: 400, one of the two is exceeded.
+    """
+    total = 0
+    for prompt in body.prompts:
+        [(form, content)] = prompt.items()
+        texts = _texts(form, content)
+        num_bytes = sum(len(text.encode()) for text in texts)
+        if num_bytes > max_prompt_bytes:
+            raise _invalid(form, f"{num_bytes} bytes are over the limit of {max_prompt_bytes} bytes")
+        total += num_bytes + (_TEXT_BYTES * len(texts) if texts else _TOKEN_BYTES * len(content))
+    if total * body.num_choices > max_total_bytes:
+        problem = f"choices of {total} bytes of prompts each are over the limit of {max_total_bytes} bytes"
+        raise _invalid("n", f"{body.num_choices} {problem}")
+
+
+def _texts(form: str, content: Any) -> list[str]:
+    if form == "messages":
+        return [text for message in content for text in message.values()]
+    return [content] if form == "prompt" else []
+
+
 def _invalid(param: str, problem: str) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
+def _biases(given: dict[str, Any]) -> dict[int, Any]:
     for key, bias in given.items():
-        if not (key.isascii() and key.isdecimal()):
-            raise InvalidRequestError(f"logit_bias[{key!r}]", bias, "must be keyed by token ids")
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
+            raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
     return {int(key): bias for key, bias in given.items()}
 
 

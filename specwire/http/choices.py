@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from specwire import AsyncClient
 from specwire.completion import Chunk, Completion
 from specwire.core import SamplingParams
+from specwire.http.body import Prompt
 
 Event = tuple[int, Chunk | Completion]
 """Index of a choice, and what it brought; a completion is the last of its choice."""
@@ -19,7 +20,7 @@ Event = tuple[int, Chunk | Completion]
 class Choice:
     """One generation to run."""
 
-    prompt_token_ids: list[int]
+    prompt: Prompt
     params: SamplingParams
 
 
@@ -54,7 +55,7 @@ async def running(
         try:
             async with client.stream(
                 params=choice.params,
-                prompt_token_ids=choice.prompt_token_ids,
+                **choice.prompt,
                 token=caller.token,
                 traceparent=caller.traceparent,
                 report_progress=report_progress,
@@ -65,8 +66,11 @@ async def running(
         except Exception as error:
             await events.put(error)
 
-    tasks = [asyncio.create_task(run(i, choice)) for i, choice in enumerate(choices)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index, choice in enumerate(choices):
+            tasks.append(asyncio.create_task(run(index, choice)))
+            await asyncio.sleep(0)  # what each sends may be large: others' events come in between
         yield _taken(events, len(tasks))
     finally:
         for task in tasks:

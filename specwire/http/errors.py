@@ -85,7 +85,7 @@ def api_error(error: Exception) -> ApiError:
 
 def _param(field: str) -> str:
     """The SDK's name of a field as this API has it."""
-    return field.replace("prompt_token_ids", "prompt", 1)
+    return {"text": "prompt"}.get(field) or field.replace("prompt_token_ids", "prompt", 1)
 
 
 def _headers(error: SpecwireError) -> dict[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +16,7 @@ from specwire.completion import Completion
 from specwire.http.answers import Answer
 from specwire.http.body import Body
 from specwire.http.choices import Caller, Choice, Event, running
-from specwire.http.errors import ApiError, api_error
+from specwire.http.errors import api_error
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,7 +55,9 @@ class Exchange(Response):
         self._completions: dict[int, Completion] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._respond(scope, receive, send))
+        # At the end of the grace uvicorn cancels what runs, and prints a traceback of each that says so.
+        with contextlib.suppress(asyncio.CancelledError):
+            await while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = running(
@@ -137,23 +139,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ApiError: 413, over the limit in bytes.
-        ClientDisconnect: the client went away before its end.
-    """
-    data = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        data += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(data) > limit:
-            raise ApiError(413, f"the body is over {limit} bytes", code="request_too_large")
-    return bytes(data)

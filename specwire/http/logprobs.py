@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specwire.completion import Token
+from specwire.http.model import Spell
 
-Spell = Callable[[int], str]
 _LEAST = -9999.0
 """Stands for impossible: JSON has no infinity."""
 

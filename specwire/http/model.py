@@ -1,20 +1,20 @@
-"""What the coordinator serves: its name, its limits, and the tokenizer that goes with it."""
+"""What the coordinator serves: its name, its limits, and the tokenizer that spells its tokens."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specwire import AsyncClient, embedded, tokenizer
 from specwire.client_config import HttpConfig
 from specwire.config import EMBEDDED
 from specwire.core import ModelInfo
+from specwire.http.remembered import Remembered
 from specwire.tokenizer import Tokenizer
 
-_FRESH_S = 1.0
-"""How long an answer is good for: a coordinator may come back with another model."""
+Spell = Callable[[int], str]
+"""One token for display."""
 _TIMEOUT_S = 5.0
 
 
@@ -24,57 +24,52 @@ class ServedModel:
 
     name: str
     info: ModelInfo
-    tokenizer: Tokenizer | None
-
-    def spell(self, token_id: int) -> str:
-        """One token for display."""
-        return self.tokenizer.spell(token_id) if self.tokenizer else f"token_id:{token_id}"
 
 
 class Models:
-    """Asks the coordinator which model it serves, and keeps the tokenizer of that one."""
+    """Asks the coordinator which model it serves: which is also how a bearer token is judged."""
 
     def __init__(self, client: AsyncClient, config: HttpConfig) -> None:
         self._client = client
         self._config = config
+        self._answers = Remembered(self._ask)
         self._loading = asyncio.Lock()
-        self._served: ServedModel | None = None
-        self._asked_by = ""
-        self._asked_s = -math.inf
+        self._source = ""
+        self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
         """The model that is served now.
 
         Args:
-            token: bearer token of whoever asks.
+            token: bearer token of the caller.
 
         Raises:
+            UnauthenticatedError: the coordinator does not know the token.
             SpecwireError: the coordinator does not say.
-            ModelLoadError: its tokenizer cannot be loaded here.
         """
-        fresh = time.monotonic() - self._asked_s < _FRESH_S
-        if self._served and fresh and token == self._asked_by:
-            return self._served
+        return await self._answers.get(token)
+
+    async def _ask(self, token: str) -> ServedModel:
         info, _ = await self._client.get_model_info(timeout_s=_TIMEOUT_S, token=token)
+        return ServedModel(self._config.model_name or info.name, info)
+
+    async def speller(self, model: ServedModel) -> Spell:
+        """Spells the model's tokens; its tokenizer is loaded the first time.
+
+        Raises:
+            ModelLoadError: it cannot be loaded here.
+        """
+        source = self._config.tokenizer or model.info.tokenizer_source
         async with self._loading:
-            self._served = await self._with_tokenizer(info)
-        self._asked_by, self._asked_s = token, time.monotonic()
-        return self._served
-
-    async def _with_tokenizer(self, info: ModelInfo) -> ServedModel:
-        name = self._config.model_name or info.name
-        if self._served and _tokenizer_of(self._served.info) == _tokenizer_of(info):
-            return ServedModel(name, info, self._served.tokenizer)
-        source = self._config.tokenizer or info.tokenizer_source
-        return ServedModel(name, info, await asyncio.to_thread(_load, source))
+            if source != self._source:
+                self._tokenizer = await asyncio.to_thread(_load, source)
+                self._source = source
+        return self._tokenizer.spell if self._tokenizer else _spell_id
 
 
-def _tokenizer_of(info: ModelInfo) -> tuple[str, str]:
-    """A model and its tuned sister have one table of tokens, and each a chat template of its own."""
-    return info.tokenizer_fingerprint, info.tokenizer_source
+def _spell_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _load(source: str) -> Tokenizer | None:
-    if not source:
-        return None
-    return tokenizer.load(embedded.TARGET_DIR if source == EMBEDDED else source)
+    return tokenizer.load(embedded.TARGET_DIR if source == EMBEDDED else source) if source else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
@@ -12,8 +14,13 @@ import uvicorn
 from specwire import AsyncClient
 from specwire.checks import split_address
 from specwire.client_config import HttpConfig
+from specwire.credentials import read_pair
 from specwire.errors import ConfigError
 from specwire.http.app import Front
+from specwire.http.connections import Connections, ListeningSocket
+from specwire.watched import Watched
+
+log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 64 << 10
 """Of a connection, in the kernel: a client that stops reading shall pause its generation soon."""
@@ -55,9 +62,10 @@ class _Server(uvicorn.Server):
 
 
 def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
+    tls = _tls(config) if config.tls_cert else None
     settings = uvicorn.Config(
         front.app(),
-        http="h11",
+        http=Connections(config.idle_timeout_s).protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -65,14 +73,38 @@ def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=max(1, round(config.grace_s)),
-        ssl_certfile=config.tls_cert or None,
-        ssl_keyfile=config.tls_key or None,
     )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"--tls-cert {config.tls_cert}: cannot be used ({error})") from None
+    settings.load()
+    settings.ssl = tls
     return settings
+
+
+def _tls(config: HttpConfig) -> ssl.SSLContext:
+    """Serves each new connection with the files as they are now.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    watched = Watched([config.tls_cert, config.tls_key], lambda: _read_context(config))
+
+    def take_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        if watched.refresh():
+            log.warning("TLS files changed: new connections are served with them")
+        connection.context = watched.value
+
+    context = watched.value
+    context.sni_callback = take_newest  # called for each connection, whether it names a server or not
+    return context
+
+
+def _read_context(config: HttpConfig) -> ssl.SSLContext:
+    read_pair("--tls-cert", config.tls_cert, "--tls-key", config.tls_key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:  # changed since, and ssl.SSLError is one
+        raise ConfigError(f"--tls-cert {config.tls_cert}: cannot be used ({error})") from None
+    return context
 
 
 def _bind(address: str) -> socket.socket:
@@ -83,10 +115,11 @@ def _bind(address: str) -> socket.socket:
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host, port), family=family, backlog=1024)
+        bound = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(f"--address {address}: cannot be bound ({problem})") from None
+    listening = ListeningSocket(fileno=bound.detach())
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listening.setblocking(False)
     return listening

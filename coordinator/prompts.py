@@ -1,0 +1,130 @@
+"""A request's prompt as token ids, and what the target can take of it. Knows no grpc."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from specwire.core import ModelInfo, SamplingParams
+from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2
+
+_SHORT_BYTES = 16 << 10
+"""A tokenizer takes milliseconds for these; the largest prompt keeps it busy for a second or more."""
+
+
+class Encoder:
+    """Encodes prompts on two threads, one of them for short prompts, which never wait behind long ones.
+
+    The tokenizer lets the event loop run meanwhile. What is cancelled before its turn is not encoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._short = ThreadPoolExecutor(1, "encode-short")
+        self._long = ThreadPoolExecutor(1, "encode-long")
+
+    async def token_ids(self, request: generation_pb2.GenerateRequest, context_len: int) -> list[int]:
+        """The prompt of a request that `check_prompt` let pass.
+
+        Raises:
+            InvalidRequestError: an empty text, or a conversation that the chat template refuses.
+            ContextLengthError: more tokens than the context has.
+            UnsupportedError: messages without a chat template.
+        """
+        if request.WhichOneof("prompt") == "token_ids":
+            return list(request.token_ids.ids)
+        thread = self._short if request.ByteSize() <= _SHORT_BYTES else self._long
+        loop = asyncio.get_running_loop()
+        token_ids = await loop.run_in_executor(thread, self._encode, request, context_len)
+        _check_not_empty(token_ids)
+        return token_ids
+
+    def _encode(self, request: generation_pb2.GenerateRequest, context_len: int) -> list[int]:
+        assert self._tokenizer is not None
+        if request.WhichOneof("prompt") == "text":
+            return self._tokenizer.encode(request.text, max_len=context_len)
+        messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
+        return self._tokenizer.apply_chat_template(messages, max_len=context_len)
+
+
+def check_prompt(
+    request: generation_pb2.GenerateRequest,
+    params: SamplingParams,
+    target: ModelInfo,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Refuse a prompt for what can be known without encoding it.
+
+    Raises:
+        InvalidRequestError: no prompt, no token, or one outside the vocabulary.
+        ContextLengthError: the tokens do not fit.
+        UnsupportedError: text for a target without a tokenizer.
+    """
+    form = request.WhichOneof("prompt")
+    if form is None:
+        raise InvalidRequestError("prompt", "unset", "a prompt is required")
+    if form == "token_ids":
+        _check_not_empty(request.token_ids.ids)
+        fitted(params, len(request.token_ids.ids), target)
+        check_vocabulary("prompt_token_ids", request.token_ids.ids, target)
+    elif tokenizer is None:
+        field = "messages" if form == "messages" else "prompt"
+        raise UnsupportedError(field, form, "the target has no tokenizer; give prompt_token_ids")
+
+
+def _check_not_empty(token_ids: Sequence[int]) -> None:
+    if not token_ids:
+        raise InvalidRequestError("prompt", "empty", "at least one token is required")
+
+
+def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer | None) -> None:
+    """Refuse what the target cannot do, whatever the prompt.
+
+    Raises:
+        InvalidRequestError: a token id outside the vocabulary.
+        UnsupportedError: stop strings without a tokenizer.
+    """
+    check_vocabulary("stop_token_ids", params.stop_token_ids, target)
+    for token_id in params.logit_bias:
+        if not 0 <= token_id < target.vocab_size:
+            raise _outside_vocabulary(f"logit_bias[{token_id}]", token_id, target)
+    if params.stop and tokenizer is None:
+        raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
+
+
+def check_vocabulary(name: str, token_ids: Sequence[int], target: ModelInfo) -> None:
+    """Raises:
+    InvalidRequestError: naming the first id that is outside the vocabulary.
+    """
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < target.vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < target.vocab_size)
+        raise _outside_vocabulary(f"{name}[{index}]", token_ids[index], target)
+
+
+def _outside_vocabulary(name: str, token_id: int, target: ModelInfo) -> InvalidRequestError:
+    return InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
+
+
+def fitted(
+    params: SamplingParams, prompt_len: int, target: ModelInfo, most_tokens: int | None = None
+) -> SamplingParams:
+    """The parameters with a number for `max_tokens`: without one, as many as fit after the prompt.
+
+    Args:
+        prompt_len: in tokens.
+        most_tokens: that the caller may ask for; None for no limit.
+
+    Raises:
+        ContextLengthError: prompt and max_tokens do not fit into the context.
+    """
+    room = target.context_len - prompt_len
+    if (params.max_tokens or 1) > room:
+        problem = f"with a prompt of {prompt_len} tokens is over the context of {target.context_len}"
+        raise ContextLengthError("max_tokens", params.max_tokens or "unset", problem)
+    if params.max_tokens is not None:
+        return params
+    return dataclasses.replace(params, max_tokens=room if most_tokens is None else min(room, most_tokens))

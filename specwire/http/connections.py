@@ -1,0 +1,210 @@
+"""Connections of clients: how many, and for how long one may keep the others waiting.
+
+uvicorn serves them. Added here are limits: on waiting for a request, on waiting for a client that does not
+read its response, on descriptors. And a client that half-closes its connection still gets its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+_REQUEST_S = 10.0
+"""Longest wait for a request, and for the rest of one that was answered before its end."""
+_MAX_CONNECTIONS = 4096
+"""Over three times what a coordinator takes by itself (256 running generations, 1,024 that wait)."""
+_SPARE_FDS = 64
+"""For connections to the coordinator, and files."""
+_MAX_ACCEPTED = 32
+"""In one turn of the event loop; four turns later one is known, or has made room for another."""
+_QUIET_S = 10.0
+"""Between two lines in the log about the same trouble."""
+_FIRST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
+
+
+class ListeningSocket(socket.socket):
+    """Accepts connections while there are descriptors for more; beyond that it closes them at once.
+
+    Left to itself, asyncio prints a traceback for each that it cannot accept, hundreds at a time.
+    """
+
+    _num_accepted = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See `socket.socket.accept`; says now and then that there is nothing to accept."""
+        while True:
+            self._num_accepted += 1
+            if self._num_accepted % _MAX_ACCEPTED == 0:
+                raise BlockingIOError
+            connection, address = super().accept()
+            if connection.fileno() < _max_fds() - _SPARE_FDS:
+                return connection, address
+            connection.close()
+
+
+def _max_fds() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+class Connections:
+    """Those that are open. Where there are too many, the ones without a request end first."""
+
+    def __init__(self, idle_timeout_s: float) -> None:
+        """Args:
+        idle_timeout_s: how long a client may read nothing of a response, in seconds.
+        """
+        self.idle_timeout_s = idle_timeout_s
+        self._limit = min(_MAX_CONNECTIONS, _max_fds() * 3 // 4)
+        self._idle: dict[Connection, None] = {}  # in the order in which they became so
+        self._num_open = 0
+        self._told_s = -_QUIET_S
+
+    def protocol(self, **options: Any) -> Connection:
+        """A new one, as uvicorn makes them."""
+        return Connection(self, **options)
+
+    def opened(self, connection: Connection) -> None:
+        """One more, without a request; over the limit the one that has been so for longest ends."""
+        self._num_open += 1
+        self.mark_idle(connection)
+        if self._num_open > self._limit:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest.transport.close()
+            self._tell()
+
+    def closed(self, connection: Connection) -> None:
+        """One less."""
+        self._num_open -= 1
+        self.mark_busy(connection)
+
+    def mark_idle(self, connection: Connection) -> None:
+        """It has no request from now on."""
+        self._idle.pop(connection, None)
+        self._idle[connection] = None
+
+    def mark_busy(self, connection: Connection) -> None:
+        """It has one."""
+        self._idle.pop(connection, None)
+
+    def _tell(self) -> None:
+        if time.monotonic() - self._told_s > _QUIET_S:
+            self._told_s = time.monotonic()
+            log.warning("%d connections are open: closing those that are idle for longest", self._num_open)
+
+
+class Connection(H11Protocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self._half_closed = False
+        self._waiting: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
+
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # --- called by asyncio and uvicorn
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1)  # so that all that is not read is noticed
+        self._await_request()
+        self._connections.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(error)
+        self._connections.closed(self)
+        for timer in (self._waiting, self._writing, self._probing):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        self._see_request()
+
+    def on_response_complete(self) -> None:
+        """A response is on its way; another request may have arrived with the one before."""
+        super().on_response_complete()
+        self._await_request()
+        self._see_request()
+
+    # --- requests that do not come
+
+    def _await_request(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # when all is sent
+        self._connections.mark_idle(self)
+
+    def _see_request(self) -> None:
+        if self._has_request and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+            self._connections.mark_busy(self)
+        elif self._half_closed and not self._has_request:
+            self.transport.close()
+
+    # --- responses that are not read
+
+    def pause_writing(self) -> None:
+        """The kernel takes no more; see `asyncio.Protocol`."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """It has taken all; see `asyncio.Protocol`."""
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    def _watch_writing(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self._connections.idle_timeout_s, self._check_written, left)
+
+    def _check_written(self, num_before: int) -> None:
+        if self.transport.get_write_buffer_size() < num_before:  # of a long response
+            self._watch_writing()
+        else:
+            log.info("a client has read nothing for %g s: cut off", self._connections.idle_timeout_s)
+            self.transport.abort()  # what it does not read would keep the connection open
+
+    # --- clients that have sent all
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open for what is still to be sent.
+
+        A client that has gone altogether looks the same until something is sent to it: so until the response
+        begins, interim ones are. TLS knows no half-closed connections.
+        """
+        is_tls = self.transport.get_extra_info("sslcontext") is not None
+        if is_tls or not self._has_request or self.cycle.more_body:
+            return False
+        self._half_closed = True
+        self._probe(_FIRST_PROBE_S)
+        return True
+
+    def _probe(self, pause_s: float) -> None:
+        is_awaited = self._has_request and not self.cycle.response_started
+        if is_awaited and self.scope["http_version"] == "1.1" and not self.transport.is_closing():
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim))
+        longer_s = min(2 * pause_s, _LONGEST_PROBE_S)
+        self._probing = self.loop.call_later(pause_s, self._probe, longer_s)

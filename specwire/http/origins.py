@@ -1,0 +1,68 @@
+"""Which hosts a request may be for, and the pages of which origins may send it.
+
+A page that a browser loads from elsewhere can send requests to this machine under the name of its own host,
+once the owner of that name lets it resolve to this machine (DNS rebinding). It cannot choose `Host` and
+`Origin`. So where only this machine is served, other names are refused. Addresses are not: nothing needs to
+resolve them, and probes and `kubectl port-forward` use them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from specwire.checks import split_address
+from specwire.client_config import HttpConfig
+from specwire.credentials import is_loopback
+from specwire.http.errors import ApiError
+
+ANY = "*"
+
+
+class Origins:
+    """What the front is known as."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        host, _ = split_address("address", config.address)
+        self._names = frozenset(
+            name.strip().lower() for name in config.allowed_hosts.split(",") if name.strip()
+        )
+        self._any = ANY in self._names or not (self._names or is_loopback(host))
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Whether the request is for this front, and from a page of it if it is from one.
+
+        Raises:
+            ApiError: 403.
+        """
+        host = headers.get("host", "").lower()
+        if host and not self._is_ours(_name(host)):
+            message = f"Host {host!r} is not served here; see --allowed-hosts"
+            raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None and not self._is_own_page(origin.lower(), host):
+            message = f"a page of {origin!r} may not use this server; see --allowed-hosts"
+            raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
+
+    def _is_ours(self, name: str) -> bool:
+        return self._any or name in self._names or name == "localhost" or _is_address(name)
+
+    def _is_own_page(self, origin: str, host: str) -> bool:
+        """A proxy in front may have changed `Host`, so a page of an allowed name is one of ours, too."""
+        netloc = origin.partition("://")[2]
+        return netloc != "" and (netloc == host or _name(netloc) in self._names)
+
+
+def _name(netloc: str) -> str:
+    """`[::1]:8080` to `::1`."""
+    host, _, port = netloc.rpartition(":")
+    is_port = port.isdecimal() and host
+    return (host if is_port else netloc).strip("[]")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
