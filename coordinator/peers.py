@@ -63,13 +63,20 @@ def check_version(info: ModelInfo) -> None:
         )
 
 
+_SAME = (
+    *("name", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_len", "dtype"),
+    *("eos_token_ids", "batch_invariant"),
+)
+"""What a text depends on: a generation may begin at one replica and go on at another."""
+
+
 def check_same(first: ModelInfo, other: ModelInfo) -> None:
-    """Refuse a target that is another model than the one that generations run on.
+    """Refuse a target that is another model than the one that generations run on, or computes it otherwise.
 
     Raises:
         HandshakeError: naming both.
     """
-    for name in ("name", "vocab_size", "tokenizer_fingerprint"):
+    for name in _SAME:
         ours, theirs = getattr(first, name), getattr(other, name)
         if ours != theirs:
             raise HandshakeError(
@@ -257,7 +264,7 @@ class VerifyPool(Pool):
 
         Raises:
             ServiceUnavailableError: none is there in time; names the addresses.
-            HandshakeError: another protocol version, or different models.
+            HandshakeError: another protocol version.
         """
         self.start()
         with contextlib.suppress(TimeoutError):
@@ -300,7 +307,7 @@ class DraftPool(Pool):
         """Try the handshake once with each; whoever is not there in 5 s is looked for in the background.
 
         Raises:
-            HandshakeError: one is there, and does not fit the target.
+            HandshakeError: those that are there do not fit the target.
         """
         self.start()
         with contextlib.suppress(TimeoutError):

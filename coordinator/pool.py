@@ -73,19 +73,17 @@ class Pool:
             self._spawn(follow(name, update, self._names))
 
     async def met(self) -> None:
-        """Wait until every name was looked up and every replica asked once.
+        """Wait until all names were looked up and all replicas asked once. One that does not fit is left out.
 
         Raises:
-            HandshakeError: one of them does not fit.
+            HandshakeError: one does not fit, and none is there that does.
         """
         sources = {entry if entry.startswith(DNS) else "" for entry in self._entries}
-        while True:
-            for replica in self.replicas:
-                if replica.refused:
-                    raise replica.refused
-            if len(self._listed) == len(sources) and all(replica.was_asked for replica in self.replicas):
-                return
+        while len(self._listed) < len(sources) or not all(replica.was_asked for replica in self.replicas):
             await self._changed()
+        refused = [replica.refused for replica in self.replicas if replica.refused]
+        if refused and not self.available:
+            raise refused[0]
 
     async def wait(self, timeout_s: float) -> None:
         """Until a replica is available, at most so long."""

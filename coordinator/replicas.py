@@ -85,10 +85,11 @@ class Replica(abc.ABC):
 
     def misfits(self, error: Exception) -> None:
         """It is there, and cannot be used."""
-        if self.unavailable and self.was_asked and not self.refused:
-            log.warning("%s service %s: %s", self.role, self.address, error)
-        self.refused = error
-        self.left(str(error))
+        is_news = str(error) != str(self.refused)
+        self.refused, self.unavailable, self.was_asked = error, str(error), True
+        if is_news:
+            log.warning("%s service %s is left out: %s", self.role, self.address, error)
+            self.on_change()
 
 
 AnyReplica = TypeVar("AnyReplica", bound=Replica)

@@ -31,7 +31,8 @@ from specwire.errors import HandshakeError, InvalidRequestError
 
 def context_digest(prompt: Sequence[int], target: ModelInfo) -> str:
     """Of the target, its tokenizer and the prompt: what a generation depends on beside its parameters."""
-    model = f"{target.name}\0{target.vocab_size}\0{target.tokenizer_fingerprint}\0".encode()
+    names = (target.name, target.weights_fingerprint, target.tokenizer_fingerprint, target.dtype)
+    model = "\0".join((*names, str(target.vocab_size), "")).encode()
     return hashlib.sha256(model + np.asarray(prompt, "<i8").tobytes()).hexdigest()[:16]
 
 

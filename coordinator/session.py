@@ -45,7 +45,7 @@ class Session:
         self._num_prompt_tokens = len(prompt_token_ids)
         self._params = params
         self._tokenizer = tokenizer
-        self._model = target.name
+        self._target = target
         self._credit = credit
         self._report_progress = report_progress
         self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
@@ -108,8 +108,9 @@ class Session:
             stop_reason=self._stop_reason,
             seed=self._params.seed or 0,
             rule=self._params.rule or Rule.REJECTION,
-            model=self._model,
+            model=self._target.name,
             tokens=tuple(self._released),
+            reproducible=self._params.matches_tokens and self._target.batch_invariant,
         )
 
     def _emit(self, done: Round) -> list[Token]:

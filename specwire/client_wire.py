@@ -261,6 +261,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         usage=generation_pb2.Usage(**_fields(completion.usage)),
         speculation=_speculation_to_proto(completion.speculation),
         timing=_timing_to_proto(completion.timing),
+        reproducible=completion.reproducible,
     )
 
 
@@ -282,6 +283,7 @@ def completion_from_proto(
         model=message.model,
         tokens=tuple(tokens),
         num_resumes=num_resumes,
+        reproducible=message.reproducible,
     )
 
 

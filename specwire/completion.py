@@ -165,6 +165,9 @@ class Completion:
         stop_reason: the stop string or token id that ended it, if one did.
         seed: fixes all random choices of this generation.
         rule: that it ran under.
+        reproducible: whether the same request gives the same text, with any draft and under any load: tokens
+            were matched, and the target computes them bitwise the same in any batch. Else rounding may decide
+            between tokens that are all but equal.
         tokens: the emitted tokens with their fates and log probabilities.
         num_resumes: how often another coordinator, or the same one again, had to go on with it.
     """
@@ -181,6 +184,7 @@ class Completion:
     model: str = ""
     tokens: tuple[Token, ...] = ()
     num_resumes: int = 0
+    reproducible: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
@@ -192,6 +196,7 @@ class Completion:
             "model": self.model,
             "seed": self.seed,
             "rule": self.rule.value,
+            "reproducible": self.reproducible,
             "usage": _fields(self.usage),
             "speculation": _fields(self.speculation)
             | {

@@ -376,6 +376,8 @@ class ModelInfo:
         incarnation: differs after every restart of the service.
         tokenizer_source: where the tokenizer can be loaded from, empty when there is none.
         prepares_outcomes: whether it can work ahead of the verdict on its proposals.
+        batch_invariant: whether a token is computed bitwise the same whatever else is in its pass.
+        weights_fingerprint: of config and weights; empty where there are none.
     """
 
     name: str
@@ -389,6 +391,8 @@ class ModelInfo:
     incarnation: str = ""
     tokenizer_source: str = ""
     prepares_outcomes: bool = False
+    batch_invariant: bool = False
+    weights_fingerprint: str = ""
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -280,20 +280,22 @@ def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
     )
 
 
-_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name != "prepares_outcomes"]
+_CAPABILITIES = {
+    "prepares_outcomes": common_pb2.CAPABILITY_PREPARED_OUTCOMES,
+    "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,
+}
+_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in _CAPABILITIES]
 
 
 def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(info, name) for name in _MODEL_INFO}
-    capabilities = [common_pb2.CAPABILITY_PREPARED_OUTCOMES] if info.prepares_outcomes else []
+    capabilities = [number for name, number in _CAPABILITIES.items() if getattr(info, name)]
     return common_pb2.ModelInfo(**fields, capabilities=capabilities)
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
-    return ModelInfo(
-        **fields | {"eos_token_ids": tuple(message.eos_token_ids)},
-        prepares_outcomes=common_pb2.CAPABILITY_PREPARED_OUTCOMES in message.capabilities,
-    )
+    fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
+    return ModelInfo(**fields | {"eos_token_ids": tuple(message.eos_token_ids)})

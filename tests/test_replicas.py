@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ import draft_service.service
 import verify_service.service
 from coordinator.addresses import Names, resolve_by_system
 from coordinator.attempts import MAX_FAILURES, Attempts
+from coordinator.peers import check_same
 from coordinator.replicas import Replica, SentPrefixes, choose
 from specwire import AsyncClient, Rule, SamplingParams, supervisor
 from specwire.checks import split_addresses
@@ -25,6 +28,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
 )
+from tests.pairs import save_good_draft, save_target
 
 TARGET, DRAFT = "emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8"
 PROMPT = [3, 1, 4, 1, 5]
@@ -316,33 +320,69 @@ async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Servic
         assert (await generate(client, LONG)).token_ids == alone.token_ids
 
 
-async def test_a_replica_with_another_model_is_refused_at_start_and_left_out_later(
-    services: Services,
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_replica_with_another_model_is_left_out(
+    services: Services, caplog: pytest.LogCaptureFixture, at_start: bool
 ) -> None:
-    a = await services.start("verify", TARGET)
-    other = await services.start("verify", "emulated:step_ms=5,vocab_size=128")
-    with pytest.raises(HandshakeError, match="emulated:step_ms=5,vocab_size=128"):
-        async with serving(f"{a},{other}"):
-            pass
-    zone = Zone(a)
+    first = await services.start("verify", TARGET)
+    other = await services.start("verify", TARGET + ",context_len=256")
+    zone = Zone(*([first, other] if at_start else [first]))
     async with serving("dns:///verify.local:7072", zone=zone) as client:
-        zone.addresses = [a, other]
+        zone.addresses = [first, other]
 
         async def is_refused() -> bool:
-            found = await replicas(client)
-            return other in found and "vocab_size" in found[other].unavailable
+            return any("is left out" in record.message for record in caplog.records)
 
         await until(is_refused)
         await generate(client)
-        assert (await replicas(client))[other].num_streams == 0
+        [out] = [one for one in (await replicas(client)).values() if one.unavailable]
+        assert "name=" in out.unavailable
+        assert out.num_streams == 0
 
 
-async def test_a_draft_that_does_not_fit_is_refused_at_start(services: Services) -> None:
+async def test_other_weights_under_the_same_name_are_left_out(services: Services, tmp_path: Path) -> None:
+    """A directory of the same name, with weights that were changed a little."""
+    first = await services.start("verify", str(save_target(tmp_path / "a" / "target")), dtype="float32")
+    changed = save_good_draft(tmp_path / "b" / "target")
+    second = await services.start("verify", str(changed), dtype="float32")
+    async with serving(f"{first},{second}") as client:
+
+        async def is_refused() -> bool:
+            return any("weights_fingerprint" in one.unavailable for one in (await replicas(client)).values())
+
+        await until(is_refused)
+        texts = {(await generate(client)).token_ids for _ in range(4)}
+        assert len(texts) == 1
+
+
+def test_what_texts_depend_on_is_compared() -> None:
+    info = ModelInfo(name="m", vocab_size=64, context_len=2048, dtype="bfloat16", weights_fingerprint="a")
+    check_same(info, dataclasses.replace(info, incarnation="another", prepares_outcomes=True))
+    for name, value in {
+        "name": "n",
+        "vocab_size": 65,
+        "context_len": 256,
+        "dtype": "float32",
+        "weights_fingerprint": "b",
+        "tokenizer_fingerprint": "c",
+        "eos_token_ids": (7,),
+        "batch_invariant": True,
+    }.items():
+        with pytest.raises(HandshakeError, match=f"{name}="):
+            check_same(info, dataclasses.replace(info, **{name: value}))
+
+
+async def test_a_draft_that_does_not_fit_is_refused_at_start_if_there_is_no_other(services: Services) -> None:
     verify = await services.start("verify", TARGET)
-    drafts = [await services.start("draft", DRAFT), await services.start("draft", DRAFT + ",vocab_size=128")]
+    fits, other = (
+        await services.start("draft", DRAFT),
+        await services.start("draft", DRAFT + ",vocab_size=128"),
+    )
     with pytest.raises(HandshakeError, match="vocabularies of 64 and 128"):
-        async with serving(verify, ",".join(drafts)):
+        async with serving(verify, other):
             pass
+    async with serving(verify, f"{other},{fits}") as client:
+        assert (await generate(client)).speculation.num_draft_tokens > 0
 
 
 async def test_replicas_that_are_not_there_are_taken_up_when_they_come(services: Services) -> None:

@@ -16,6 +16,7 @@ from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
+from specwire.engine.fingerprint import weights_fingerprint
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.paced import PacedRunner
@@ -93,7 +94,7 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
     description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_len)
-    info = _model_info(config.model, source, description)
+    info = _model_info(config, source, description)
     engine = Engine(
         runner,
         decider,
@@ -157,12 +158,25 @@ def _resolve(model: str, role: str) -> str:
     return str(embedded.DRAFT_DIR if role == "draft" else embedded.TARGET_DIR)
 
 
-def _model_info(name: str, source: str, description: dict[str, object]) -> ModelInfo:
-    tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
+def _model_info(config: ModelServiceConfig, source: str, description: dict[str, object]) -> ModelInfo:
+    name = config.model
+    is_emulated = source.startswith(EMULATED)
+    tokenizer = None if is_emulated else load_tokenizer(source)
     return ModelInfo(
         name=Path(name).name if Path(name).exists() else name,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
         tokenizer_source=name if tokenizer else "",
         incarnation=uuid.uuid4().hex[:12],
+        batch_invariant=config.batch_invariant or is_emulated,
+        weights_fingerprint="" if is_emulated else weights_fingerprint(_directory(source)),
         **description,  # type: ignore[arg-type]
     )
+
+
+def _directory(source: str) -> Path:
+    """Where the files of a model that was loaded lie."""
+    if Path(source).is_dir():
+        return Path(source)
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(source, "config.json", local_files_only=True))).parent

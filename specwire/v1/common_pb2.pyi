@@ -18,12 +18,14 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_UNSPECIFIED: _ClassVar[Capability]
     CAPABILITY_TREES: _ClassVar[Capability]
     CAPABILITY_PREPARED_OUTCOMES: _ClassVar[Capability]
+    CAPABILITY_BATCH_INVARIANT: _ClassVar[Capability]
 RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability
+CAPABILITY_BATCH_INVARIANT: Capability
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs")
@@ -93,7 +95,7 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities")
+    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class ModelInfo(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SOURCE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_len: int
@@ -116,7 +119,8 @@ class ModelInfo(_message.Message):
     incarnation: str
     tokenizer_source: str
     capabilities: _containers.RepeatedScalarFieldContainer[Capability]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ...) -> None: ...
+    weights_fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("num_sequences", "num_requests", "num_held_pages", "num_free_pages", "page_size", "num_steps", "num_tokens", "num_preemptions", "num_cached_pages", "num_hit_tokens")

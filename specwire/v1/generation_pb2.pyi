@@ -149,7 +149,7 @@ class Chunk(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule")
+    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class Completion(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    REPRODUCIBLE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -168,7 +169,8 @@ class Completion(_message.Message):
     speculation: Speculation
     timing: GenerationTiming
     rule: _common_pb2.Rule
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ...) -> None: ...
+    reproducible: bool
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., reproducible: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
