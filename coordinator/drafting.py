@@ -28,6 +28,10 @@ from specwire.errors import (
 from specwire.v1 import draft_pb2
 
 _RETRY_AFTER_MS = 1000
+_TIMES_USUAL = 8.0
+"""A proposal that takes so many times what it cost before is not worth waiting for, whatever it saves."""
+_LOST_AFTER_WAITS = 5.0
+"""A draft that has not answered for so many of its longest waits is lost."""
 
 
 class _DraftStream:
@@ -35,18 +39,26 @@ class _DraftStream:
 
     Attributes:
         prepared: proposals that nobody has used yet.
+        num_told: committed tokens that the draft was told.
         error: why nothing more will come.
     """
 
-    def __init__(self, call: Call, check: Callable[[Proposal], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        check: Callable[[Proposal], None] = lambda _: None,
+        answered: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin to receive.
 
         Args:
             check: raises SpecwireError for a proposal that could not be judged.
+            answered: called for each answer.
         """
         self._call = call
         self._check = check
-        self._num_told = 0  # committed tokens that the draft was told
+        self._answered = answered
+        self.num_told = 0
         self._last: Sequence[int] = ()  # what it proposed after them
         self._num_requests = self._num_answered = self._num_late = 0
         self._sent: draft_pb2.DraftRequest | None = None
@@ -98,8 +110,8 @@ class _DraftStream:
 
     def _send(self, committed: Sequence[int], request: draft_pb2.DraftRequest) -> None:
         """In the order of the calls; what fails is seen by the receiver."""
-        request.base_len, request.token_ids[:] = self._num_told, committed[self._num_told :]
-        self._num_told = len(committed)
+        request.base_len, request.token_ids[:] = self.num_told, committed[self.num_told :]
+        self.num_told = len(committed)
         self._sending = asyncio.create_task(self._send_after(self._sending, request))
 
     async def _send_after(self, before: asyncio.Task[None] | None, request: draft_pb2.DraftRequest) -> None:
@@ -119,6 +131,7 @@ class _DraftStream:
     def _take(self, response: draft_pb2.DraftResponse) -> None:
         if response.request_id:
             self._num_answered = response.request_id
+            self._answered()
             if response.request_id == self._num_requests:
                 self._cost = cost_of(self._sent, response, self._sent_ns)
         for message in response.proposals:
@@ -160,7 +173,7 @@ class RemoteDrafter:
         self._pool = pool
         self._open = wire.open_sequence(params, prompt_len, vocab_limit)
         self._check = partial(check_proposal, vocab_size=vocab_limit, matches_tokens=params.matches_tokens)
-        self._timeout_s = timeout_s
+        self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer
         self._replica: Replica | None = None
@@ -243,7 +256,7 @@ class RemoteDrafter:
             return False
         if self._stream.error:
             raise self._stream.error
-        if self._stream.late_s > self._timeout_s:
+        if self._stream.late_s > _LOST_AFTER_WAITS * self._longest_wait_s:
             raise TimeoutError
         return self._stream.late_s > 0
 
@@ -252,7 +265,8 @@ class RemoteDrafter:
     ) -> tuple[Proposal, Cost]:
         opening = self._stream is None
         if self._stream is None:
-            self._stream = _DraftStream(replica.open_stream(self._deadline_s), self._check)
+            call = replica.open_stream(self._deadline_s)
+            self._stream = _DraftStream(call, self._check, replica.answered)
             self._replica, self._num_lost = replica, replica.num_lost
             self._pool.opened(replica, committed, self._open.cache_salt)
         stream = self._stream
@@ -262,16 +276,18 @@ class RemoteDrafter:
             traceparent=traceparent,
             prepare=self._preparation(plan),
         )
-        # Nobody knows beforehand how long a prompt takes; after it, waiting is worth so much and no more.
-        patience_s = self._timeout_s if opening else min(plan.patience_s, self._timeout_s)
+        usual_s = replica.costs.bound((wanted, len(committed) - stream.num_told)) / 1e9
+        self._longest_wait_s = max(self._timeout_s, _TIMES_USUAL * usual_s)
+        # One that has not answered since it was lost is asked, and not waited for.
+        patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
         try:
             async with asyncio.timeout(patience_s):
                 found, cost = await stream.ask(committed, request)
         except TimeoutError:
-            if patience_s == self._timeout_s:
-                raise
             stream.give_up()
             return Proposal(len(committed)), Cost(given_up=True)
+        if cost.forward_ns:
+            replica.costs.add((len(found.token_ids), cost.num_new_tokens), max(1, cost.wall_ns))
         return found.first(wanted), cost
 
     def _preparation(self, plan: Plan) -> draft_pb2.Preparation | None:
@@ -291,7 +307,8 @@ class RemoteDrafter:
             self._not_before_s[replica] = clock.stopwatch_ns() / 1e9 + retry_after_ms / 1e3
             return
         hung = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceededError)
-        self.unavailable = f"no proposal within {self._timeout_s * 1e3:.0f} ms" if hung else str(error)
+        waited_s = _LOST_AFTER_WAITS * self._longest_wait_s
+        self.unavailable = f"no proposal within {waited_s * 1e3:.0f} ms" if hung else str(error)
         if hung or isinstance(error, ServiceUnavailableError | InternalError):
             replica.lost(self.unavailable)
         else:  # our own deadline, or a request it refuses: nothing that others would suffer from

@@ -178,7 +178,7 @@ class RemoteReplica(Replica):
             if health.error:
                 raise health.error
             if not health.is_serving:
-                self.left("takes no new streams")
+                await self._note_why_not()
                 return
             await self._shake_hands()
             await self._next_news(_ASK_EVERY_S)
@@ -191,15 +191,35 @@ class RemoteReplica(Replica):
         self._news.clear()
 
     async def _shake_hands(self) -> None:
+        """Raises:
+        SpecwireError: it is gone, does not fit, or hangs.
+        """
         try:
             response = await self._stub.GetModelInfo(self._role.info_request, timeout=_HANDSHAKE_TIMEOUT_S)
         except grpc.RpcError as error:
             raise peer_error(error) from None
+        if response.status.silent_ms:
+            raise _DeviceHangsError(f"its device hangs: {response.status.silent_ms / 1e3:.1f} s in one pass")
         info = wire.model_info_from_proto(response.model)
         check_version(info)
         self._check(info)
         self.num_others = max(0, response.status.num_sequences - self.num_streams)
         self.came(info)
+
+    async def _note_why_not(self) -> None:
+        """It says that it does not serve: its device hangs, or it drains and refuses to say more."""
+        try:
+            await self._shake_hands()
+        except _DeviceHangsError as error:
+            super().lost(str(error))
+        except SpecwireError:
+            self.left("takes no new streams")
+        else:
+            self.left("takes no new streams")
+
+
+class _DeviceHangsError(ServiceUnavailableError):
+    """The service is there, and does not compute."""
 
 
 class _Health:
@@ -250,7 +270,7 @@ class VerifyPool(Pool):
         def make(address: str) -> Replica:
             return RemoteReplica(VERIFY, address, credentials, self.note)
 
-        super().__init__("verify", addresses, make, names)
+        super().__init__("verify", addresses, make, names, is_needed=True)
         self._info: ModelInfo | None = None
 
     @property
@@ -296,7 +316,7 @@ class DraftPool(Pool):
         def make(address: str) -> Replica:
             return RemoteReplica(DRAFT, address, credentials, check)
 
-        super().__init__("draft", addresses, make, names)
+        super().__init__("draft", addresses, make, names, is_needed=False)
 
     @property
     def info(self) -> ModelInfo | None:

@@ -27,10 +27,13 @@ class Pool:
         addresses: str,
         make: Callable[[str], Replica],
         names: Names,
+        *,
+        is_needed: bool,
     ) -> None:
         """Nothing happens before `start`.
 
         Args:
+            is_needed: nothing can be generated without one of them.
             addresses: as the coordinator's flags take them: `HOST:PORT` or `dns:///NAME:PORT`, with commas.
             make: a replica for an address; it looks by itself whether the service is there.
             names: how names are looked up.
@@ -39,6 +42,7 @@ class Pool:
         self.replicas: list[Replica] = []
         self._entries = split_addresses(f"{role}_address", addresses) if addresses else ()
         self._make = make
+        self._is_needed = is_needed
         self._names = names
         self._listed: dict[str, Sequence[str]] = {}
         self._prefixes = SentPrefixes()
@@ -120,10 +124,16 @@ class Pool:
     ) -> Replica | None:
         """The available replica that a stream beginning with these tokens is best opened at, if any.
 
+        One that was lost and has not answered since is tried by one stream at a time; by more only where
+        nothing can be done without it.
+
         Args:
             salt: only streams of the same one share prefixes.
         """
         candidates = [replica for replica in self.available if replica not in avoid]
+        tried = [replica for replica in candidates if replica.is_proven or not replica.num_streams]
+        if tried or not self._is_needed:
+            candidates = tried
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         incarnations = {replica.info.incarnation for replica in candidates if replica.info}

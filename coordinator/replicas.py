@@ -8,7 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from specwire import clock
 from specwire.core import ModelInfo
+from specwire.costs import CostModel
 
 if TYPE_CHECKING:
     from coordinator.streams import Call
@@ -20,6 +22,7 @@ _MAX_PAGES = 128
 _MAX_KNOWN_PAGES = 1 << 14
 _SLACK_RATIO = 1.5
 _SLACK_STREAMS = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Replica(abc.ABC):
@@ -36,6 +39,8 @@ class Replica(abc.ABC):
         num_streams: streams that this coordinator has open there.
         num_others: streams of others, as the service said last.
         num_lost: how often it was there and then was not.
+        num_failures: how often it was lost since it last answered a request.
+        costs: of a proposal there, in nanoseconds: its tokens, and committed ones that were new.
         on_change: called when `unavailable` has become or ceased to be empty, and after the first handshake.
     """
 
@@ -46,7 +51,9 @@ class Replica(abc.ABC):
         self.unavailable = "has not answered yet"
         self.refused: Exception | None = None
         self.was_asked = self.is_leaving = False
-        self.num_streams = self.num_others = self.num_lost = 0
+        self.num_streams = self.num_others = self.num_lost = self.num_failures = 0
+        self.costs = CostModel(2)
+        self._not_before_s = 0.0
         self.last_taken = 0
         self.on_change: Callable[[], None] = lambda: None
 
@@ -54,6 +61,11 @@ class Replica(abc.ABC):
     def load(self) -> int:
         """Streams open there, of this coordinator and of others."""
         return self.num_streams + self.num_others
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it has answered since it was lost, if it ever was. A handshake proves no device."""
+        return not self.num_failures
 
     @abc.abstractmethod
     def open_stream(self, timeout_s: float | None) -> Call:
@@ -63,7 +75,9 @@ class Replica(abc.ABC):
         """Let go of it."""
 
     def came(self, info: ModelInfo) -> None:
-        """A handshake succeeded: new streams may go there."""
+        """A handshake succeeded: new streams may go there, at the end of its pause."""
+        if clock.stopwatch_ns() / 1e9 < self._not_before_s:
+            return
         was_away = bool(self.unavailable)
         if was_away and self.was_asked:
             log.warning("%s service %s is back", self.role, self.address)
@@ -79,9 +93,22 @@ class Replica(abc.ABC):
         self.on_change()
 
     def lost(self, reason: str) -> None:
-        """It failed, and its streams with it; it is used again after the next handshake."""
-        self.num_lost += not self.unavailable
+        """It failed, and its streams with it; it is used again after the next handshake.
+
+        One that was lost again before it had answered anything pauses first, longer each time.
+        """
+        if not self.unavailable:
+            self.num_lost += 1
+            self.num_failures += 1
+            pause_s = _FIRST_PAUSE_S * 2 ** (self.num_failures - 2) if self.num_failures > 1 else 0.0
+            self._not_before_s = clock.stopwatch_ns() / 1e9 + min(pause_s, _LONGEST_PAUSE_S)
         self.left(reason)
+
+    def answered(self) -> None:
+        """It answered a request: its device computes."""
+        if self.num_failures:
+            self.num_failures = 0
+            self.on_change()
 
     def misfits(self, error: Exception) -> None:
         """It is there, and cannot be used."""

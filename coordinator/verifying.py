@@ -125,6 +125,7 @@ class RemoteVerifier:
                 attempts.add(replica, error)
             else:
                 self._has_begun = True
+                replica.answered()
                 return answer
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:

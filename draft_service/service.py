@@ -35,4 +35,6 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
             DraftServicer(service, tracer, max_outcomes=config.max_outcomes, max_support=config.max_support),
             server.grpc,
         )
-        yield await server.start()
+        address = await server.start()
+        await stack.enter_async_context(service.watched(server.set_serving))
+        yield address

@@ -54,6 +54,13 @@ LEAST_PASS_HELP = (
     "least milliseconds a forward pass takes, as a bigger model's would; the rest is slept; 0: none"
 )
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
+DRAFT_TIMEOUT_HELP = (
+    "longest wait for a proposal before a plain round, or 8 times what proposals cost; a draft silent for "
+    "5 times as long is lost"
+)
+STEP_TIMEOUT_HELP = (
+    "longest forward pass of several devices, or before anything is known of what passes cost, in seconds"
+)
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -157,7 +164,7 @@ class ModelServiceConfig(ServiceConfig):
     tensor_parallel_size: int = option(1, "devices that share the model, placed by Ray; 1 needs no Ray")
     ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
     load_timeout_s: float = option(1800.0, "longest wait for several devices to load the model, in seconds")
-    step_timeout_s: float = option(60.0, "longest forward pass of several devices, in seconds")
+    step_timeout_s: float = option(60.0, STEP_TIMEOUT_HELP)
     num_kv_tokens: int = option(65536, "size of the KV cache, in tokens over all sequences")
     kv_cache_memory: float = option(
         0.0, "fraction of the device's free memory for the KV cache, instead of --num-kv-tokens; 0 for none"
@@ -256,7 +263,7 @@ class CoordinatorConfig(ServiceConfig):
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP)
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP)
     rule: str = option(AUTO, RULE_HELP)
-    draft_timeout_ms: float = option(5000.0, "longest wait for a proposal before decoding plainly")
+    draft_timeout_ms: float = option(1000.0, DRAFT_TIMEOUT_HELP)
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to come back")
     idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,6 +65,21 @@ class CostModel:
     def predict(self, features: Sequence[float]) -> float:
         """What this would cost; 0 before the first observation."""
         return self.base + sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))
+
+    def bound(self, features: Sequence[float]) -> float:
+        """What this may cost at the most, by what was seen; 0 before the first observation.
+
+        No less than the cheapest of what was at least as large. What is larger than anything seen is taken to
+        cost in proportion, for each feature that is larger.
+        """
+        samples = self._samples.values()
+        if not samples:
+            return 0.0
+        larger = [s.cost for s in samples if all(map(operator.ge, s.features, features))]
+        seen = min(larger) if larger else max(s.cost for s in samples)
+        largest = [max(s.features[i] for s in samples) for i in range(len(features))]
+        ratio = math.prod(max(1.0, f / max(1.0, most)) for f, most in zip(features, largest, strict=True))
+        return ratio * max(self.predict(features), seen)
 
     def _fit(self) -> None:
         """Non-negative least squares: of all sets of terms, the best whose coefficients are all positive."""

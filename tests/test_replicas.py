@@ -16,8 +16,9 @@ import verify_service.service
 from coordinator.addresses import Names, resolve_by_system
 from coordinator.attempts import MAX_FAILURES, Attempts
 from coordinator.peers import check_same
+from coordinator.pool import Pool
 from coordinator.replicas import Replica, SentPrefixes, choose
-from specwire import AsyncClient, Rule, SamplingParams, supervisor
+from specwire import AsyncClient, Rule, SamplingParams, clock, supervisor
 from specwire.checks import split_addresses
 from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.core import ModelInfo
@@ -72,6 +73,49 @@ class TestChoice:
 
     def test_nobody(self) -> None:
         assert choose([]) is None
+
+
+class TestTrials:
+    """One that was lost and comes back has only shaken hands."""
+
+    INFO = ModelInfo(name="m", vocab_size=64, context_len=64)
+
+    def test_lost_again_and_again_it_pauses_longer(self) -> None:
+        now_s = 0.0
+        with clock.simulated(lambda: int(now_s * 1e9)):
+            replica = Fake("a")
+            for pause_s in (0.0, 1.0, 2.0, 4.0):
+                replica.lost("hangs")
+                if pause_s:
+                    now_s += pause_s - 0.01
+                    replica.came(self.INFO)
+                    assert replica.unavailable == "hangs"
+                    now_s += 0.02
+                replica.came(self.INFO)
+                assert not replica.unavailable
+                assert not replica.is_proven
+            replica.answered()
+            assert replica.is_proven
+            replica.lost("killed")
+            replica.came(self.INFO)
+            assert not replica.unavailable, "the first loss after an answer may be a restart"
+            assert replica.num_lost == 5
+
+    @pytest.mark.parametrize("is_needed", [True, False])
+    def test_one_stream_at_a_time_tries_it(self, is_needed: bool) -> None:
+        pool = Pool("draft", "", lambda _: Fake("none"), Names(), is_needed=is_needed)
+        replica = Fake("a")
+        pool.adopt(replica)
+        replica.lost("hangs")
+        replica.came(self.INFO)
+        assert pool.choose([1]) is replica
+        pool.opened(replica, [1])
+        assert pool.choose([1]) is (replica if is_needed else None)
+        other = Fake("b", num_streams=7)
+        pool.adopt(other)
+        assert pool.choose([1]) is other
+        replica.answered()
+        assert pool.choose([1]) is replica
 
 
 class TestPrefixes:

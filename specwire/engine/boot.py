@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,17 @@ class ModelService:
             num_cached_pages=pool.num_cached_pages,
             num_hit_tokens=status.num_hit_tokens,
             page_size=pool.page_size,
+            silent_ms=int(status.silent_s * 1e3),
         )
+
+    @contextlib.asynccontextmanager
+    async def watched(self, tell: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
+        """Look for a device that hangs while the body runs; see `Engine.watch`."""
+        watching = asyncio.create_task(self.engine.watch(tell))
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
 def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelService:
@@ -103,6 +114,7 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
         context_len=info.context_len,
         thread=thread,
         prefix_sharing=config.prefix_sharing,
+        step_timeout_s=config.step_timeout_s,
     )
     runner.on_loss = engine.check_device
     return ModelService(engine, runner, info, config.max_sequences)

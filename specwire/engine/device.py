@@ -43,6 +43,8 @@ class Runner(Protocol):
     vocab_size: int
     on_loss: Callable[[], None]
     """To be called, from any thread, when `check` began to raise while nobody ran anything."""
+    longest_pause_s: float
+    """What a pass may take beside its work, seldom: to record a graph, to notice that a rank is lost."""
 
     def new_sequence(self) -> SequenceCache: ...
 

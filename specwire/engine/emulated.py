@@ -32,6 +32,7 @@ from specwire.core import IntArray
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decide
 from specwire.engine.kv_cache import PagePool, SequenceCache
+from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError
 
 _PROBS = np.array([0.4, 0.3, 0.2, 0.1])
@@ -164,6 +165,7 @@ class EmulatedRunner:
         self.pool = PagePool(num_pages, page_size)
         self.vocab_size = model.vocab_size
         self.on_loss: Callable[[], None] = lambda: None  # never
+        self.longest_pause_s = LEAST_LIMIT_S
         self._model = model
         self._due_s = self._oversleep_s = 0.0
 

@@ -12,15 +12,16 @@ What to do with the logits is the service's business: it hands in a `Decider`. N
 the thread through one queue, and only the thread touches sequences.
 
 A device that loses its memory is brought back, and every sequence runs its tokens again: nobody notices but
-by the time that it takes.
+by the time that it takes. One that hangs is noticed by `watch`, and what waits for it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from specwire.engine import prefix
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.progress import LOOK_EVERY_S, Progress
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
 from specwire.errors import (
@@ -74,6 +76,8 @@ class EngineStatus:
     """[NUM_STEP_SIZES] of the steps so far, those of up to 1, 2, 4, 8, ... and any number of sequences."""
     step_sequences: int
     """Sequences in all steps so far, added up."""
+    silent_s: float
+    """How long a device that hangs has been silent, in seconds; 0 while it gets on."""
 
 
 class Engine:
@@ -89,7 +93,13 @@ class Engine:
         context_len: int,
         thread: ComputeThread,
         prefix_sharing: bool = True,
+        step_timeout_s: float = 60.0,
     ) -> None:
+        """Begins to run.
+
+        Args:
+            step_timeout_s: longest step while nothing is known of what steps cost.
+        """
         self._runner = runner
         self._decider = decider
         self._context_len = context_len
@@ -116,6 +126,9 @@ class Engine:
         self._step_ns = 0
         self._step_sizes = [0] * NUM_STEP_SIZES
         self._step_sequences = 0
+        self._step_timeout_s = step_timeout_s
+        self._progress = Progress()
+        self._awaited: set[asyncio.Future[Any]] = set()
         self._closing = False
         self._thread = thread
         self._thread.start(self._run)
@@ -161,8 +174,12 @@ class Engine:
         self._check_job(job, extra_len)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
+        if self._progress.hangs:
+            raise self._hung()
         # The thread may have taken it off the job when this returns.
         future = job.future = asyncio.get_running_loop().create_future()
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
         self._inbox.put(lambda: self._start(job, background))
         return future
 
@@ -183,6 +200,38 @@ class Engine:
     def _forget(self, sequence: TokenSequence) -> None:
         self._sequences.remove(sequence)
         self._num_forks -= sequence.is_fork
+
+    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Look at the engine's progress for ever; when its device hangs, fail what waits for it.
+
+        Args:
+            tell: whether it gets on; called when that has changed.
+        """
+        looked_ns, was_hung = clock.stopwatch_ns(), False
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now_ns = clock.stopwatch_ns()
+            self._progress.look(bool(self._awaited), (now_ns - looked_ns) / 1e9)
+            looked_ns, hangs = now_ns, self._progress.hangs
+            if hangs:
+                self._fail_awaited(was_hung)
+            if hangs != was_hung:
+                was_hung = hangs
+                await tell(not hangs)
+
+    def _fail_awaited(self, was_hung: bool) -> None:
+        error = self._hung()
+        if not was_hung:
+            log.error("%s: failing %d requests", error, len(self._awaited))
+        for future in list(self._awaited):
+            if not future.done():
+                future.set_exception(error)
+
+    def _hung(self) -> ServiceUnavailableError:
+        progress = self._progress
+        return ServiceUnavailableError(
+            f"the device hangs: one pass takes over {progress.silent_s:.1f} s, {progress.limit_s:.1f} allowed"
+        )
 
     def check_device(self) -> None:
         """Somebody saw the device die: bring it back now rather than when the next job comes."""
@@ -207,6 +256,7 @@ class Engine:
             self._step_ns,
             tuple(self._step_sizes),
             self._step_sequences,
+            self._progress.silent_s if self._progress.hangs else 0.0,
         )
 
     def load(self, job: Job) -> Load:
@@ -240,7 +290,9 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
+            self._progress.beat()
             self._take_orders(timeout_s=0 if self._jobs or self._background else None)
+            self._progress.beat()
             self._gather()
             if self._jobs or self._background:
                 self._step()
@@ -346,12 +398,19 @@ class Engine:
             return None
         for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
+        self._begin_watched(step)
         try:
             self._run_step(step)
         except DeviceLostError as error:
             self._lost(step.jobs, error)
             return None
         return step
+
+    def _begin_watched(self, step: Step) -> None:
+        """What steps cost is not known before the first one."""
+        bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
+        least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
+        self._progress.beat(bound_ns / 1e9, least_s)
 
     def _run_step(self, step: Step) -> None:
         try:
@@ -435,6 +494,7 @@ class Engine:
             self._lost((), error)
 
     def _recover(self) -> None:
+        self._progress.beat(least_s=math.inf)  # it has a bound of its own
         for sequence in list(self._sequences):
             sequence.cache.truncate(0)
         self._runner.pool.forget_all()

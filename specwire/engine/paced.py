@@ -26,6 +26,7 @@ class PacedRunner:
     def __init__(self, runner: Runner, least_pass_s: float) -> None:
         self.pool = runner.pool
         self.vocab_size = runner.vocab_size
+        self.longest_pause_s = runner.longest_pause_s
         self._runner = runner
         self._least_pass_s = least_pass_s
         self._due_s = 0.0

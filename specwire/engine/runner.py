@@ -22,14 +22,18 @@ from specwire.engine.alone import AloneBatch
 from specwire.engine.attention import PackedBatch
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.device import Decide
-from specwire.engine.graphs import PaddedSteps, Replay
+from specwire.engine.graphs import CudaReplay, PaddedSteps, Replay
 from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.probe import Probe
+from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.transfer import indices, to_device
 
 log = logging.getLogger(__name__)
+
+_RECORDING_S = 10.0
+"""To record a graph of a large model, with two passes before."""
 
 ALONE_TOKENS = 16
 """Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
@@ -85,6 +89,7 @@ class ModelRunner:
             num_pages = num_pages(self.kv_bytes_per_token * page_size)
         self.pool = PagePool(num_pages, page_size)
         self.on_loss: Callable[[], None] = lambda: None  # never
+        self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
         self._packer = Packer(self.pool, self.num_embeddings, self.context_len)
         self.attention_path = (
             probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"

@@ -123,7 +123,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("num_sequences", "num_requests", "num_held_pages", "num_free_pages", "page_size", "num_steps", "num_tokens", "num_preemptions", "num_cached_pages", "num_hit_tokens")
+    __slots__ = ("num_sequences", "num_requests", "num_held_pages", "num_free_pages", "page_size", "num_steps", "num_tokens", "num_preemptions", "num_cached_pages", "num_hit_tokens", "silent_ms")
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class EngineStatus(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     num_sequences: int
     num_requests: int
     num_held_pages: int
@@ -144,4 +145,5 @@ class EngineStatus(_message.Message):
     num_preemptions: int
     num_cached_pages: int
     num_hit_tokens: int
-    def __init__(self, num_sequences: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_held_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ...) -> None: ...
+    silent_ms: int
+    def __init__(self, num_sequences: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_held_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., silent_ms: _Optional[int] = ...) -> None: ...

@@ -50,6 +50,7 @@ class GroupRunner:
 
     def __init__(self, config: ModelServiceConfig, source: str, dtype: str) -> None:
         self._config, self._source, self._dtype = config, source, dtype
+        self.longest_pause_s = config.step_timeout_s  # then a rank that hangs is taken for lost
         self._closing = False
         self._num_groups = 0
         self.on_loss: Callable[[], None] = lambda: None
