@@ -141,6 +141,11 @@ class ServiceConfig(DoorConfig):
         )
         check_log_level(self.log_level)
 
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Most streams that are served at a time, and most that wait; more are refused."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelServiceConfig(ServiceConfig):
@@ -189,6 +194,11 @@ class ModelServiceConfig(ServiceConfig):
         )
         at_least_one = "must be at least 1"
         check(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, at_least_one)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """See `ServiceConfig`."""
+        return self.max_sequences, 0
 
     @property
     def page_len(self) -> int:
@@ -280,6 +290,11 @@ class CoordinatorConfig(ServiceConfig):
         check_duration("draft_timeout_ms", self.draft_timeout_ms)
         check_duration("connect_timeout_s", self.connect_timeout_s)
         check_duration("failover_timeout_s", self.failover_timeout_s)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """See `ServiceConfig`."""
+        return self.max_running, self.max_waiting
 
     def _check_peers(self) -> None:
         for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):

@@ -30,8 +30,9 @@ from specwire.checks import split_address
 from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.draining import Drain
-from specwire.errors import ConfigError, ServiceUnavailableError, SpecwireError
-from specwire.unreadable import RefuseUnreadable
+from specwire.errors import ConfigError, SpecwireError
+from specwire.interceptor import Interceptor
+from specwire.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +69,16 @@ _PERMIT_KEEPALIVE = [
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.http2.max_ping_strikes", 20),
 ]
-# Streams that wait for their first request cost memory that no other limit counts. Over the first limit a
-# client's further streams wait, over the second one all are refused with RESOURCE_EXHAUSTED.
+# Over it a client's further streams wait in the client; `interceptor` has the limits that refuse them.
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
-_MAX_STREAMS = 16_384
+# Calls of one method that gRPC keeps until the event loop takes them, 10 kB each. Over the first number it
+# cancels some new ones, over the second one all.
+_MAX_PENDING = (1_000, 1_200)
 _MAX_METADATA_BYTES = 16 << 10
 _STREAM_LIMITS = [
     ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
+    ("grpc.server.max_pending_requests", _MAX_PENDING[0]),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING[1]),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
 ]
@@ -154,7 +158,7 @@ def translate_errors(method: Handler) -> Handler:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
+    if context.done():  # it was aborted before, or was gone while its status was sent
         raise error
     if isinstance(error, grpc.aio.InternalError):  # written to in the moment that it was cancelled: no defect
         error = errors.RequestCancelledError("the stream ended while it was written to")
@@ -167,30 +171,6 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
 
 
 # --- servers --------------------------------------------------------------------------------------
-
-
-class _Counted(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Our own methods run as requests of a drain; health and reflection answer until the very end."""
-
-    def __init__(self, drain: Drain) -> None:
-        self._drain = drain
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
-            return handler
-        style = "stream_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(**{style: self._counted(getattr(handler, style))})
-
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        async def counted(request: Any, context: Any) -> Any:
-            try:
-                with self._drain.request():
-                    return await method(request, context)
-            except ServiceUnavailableError as error:  # refused: the method itself raises no error of ours
-                await _abort(context, error)
-
-        return counted
 
 
 class Server:
@@ -213,15 +193,10 @@ class Server:
             *_PERMIT_KEEPALIVE,
             *_STREAM_LIMITS,
         ]
+        tokens = Tokens(config.tokens) if config.tokens else None
         self.grpc = grpc.aio.server(
             options=options,
-            # The door comes first: interceptors behind it may remember what they got.
-            interceptors=[
-                *doors.interceptors(config, _abort),
-                _Counted(self.drain),
-                RefuseUnreadable(_abort),
-            ],
-            maximum_concurrent_rpcs=_MAX_STREAMS,
+            interceptors=[Interceptor(tokens, self.drain, config.capacity, _abort)],
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -48,6 +48,11 @@ class Holder:
     max_tokens: int | None = None
     expires: datetime | None = None
 
+    def capacity(self, most: tuple[int, int]) -> int:
+        """How many generations of it run or wait at a time, where at most so many run, and so many wait."""
+        own = (self.max_running, self.max_waiting)
+        return sum(all_ if limit is None else min(limit, all_) for limit, all_ in zip(own, most, strict=True))
+
     def check(self, params: SamplingParams) -> None:
         """Whether it may ask for that.
 
