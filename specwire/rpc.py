@@ -11,15 +11,17 @@ import contextlib
 import functools
 import gc
 import logging
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -48,6 +50,11 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
 }
+# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with up to three bytes for one,
+# and with the fields in base64.
+_MAX_MESSAGE_BYTES = 1_000
+_MAX_FIELDS_BYTES = 1_500
+_CUT = "..."
 
 # A silent partition is noticed by pings: after one second without traffic, and one more without an answer.
 _KEEPALIVE = [
@@ -88,9 +95,13 @@ _STREAM_LIMITS = [
 
 
 def to_status(error: SpecwireError) -> Any:
-    """The gRPC status that an error travels as."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=error.details())
-    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    """The gRPC status that an error travels as; what is too long for that is cut."""
+    fields = error.details()
+    room = _MAX_FIELDS_BYTES // max(1, len(fields))
+    metadata = {name: _cut(value, room) for name, value in fields.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=metadata)
+    message = _cut(str(error), _MAX_MESSAGE_BYTES)
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=message)
     status.details.add().Pack(info)
     retry_after_ms = getattr(error, "retry_after_ms", None)
     if retry_after_ms is not None:
@@ -100,11 +111,19 @@ def to_status(error: SpecwireError) -> Any:
     return rpc_status.to_status(status)
 
 
+def _cut(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
+
+
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
-    """The error that the peer raised, or the one that the failed transport stands for."""
+    """The error that the peer raised, or the one that the status or the failed transport stands for."""
     info = _error_info(error)
-    if info is not None and info.reason in _BY_REASON:
-        return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
+    if info is not None:
+        with contextlib.suppress(KeyError, ValueError):  # no error of ours, or other fields than that has
+            return _rebuild(_BY_REASON[info.reason], info.metadata, error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
 
@@ -115,26 +134,36 @@ def was_reported(error: grpc.RpcError) -> bool:
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    """What the peer says of its error; None if that is nothing, or bytes that are no such message."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":
-            status = status_pb2.Status.FromString(value)
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == _DOMAIN:
-                    return info
+            with contextlib.suppress(DecodeError):
+                for detail in status_pb2.Status.FromString(value).details:
+                    info = error_details_pb2.ErrorInfo()
+                    if detail.Unpack(info) and info.domain == _DOMAIN:
+                        return info
     return None
 
 
-def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
+def _rebuild(kind: type[SpecwireError], fields: Mapping[str, str], message: str) -> SpecwireError:
+    """Raises:
+    KeyError, ValueError: a field is missing, or is no number.
+    """
     if issubclass(kind, errors.InvalidRequestError):
-        return kind(fields.get("field", ""), fields.get("value", ""), fields.get("problem", message))
+        return kind(fields["field"], fields["value"], fields["problem"])
     if kind is errors.PrefixMismatchError:
-        return errors.PrefixMismatchError(int(fields["base_len"]), int(fields["held_len"]))
+        return errors.PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
     if issubclass(kind, errors.ResourceExhaustedError | errors.ServiceUnavailableError):
-        retry = fields.get("retry_after_ms")
-        return kind(message, None if retry is None else int(retry))
+        return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
     return kind(message)
+
+
+def _count(text: str) -> int:
+    """A number of a peer's; any other text, and one that has no end, is a ValueError."""
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise ValueError
+    return int(text)
 
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
