@@ -50,8 +50,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
 }
-# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with up to three bytes for one,
-# and with the fields in base64.
+# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with three bytes for one at
+# worst, and with the fields in base64.
 _MAX_MESSAGE_BYTES = 1_000
 _MAX_FIELDS_BYTES = 1_500
 _CUT = "..."
