@@ -27,7 +27,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from specwire import channel, doors, errors, stacks
+from specwire import channel, descriptors, doors, errors, stacks
 from specwire.checks import split_address
 from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
@@ -221,6 +221,7 @@ class Server:
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
             *_STREAM_LIMITS,
+            ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
         self.grpc = grpc.aio.server(
@@ -290,6 +291,7 @@ async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
 
     A second signal cuts off what the first one left running.
     """
+    descriptors.set_up()
     stopping, hurrying = asyncio.Event(), False
     task = asyncio.current_task()
     assert task is not None
