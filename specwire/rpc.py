@@ -14,7 +14,7 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -123,7 +123,7 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     info = _error_info(error)
     if info is not None:
         with contextlib.suppress(KeyError, ValueError):  # no error of ours, or other fields than that has
-            return _rebuild(_BY_REASON[info.reason], info.metadata, error.details() or "")
+            return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
 
@@ -146,7 +146,7 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     return None
 
 
-def _rebuild(kind: type[SpecwireError], fields: Mapping[str, str], message: str) -> SpecwireError:
+def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
     """Raises:
     KeyError, ValueError: a field is missing, or is no number.
     """
