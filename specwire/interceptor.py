@@ -2,7 +2,7 @@
 
     token ─▶ limits of its caller ─▶ first message, within 10 s ─▶ drain ─▶ method ─▶ status
 
-gRPC is told that every method is one of streams. The bytes on the wire are the same, and limits begin when a
+gRPC is told that every method takes a stream. The bytes on the wire are the same, and limits begin when a
 call opens; the message of a unary call grpc.aio itself awaits without a limit. Bytes that are no message are
 refused as INVALID_ARGUMENT; grpc.aio itself answers them with UNKNOWN and the name of a Python class.
 
@@ -79,21 +79,23 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         is_health = details.method.startswith(_HEALTH)
         serve = self._serve_health if is_health else self._serve
 
-        async def served(_: Any, context: Any) -> None:
+        async def served(_: Any, context: Any) -> Any:
             try:
-                await serve(handler, details, context)
+                return await serve(handler, details, context)
             except Exception as error:
                 await self._abort(context, error)
 
+        if handler is None:
+            return grpc.stream_stream_rpc_method_handler(served)
+        responses = "stream" if handler.response_streaming else "unary"
         max_bytes = _MAX_HEALTH_BYTES if is_health else None
-        return grpc.stream_stream_rpc_method_handler(
+        return getattr(grpc, f"stream_{responses}_rpc_method_handler")(
             served,
-            request_deserializer=handler
-            and functools.partial(_parse, handler.request_deserializer, max_bytes),
-            response_serializer=handler and handler.response_serializer,
+            request_deserializer=functools.partial(_parse, handler.request_deserializer, max_bytes),
+            response_serializer=handler.response_serializer,
         )
 
-    async def _serve(self, handler: Any, details: Any, context: Any) -> None:
+    async def _serve(self, handler: Any, details: Any, context: Any) -> Any:
         holder = self._tokens.check(_shown_token(details)) if self._tokens else None
         doors.holder.set(holder)
         if handler is None:
@@ -102,7 +104,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         with self._streams.held(self._stream_limits(caller)):
             first = await self._opened.of(context)
             with self._drained(details.method):
-                await _run(handler, first, context)
+                return await _run(handler, first, context)
 
     def _stream_limits(self, caller: Holder) -> dict[str, int]:
         own = caller.capacity(self._capacity) + _NUM_PASSING_STREAMS
@@ -111,12 +113,12 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _drained(self, method: str) -> AbstractContextManager[None]:
         return self._drain.request() if method.startswith(_OURS) else contextlib.nullcontext()
 
-    async def _serve_health(self, handler: Any, details: Any, context: Any) -> None:
+    async def _serve_health(self, handler: Any, details: Any, context: Any) -> Any:
         if handler is None or details.method not in (_CHECK, _WATCH):
             await _refuse_unknown(context)
         watching = details.method == _WATCH
         with self._watches.held(self._watch_limits(details, context) if watching else {}):
-            await _run(handler, await self._probed.of(context), context)
+            return await _run(handler, await self._probed.of(context), context)
 
     def _watch_limits(self, details: Any, context: Any) -> dict[str, int]:
         """Callers that show a token of ours do not share a limit with strangers."""
@@ -189,19 +191,17 @@ class _Requests:
         return _readable(message)
 
 
-async def _run(handler: Any, first: Any, context: Any) -> None:
-    """Call a method of any of gRPC's four kinds; all errors of it are raised."""
+async def _run(handler: Any, first: Any, context: Any) -> Any:
+    """Call a method of any of the four kinds; returns its response if it has one, and raises its errors."""
     streams = handler.request_streaming, handler.response_streaming
     behaviour = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in streams))
     request = _Requests(first, context) if handler.request_streaming else _readable(first)
-    if inspect.isasyncgenfunction(behaviour):
-        async with contextlib.aclosing(behaviour(request, context)) as responses:
-            async for response in responses:
-                await context.write(response)
-    elif handler.response_streaming:
-        await behaviour(request, context)
-    else:
-        await context.write(await behaviour(request, context))
+    if not inspect.isasyncgenfunction(behaviour):
+        return await behaviour(request, context)
+    async with contextlib.aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
+    return None
 
 
 def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) -> Any:
