@@ -6,6 +6,10 @@ gRPC is told that every method takes a stream. The bytes on the wire are the sam
 call opens; the message of a unary call grpc.aio itself awaits without a limit. Bytes that are no message are
 refused as INVALID_ARGUMENT; grpc.aio itself answers them with UNKNOWN and the name of a Python class.
 
+A method, `async def (self, request or requests, context)`, raises our errors, which become the call's status.
+One that streams writes through `context.write` rather than yield: a cancelled generator is only finalised
+when it is collected, while a cancelled coroutine runs its `finally` at once.
+
 Health needs no token, since probes have none, and has limits of its own: a `Check` is answered whatever else
 is going on.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import re
@@ -16,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -164,26 +163,6 @@ def _count(text: str) -> int:
     if not re.fullmatch("[0-9]{1,10}", text):
         raise ValueError
     return int(text)
-
-
-Handler = TypeVar("Handler", bound=Callable[..., Any])
-
-
-def translate_errors(method: Handler) -> Handler:
-    """Let a servicer method, `async def (self, request or requests, context)`, raise our errors.
-
-    Streaming methods write through `context.write` rather than yield: a cancelled generator is only
-    finalised when it is collected, while a cancelled coroutine runs its `finally` at once.
-    """
-
-    @functools.wraps(method)
-    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await method(self, request, context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return wrapped  # type: ignore[return-value]
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
