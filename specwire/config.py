@@ -400,7 +400,8 @@ class StackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(StackConfig, DoorConfig):
-    """`specwire up`: the doors are the coordinator's, since the model services listen on loopback."""
+    """`specwire up`: the doors are the coordinator's. The model services listen on loopback; with
+    `tokens` they ask for one that is made at start."""
 
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
 

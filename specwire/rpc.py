@@ -81,7 +81,9 @@ _MAX_STREAMS_OF_A_CONNECTION = 8_192
 # cancels some new ones, over the second one all.
 _MAX_PENDING = (1_000, 1_200)
 _MAX_METADATA_BYTES = 16 << 10
-_STREAM_LIMITS = [
+_HANDSHAKE_TIMEOUT_MS = 10_000
+_LIMITS = [
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
     ("grpc.server.max_pending_requests", _MAX_PENDING[0]),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING[1]),
@@ -199,7 +201,7 @@ class Server:
             ("grpc.max_send_message_length", -1),
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
-            *_STREAM_LIMITS,
+            *_LIMITS,
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import verify_service.service
-from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams
+from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams, rpc
 from specwire import interceptor as calls
 from specwire.config import VerifyConfig
 from specwire.places import Places
 from specwire.rpc import from_rpc_error
+from tests.certificates import Authority
 from tests.harness import LocalStack, local_stack
 
 MODEL = "emulated:step_ms=0"
@@ -194,6 +196,22 @@ async def check(address: str) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         status = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)).status
         assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_connection_that_says_nothing_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind TLS, too, where gRPC itself waits for two minutes."""
+    name = "grpc.server_handshake_timeout_ms"
+    assert dict(rpc._LIMITS)[name] <= 10_000
+    monkeypatch.setattr(rpc, "_LIMITS", [(name, 200), *rpc._LIMITS])
+    pair = Authority(tmp_path).pair("server")
+    server = rpc.Server(VerifyConfig(model=MODEL, grace_s=0.0, tls_cert=pair.cert, tls_key=pair.key), [])
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+    await server.stop()
 
 
 class TestPlaces:
