@@ -41,7 +41,7 @@ _CHECK, _WATCH = f"{_HEALTH}Check", f"{_HEALTH}Watch"
 
 _FIRST_MESSAGE_S = 10.0
 # Beside the streams that a service serves or keeps waiting: handshakes, and streams that it will refuse.
-_NUM_PASSING_STREAMS = 64
+NUM_PASSING_STREAMS = 64
 _NUM_BUSY_CALLERS = 4
 """Callers with all the streams that one may have, for which there is room in total."""
 
@@ -71,7 +71,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._tokens = tokens
         self._drain = drain
         self._capacity = capacity
-        self._max_streams = _NUM_BUSY_CALLERS * (sum(capacity) + _NUM_PASSING_STREAMS)
+        self._max_streams = _NUM_BUSY_CALLERS * (sum(capacity) + NUM_PASSING_STREAMS)
         self._abort = abort
         self._streams, self._watches = Places("streams"), Places("health watches")
         self._opened = _FirstMessages(self._max_streams)
@@ -111,7 +111,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 return await _run(handler, first, context)
 
     def _stream_limits(self, caller: Holder) -> dict[str, int]:
-        own = caller.capacity(self._capacity) + _NUM_PASSING_STREAMS
+        own = caller.capacity(self._capacity) + NUM_PASSING_STREAMS
         return {caller.name: own, "all callers": self._max_streams}
 
     def _drained(self, method: str) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.draining import Drain
 from specwire.errors import ConfigError, SpecwireError
-from specwire.interceptor import Interceptor
+from specwire.interceptor import NUM_PASSING_STREAMS, Interceptor
 from specwire.tokens import Tokens
 
 log = logging.getLogger(__name__)
@@ -77,16 +77,12 @@ _PERMIT_KEEPALIVE = [
 ]
 # Over it a client's further streams wait in the client; `interceptor` has the limits that refuse them.
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
-# Calls of one method that gRPC keeps until the event loop takes them, 10 kB each. Over the first number it
-# cancels some new ones, over the second one all.
-_MAX_PENDING = (1_000, 1_200)
+_MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _LIMITS = [
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
-    ("grpc.server.max_pending_requests", _MAX_PENDING[0]),
-    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING[1]),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
 ]
@@ -202,6 +198,7 @@ class Server:
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
             *_LIMITS,
+            *_pending_limits(config),
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
@@ -265,6 +262,16 @@ class Server:
                 await self.grpc.stop(grace_s)
         except TimeoutError:
             log.warning("gRPC has not ended its calls within %g s: going without", grace_s + _HUNG_S)
+
+
+def _pending_limits(config: ServiceConfig) -> list[tuple[str, int]]:
+    """Of the calls of one method, 16 kB each, that gRPC keeps until the event loop takes them. Over the first
+    number, which a caller may open at once, it cancels some of them, and over the second one all."""
+    num = max(sum(config.capacity) + NUM_PASSING_STREAMS, _MIN_PENDING)
+    return [
+        ("grpc.server.max_pending_requests", num),
+        ("grpc.server.max_pending_requests_hard_limit", num + num // 4),
+    ]
 
 
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:

@@ -44,7 +44,7 @@ def stack() -> Iterator[LocalStack]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "_FIRST_MESSAGE_S", PATIENCE_S)
         patch.setattr(calls, "_MAX_SILENT_PROBES", MAX_PROBES)
-        patch.setattr(calls, "_NUM_PASSING_STREAMS", 3)
+        patch.setattr(calls, "NUM_PASSING_STREAMS", 3)
         limits = {"max_running": 1, "max_waiting": 0}
         with local_stack(MODEL, MODEL, coordinator_options=limits) as running:
             yield running
