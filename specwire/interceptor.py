@@ -160,7 +160,7 @@ class _FirstMessages:
                 self._add(timeout)
                 return await context.read()
         except TimeoutError:
-            problem = f"first message: has not come in time, within {_FIRST_MESSAGE_S:g} s of the call"
+            problem = f"first message: not received within {_FIRST_MESSAGE_S:g} s"
             raise DeadlineExceededError(problem) from None
         finally:
             self._waits.pop(timeout, None)
@@ -210,13 +210,12 @@ async def _run(handler: Any, first: Any, context: Any) -> Any:
 
 def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) -> Any:
     """The message, or what is wrong with the bytes: a deserialiser that raises is grpc.aio's own defect."""
-    size = f"{len(data)} bytes"
     if max_bytes is not None and len(data) > max_bytes:
-        return InvalidRequestError("request", size, f"is over the limit of {max_bytes} bytes")
+        return InvalidRequestError("request", f"{len(data)} bytes", f"is over the limit of {max_bytes} bytes")
     try:
         return parse(data)
     except DecodeError:
-        return InvalidRequestError("request", size, "is not a message of this method's type")
+        return InvalidRequestError("request", f"{len(data)} bytes", "is not a message of this method's type")
 
 
 def _readable(message: Any) -> Any:
