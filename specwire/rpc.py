@@ -164,10 +164,11 @@ def _count(text: str) -> int:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    if context.done():  # it was aborted before, or was gone while its status was sent
-        raise error
-    if isinstance(error, grpc.aio.InternalError):  # written to in the moment that it was cancelled: no defect
+    if isinstance(error, grpc.aio.InternalError) and not context.done():
+        # Written to in the moment that it was cancelled: no defect.
         error = errors.RequestCancelledError("the stream ended while it was written to")
+    if isinstance(error, grpc.aio.BaseError):  # gRPC's own: the call was aborted before, or the server ended
+        raise error
     if not isinstance(error, SpecwireError):
         log.error("defect while serving a request", exc_info=error)
         error = errors.InternalError("internal error; the service's log has the details")

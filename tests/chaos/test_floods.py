@@ -76,7 +76,7 @@ class Watching:
     """Probes with a second each, as a kubelet's, and one client's generations, meanwhile.
 
     Attributes:
-        num_cancelled: of the generations, by gRPC, which keeps a limited number of streams of a method, of all
+        num_cancelled: of the generations, by gRPC, which keeps a limited number of a method's calls, of all
             callers together, until they are taken.
         longest_s: of the probes.
         peak_mib: resident memory of the coordinator.
