@@ -28,6 +28,9 @@ from specwire.completion import ResumeInfo
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import HandshakeError, InvalidRequestError
 
+_MAX_DIGEST_LEN = 64
+"""Of any digest, of this version or another."""
+
 
 def context_digest(prompt: Sequence[int], target: ModelInfo) -> str:
     """Of the target, its tokenizer and the prompt: what a generation depends on beside its parameters."""
@@ -64,13 +67,15 @@ def find_seam(
         digest: its `context_digest`, empty for none.
 
     Raises:
-        InvalidRequestError: an id is outside the vocabulary.
+        InvalidRequestError: an id is outside the vocabulary, or the digest is none.
         HandshakeError: the text would not be that of one model after one prompt.
     """
     for i, token_id in enumerate(token_ids):
         if not 0 <= token_id < target.vocab_size:
             problem = f"is outside the vocabulary of {target.vocab_size}"
             raise InvalidRequestError(f"generated_token_ids[{i}]", token_id, problem)
+    if len(digest) > _MAX_DIGEST_LEN:
+        raise InvalidRequestError("context_digest", f"{len(digest)} characters", f"over {_MAX_DIGEST_LEN}")
     ours = context_digest(prompt, target)
     if digest and digest != ours:
         raise HandshakeError(

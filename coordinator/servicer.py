@@ -26,7 +26,7 @@ from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
 from coordinator.verifying import RemoteVerifier
-from specwire import client_wire, doors, rpc, tracing, wire
+from specwire import client_wire, doors, tracing, wire
 from specwire.completion import Completion
 from specwire.config import CoordinatorConfig
 from specwire.core import Rule, SamplingParams
@@ -70,7 +70,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         return Group(metrics.TABLE, lambda: now)
 
-    @rpc.translate_errors
     @counted
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
@@ -223,7 +222,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         fixed = self._fixed_length(params)
         return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed, self._measured)
 
-    @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
@@ -234,7 +232,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_draft_tokens=self._config.fixed_draft_tokens,
         )
 
-    @rpc.translate_errors
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:

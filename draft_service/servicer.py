@@ -11,7 +11,7 @@ from typing import Any
 
 from draft_service.drafter import DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
-from specwire import clock, rpc, tracing, wire
+from specwire import clock, tracing, wire
 from specwire.core import Preparation, Proposal, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
@@ -32,7 +32,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._support_len = min(max_support, service.info.vocab_size)
         self._forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
 
-    @rpc.translate_errors
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         with contextlib.ExitStack() as stack:
             answers = _Answers(
@@ -79,7 +78,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         asked = wire.preparation_from_proto(request.prepare)
         return dataclasses.replace(asked, num_outcomes=min(asked.num_outcomes, self._max_outcomes))
 
-    @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:

@@ -152,6 +152,11 @@ class ServiceConfig(DoorConfig):
         )
         check_log_level(self.log_level)
 
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Most streams that are served at a time, and most that wait; more are refused."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelServiceConfig(ServiceConfig):
@@ -200,6 +205,11 @@ class ModelServiceConfig(ServiceConfig):
         )
         at_least_one = "must be at least 1"
         check(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, at_least_one)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """See `ServiceConfig`."""
+        return self.max_sequences, 0
 
     @property
     def page_len(self) -> int:
@@ -293,6 +303,11 @@ class CoordinatorConfig(ServiceConfig):
         check_duration("connect_timeout_s", self.connect_timeout_s)
         check_duration("failover_timeout_s", self.failover_timeout_s)
         check_duration("idle_timeout_s", self.idle_timeout_s)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """See `ServiceConfig`."""
+        return self.max_running, self.max_waiting
 
     def _check_peers(self) -> None:
         for name in ("peer_ca", "peer_cert", "peer_key", "peer_token_file"):
@@ -398,7 +413,8 @@ class StackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(StackConfig, DoorConfig):
-    """`specwire up`: the doors are the coordinator's, since the model services listen on loopback."""
+    """`specwire up`: the doors are the coordinator's. The model services listen on loopback; with
+    `tokens` they ask for one that is made at start."""
 
     address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
 

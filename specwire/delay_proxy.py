@@ -21,6 +21,7 @@ import socket
 import struct
 from collections.abc import Callable
 
+from specwire import descriptors
 from specwire.alarm import Alarm
 from specwire.checks import split_address
 from specwire.config import Link, ProxyConfig
@@ -318,6 +319,7 @@ async def run_until_signal(config: ProxyConfig) -> None:
     Raises:
         ConfigError: the address cannot be bound.
     """
+    descriptors.set_up()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from specwire import channel, doors, errors, stacks
+from specwire import channel, descriptors, doors, errors, stacks
 from specwire.checks import split_address
 from specwire.config import ServiceConfig
 from specwire.credentials import PLAINTEXT, Credentials
 from specwire.draining import Drain
-from specwire.errors import ConfigError, ServiceUnavailableError, SpecwireError
-from specwire.unreadable import RefuseUnreadable
+from specwire.errors import ConfigError, SpecwireError
+from specwire.interceptor import NUM_PASSING_STREAMS, Interceptor
+from specwire.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,11 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
 }
+# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with three bytes for one at
+# worst, and with the fields in base64.
+_MAX_MESSAGE_BYTES = 1_000
+_MAX_FIELDS_BYTES = 1_500
+_CUT = "..."
 
 # A silent partition is noticed by pings: after one second without traffic, and one more without an answer.
 _KEEPALIVE = [
@@ -68,12 +75,13 @@ _PERMIT_KEEPALIVE = [
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.http2.max_ping_strikes", 20),
 ]
-# Streams that wait for their first request cost memory that no other limit counts. Over the first limit a
-# client's further streams wait, over the second one all are refused with RESOURCE_EXHAUSTED.
+# Over it a client's further streams wait in the client; `interceptor` has the limits that refuse them.
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
-_MAX_STREAMS = 16_384
+_MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
-_STREAM_LIMITS = [
+_HANDSHAKE_TIMEOUT_MS = 10_000
+_LIMITS = [
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_OF_A_CONNECTION),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
@@ -84,9 +92,13 @@ _STREAM_LIMITS = [
 
 
 def to_status(error: SpecwireError) -> Any:
-    """The gRPC status that an error travels as."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=error.details())
-    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    """The gRPC status that an error travels as; what is too long for that is cut."""
+    fields = error.details()
+    room = _MAX_FIELDS_BYTES // max(1, len(fields))
+    metadata = {name: _cut(value, room) for name, value in fields.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=metadata)
+    message = _cut(str(error), _MAX_MESSAGE_BYTES)
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=message)
     status.details.add().Pack(info)
     retry_after_ms = getattr(error, "retry_after_ms", None)
     if retry_after_ms is not None:
@@ -96,11 +108,19 @@ def to_status(error: SpecwireError) -> Any:
     return rpc_status.to_status(status)
 
 
+def _cut(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
+
+
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
-    """The error that the peer raised, or the one that the failed transport stands for."""
+    """The error that the peer raised, or the one that the status or the failed transport stands for."""
     info = _error_info(error)
-    if info is not None and info.reason in _BY_REASON:
-        return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
+    if info is not None:
+        with contextlib.suppress(KeyError, ValueError):  # no error of ours, or other fields than that has
+            return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
 
@@ -111,53 +131,44 @@ def was_reported(error: grpc.RpcError) -> bool:
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    """What the peer says of its error; None if that is nothing, or bytes that are no such message."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":
-            status = status_pb2.Status.FromString(value)
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == _DOMAIN:
-                    return info
+            with contextlib.suppress(DecodeError):
+                for detail in status_pb2.Status.FromString(value).details:
+                    info = error_details_pb2.ErrorInfo()
+                    if detail.Unpack(info) and info.domain == _DOMAIN:
+                        return info
     return None
 
 
 def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
+    """Raises:
+    KeyError, ValueError: a field is missing, or is no number.
+    """
     if issubclass(kind, errors.InvalidRequestError):
-        return kind(fields.get("field", ""), fields.get("value", ""), fields.get("problem", message))
+        return kind(fields["field"], fields["value"], fields["problem"])
     if kind is errors.PrefixMismatchError:
-        return errors.PrefixMismatchError(int(fields["base_len"]), int(fields["held_len"]))
+        return errors.PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
     if issubclass(kind, errors.ResourceExhaustedError | errors.ServiceUnavailableError):
-        retry = fields.get("retry_after_ms")
-        return kind(message, None if retry is None else int(retry))
+        return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
     return kind(message)
 
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
-
-
-def translate_errors(method: Handler) -> Handler:
-    """Let a servicer method, `async def (self, request or requests, context)`, raise our errors.
-
-    Streaming methods write through `context.write` rather than yield: a cancelled generator is only
-    finalised when it is collected, while a cancelled coroutine runs its `finally` at once.
-    """
-
-    @functools.wraps(method)
-    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await method(self, request, context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return wrapped  # type: ignore[return-value]
+def _count(text: str) -> int:
+    """A number of a peer's; any other text, and one that has no end, is a ValueError."""
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise ValueError
+    return int(text)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, grpc.aio.InternalError):  # written to in the moment that it was cancelled: no defect
+    if isinstance(error, grpc.aio.InternalError) and not context.done():
+        # Written to in the moment that it was cancelled: no defect.
         error = errors.RequestCancelledError("the stream ended while it was written to")
+    if isinstance(error, grpc.aio.BaseError):  # gRPC's own: the call was aborted before, or the server ended
+        raise error
     if not isinstance(error, SpecwireError):
         log.error("defect while serving a request", exc_info=error)
         error = errors.InternalError("internal error; the service's log has the details")
@@ -171,30 +182,6 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
 
 
 # --- servers --------------------------------------------------------------------------------------
-
-
-class _Counted(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Our own methods run as requests of a drain; health and reflection answer until the very end."""
-
-    def __init__(self, drain: Drain) -> None:
-        self._drain = drain
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
-            return handler
-        style = "stream_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(**{style: self._counted(getattr(handler, style))})
-
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        async def counted(request: Any, context: Any) -> Any:
-            try:
-                with self._drain.request():
-                    return await method(request, context)
-            except ServiceUnavailableError as error:  # refused: the method itself raises no error of ours
-                await _abort(context, error)
-
-        return counted
 
 
 class Server:
@@ -215,17 +202,14 @@ class Server:
             ("grpc.max_send_message_length", -1),
             *_KEEPALIVE,
             *_PERMIT_KEEPALIVE,
-            *_STREAM_LIMITS,
+            *_LIMITS,
+            *_pending_limits(config),
+            ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
+        tokens = Tokens(config.tokens) if config.tokens else None
         self.grpc = grpc.aio.server(
             options=options,
-            # The door comes first: interceptors behind it may remember what they got.
-            interceptors=[
-                *doors.interceptors(config, _abort),
-                _Counted(self.drain),
-                RefuseUnreadable(_abort),
-            ],
-            maximum_concurrent_rpcs=_MAX_STREAMS,
+            interceptors=[Interceptor(tokens, self.drain, config.capacity, _abort)],
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -285,11 +269,22 @@ class Server:
             log.warning("gRPC has not ended its calls within %g s: going without", grace_s + _HUNG_S)
 
 
+def _pending_limits(config: ServiceConfig) -> list[tuple[str, int]]:
+    """Of the calls of one method, 16 kB each, that gRPC keeps until the event loop takes them. Over the first
+    number, which a caller may open at once, it cancels some of them, and over the second one all."""
+    num = max(sum(config.capacity) + NUM_PASSING_STREAMS, _MIN_PENDING)
+    return [
+        ("grpc.server.max_pending_requests", num),
+        ("grpc.server.max_pending_requests_hard_limit", num + num // 4),
+    ]
+
+
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
     """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
 
     A second signal cuts off what the first one left running.
     """
+    descriptors.set_up()
     stopping, hurrying = asyncio.Event(), False
     task = asyncio.current_task()
     assert task is not None

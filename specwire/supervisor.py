@@ -15,10 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Self
 
 from specwire import stacks
@@ -26,6 +28,7 @@ from specwire.checks import split_address
 from specwire.config import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, VerifyConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.flags import env_name, flag_name, flag_words
+from specwire.tokens import make_token
 
 READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
@@ -52,6 +55,7 @@ class Service:
         environ: Mapping[str, str] | None = None,
         *,
         model_flag: str = "--model",
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Start `python -m module flags`; wait with `ready`.
 
@@ -60,17 +64,21 @@ class Service:
             environ: added to this process's environment, of which variables that `specwire up` has flags
                 for are not passed on.
             model_flag: what the user of this process calls the service's `--model`.
+            pass_fds: descriptors that it inherits, under the same numbers.
         """
         self.module = module
         self.address = ""
         self._model_flag = model_flag
         self._error = ""
-        self.process = self._start([module, *flags], _waiting(module) | _inherited() | dict(environ or {}))
+        variables = _waiting(module) | _inherited() | dict(environ or {})
+        self.process = self._start([module, *flags], variables, pass_fds)
         self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
         self._forwarder.start()
 
     @staticmethod
-    def _start(module_and_flags: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        module_and_flags: list[str], environ: dict[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", *module_and_flags],
             stdin=subprocess.DEVNULL,
@@ -78,6 +86,7 @@ class Service:
             stderr=subprocess.PIPE,
             bufsize=0,  # a selector does not see lines that a buffer holds
             env=environ,
+            pass_fds=pass_fds,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end the services in order
             preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509
         )
@@ -184,6 +193,7 @@ class Stack:
         self._environ = environ
         self._pauses = Pauses()
         self._front_due_s = math.inf
+        self._asked, self._shown = _internal_token(config)
         try:
             self._start(config, environ)
         except BaseException:
@@ -212,11 +222,13 @@ class Stack:
     def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
         check_free("address", config.address)  # now, rather than after the models were loaded
         self.verifies = [
-            self._service("verify_service", _verify_flags(config, index), environ, "--target")
+            self._service(
+                "verify_service", _verify_flags(config, index), environ, "--target", files=self._asked
+            )
             for index in range(config.replicas)
         ]
         self.draft = (
-            self._service("draft_service", _draft_flags(config), environ, "--draft")
+            self._service("draft_service", _draft_flags(config), environ, "--draft", files=self._asked)
             if config.draft != NO_DRAFT
             else None
         )
@@ -226,9 +238,8 @@ class Stack:
             link = self._service("specwire.cli", _proxy_flags(config, draft_address), environ)
             draft_address = link.ready(config.start_timeout_s)
         verify_addresses = ",".join(verify.address for verify in self.verifies)
-        self.coordinator = self._service(
-            "coordinator", _coordinator_flags(config, verify_addresses, draft_address), environ
-        )
+        flags = _coordinator_flags(config, verify_addresses, draft_address)
+        self.coordinator = self._service("coordinator", flags, environ, files=self._shown)
         self.coordinator.ready(config.start_timeout_s)
         if config.http_address:
             self.http = self._front(config.http_address)
@@ -257,9 +268,14 @@ class Stack:
         flags: Sequence[str],
         environ: Mapping[str, str] | None,
         model_flag: str = "--model",
+        *,
+        files: Mapping[str, _UnnamedFile] = MappingProxyType({}),
     ) -> Service:
+        """Start one; `files` are values of its flags that it alone can open."""
+        flags = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
+        fds = [file.fd for file in files.values()]
         with _uninterrupted():
-            service = Service(module, flags, environ, model_flag=model_flag)
+            service = Service(module, flags, environ, model_flag=model_flag, pass_fds=fds)
             self.services.append(service)
         return service
 
@@ -310,6 +326,31 @@ class Pauses:
         self._last_s = now_s
         self._pause_s = _FIRST_PAUSE_S if is_sound else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return self._pause_s
+
+
+class _UnnamedFile:
+    """A file that is in no directory: only processes that inherit its descriptor can open it, and it is gone
+    with the last of them, however they end.
+
+    Attributes:
+        path: where such a process opens it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this
+        self._file.write(text.encode())
+        self._file.flush()
+        self.fd = self._file.fileno()
+        self.path = f"/dev/fd/{self.fd}"
+
+
+def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
+    """Flags of the model services and of the coordinator. Where clients need a token, the model services must
+    not be a way around it."""
+    if not (isinstance(config, UpConfig) and config.tokens):
+        return {}, {}
+    token, line = make_token("coordinator")
+    return {"tokens": _UnnamedFile(line)}, {"peer_token_file": _UnnamedFile(token)}
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from specwire.watched import Watched, read_file
 _PREFIX = "sw_"
 _NUM_RANDOM_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_WAITING_FOR_EACH_RUNNING = 16
 _LIMITS = ("max_running", "max_waiting", "max_tokens")
 
 
@@ -47,6 +48,18 @@ class Holder:
     max_waiting: int | None = None
     max_tokens: int | None = None
     expires: datetime | None = None
+
+    def capacity(self, most: tuple[int, int]) -> int:
+        """How many streams it may have open, where at most so many generations run, and so many wait.
+
+        One that says how many run, and not how many wait, has a number of waiting ones for each running one.
+        """
+        most_running, most_waiting = most
+        running = most_running if self.max_running is None else min(self.max_running, most_running)
+        waiting = self.max_waiting
+        if waiting is None:
+            waiting = most_waiting if self.max_running is None else running * _WAITING_FOR_EACH_RUNNING
+        return running + min(waiting, most_waiting)
 
     def check(self, params: SamplingParams) -> None:
         """Whether it may ask for that.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,9 @@ class Restarted(Service):
     service may trip over: so this one asks for itself to die with us."""
 
     @staticmethod
-    def _start(module_and_flags: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        module_and_flags: list[str], environ: dict[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-c", _DIE_WITH_PARENT, *module_and_flags],
             stdin=subprocess.DEVNULL,
@@ -35,6 +37,7 @@ class Restarted(Service):
             stderr=subprocess.PIPE,
             bufsize=0,
             env=environ,
+            pass_fds=pass_fds,
         )
 
 

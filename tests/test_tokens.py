@@ -153,3 +153,19 @@ class TestCommand:
     def test_refuses(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["token", *words]) == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("limits", "capacity"),
+    [
+        ({}, 30),
+        ({"max_running": 2, "max_waiting": 3}, 5),
+        ({"max_running": 1}, 17),
+        ({"max_running": 2}, 22),
+        ({"max_waiting": 0}, 10),
+        ({"max_running": 99, "max_waiting": 99}, 30),
+    ],
+)
+def test_capacity(limits: dict[str, int], capacity: int) -> None:
+    """Where ten may run and twenty wait."""
+    assert Holder(name="a", **limits).capacity((10, 20)) == capacity

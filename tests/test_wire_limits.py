@@ -84,6 +84,7 @@ TWICE = ids_to_bytes(np.zeros(1_000, np.int64))
 #: Of each field that holds more than a number: a request that is over its limit, and the name in the refusal.
 LIMITS: dict[str, tuple[Any, str]] = {
     "GenerateRequest.text": (text("x" * (MAX_PROMPT_BYTES + 1)), "text"),
+    "GenerateRequest.context_digest": (generation(context_digest="0" * 20_000), "context_digest"),
     "TokenIds.ids": (generation(token_ids={"ids": [1] * MANY}), "max_tokens"),
     "Messages.messages": (conversation(*[{"role": "user"}] * (MAX_MESSAGES + 1)), "messages"),
     "Message.role": (conversation({"role": "r" * MAX_PROMPT_BYTES}), "messages"),
@@ -146,7 +147,6 @@ FREE = {
     "VerifyRequest.request_id",
     "StopConditions.ignore_eos",
     "GenerateRequest.generated_token_ids",
-    "GenerateRequest.context_digest",
     "GenerateRequest.report_progress",
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specwire import rpc, tracing, wire
+from specwire import tracing, wire
 from specwire.core import IntArray, SamplingParams, Verdict
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
@@ -25,7 +25,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._service = service
         self._tracer = tracer
 
-    @rpc.translate_errors
     async def Verify(self, requests: AsyncIterator[verify_pb2.VerifyRequest], context: Any) -> None:  # noqa: N802
         with contextlib.ExitStack() as stack:
             sequence: TokenSequence | None = None
@@ -40,7 +39,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     boot.record_spans(self._tracer, "verify", job, request.traceparent)
                 await context.write(self._response(request, job, verdict))
 
-    @rpc.translate_errors
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:

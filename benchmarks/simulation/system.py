@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from benchmarks.simulation.devices import (
     Device,
@@ -16,7 +15,7 @@ from benchmarks.simulation.devices import (
     VirtualEngine,
     VirtualRunner,
 )
-from benchmarks.simulation.network import Handler, Hosts, Link, Overheads, Process, VirtualCall
+from benchmarks.simulation.network import Hosts, Link, Overheads, Process, VirtualCall
 from coordinator.addresses import Names
 from coordinator.peers import DraftPool, VerifyPool
 from coordinator.replicas import Replica
@@ -109,7 +108,7 @@ class VerifyService(_Service):
         fast = LogitsDecider(GreedyVerdicts(model).consume)
         decider = Verifier() if setting.exact else fast
         super().__init__(setting, hosts, model, decider, setting.target, Device())
-        self.handler = _untranslated(VerifyServicer(self.service, _NO_TRACING).Verify)
+        self.handler = VerifyServicer(self.service, _NO_TRACING).Verify
 
 
 class DraftService(_Service):
@@ -123,7 +122,7 @@ class DraftService(_Service):
         servicer = DraftServicer(
             self.service, _NO_TRACING, max_outcomes=config.max_outcomes, max_support=config.max_support
         )
-        self.handler = _untranslated(servicer.Draft)
+        self.handler = servicer.Draft
 
 
 class _Replica(Replica):
@@ -179,7 +178,7 @@ class Group:
             None,
             tracer,
         )
-        self._generate = _untranslated(servicer.Generate)
+        self._generate = servicer.Generate
 
     def _open_verify(self) -> Call:
         overheads = self._setting.overheads
@@ -266,10 +265,3 @@ class World:
         for service in (*self.drafts, *(group.verify for group in self.groups)):
             if service.engine.task.done():
                 service.engine.task.result()
-
-
-def _untranslated(method: Any) -> Handler:
-    """A servicer's method as it was before `rpc.translate_errors`: our errors travel as they are."""
-    inner, owner = method.__wrapped__, method.__self__
-    handler: Callable[..., Awaitable[None]] = inner.__get__(owner)
-    return handler

@@ -6,12 +6,14 @@ import contextlib
 import hmac
 import secrets
 import select
+import selectors
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -19,6 +21,9 @@ _TOKEN_BYTES = 32
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sq")
 _HEADER = struct.Struct("<q")
 _GREETING_S = 5.0
+# A rank greets as soon as it is connected: of more connections that have not, the oldest is a stranger's.
+_MAX_STRANGERS = 256
+_PAUSE_S = 0.01
 
 # What torch does not declare, though it documents it.
 _dist: Any = dist
@@ -65,44 +70,26 @@ class DriverLines:
     """
 
     def __init__(self, host: str) -> None:
-        self._listening = _listen(host)
-        self.port: int = self._listening.getsockname()[1]
+        listening = _listen(host)
+        self.port: int = listening.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self._greetings = _Greetings(listening, self.token)
         self._ranks: list[socket.socket] = []
         self._poll = select.poll()
         self._answer_timeout_s = 0.0
 
     def accept(self, num_ranks: int, timeout_s: float, answer_timeout_s: float) -> None:
-        """Wait until all ranks are there; strangers are hung up on.
+        """Wait until all ranks have greeted.
 
         Args:
             answer_timeout_s: longest wait for an answer, from then on.
         """
-        deadline = time.monotonic() + timeout_s
-        found: dict[int, socket.socket] = {}
-        while len(found) < num_ranks:
-            self._listening.settimeout(max(0.001, deadline - time.monotonic()))
-            line, _ = self._listening.accept()
-            rank = self._rank_of(line)
-            if rank is not None:
-                found[rank] = line
-        self._ranks = [found[rank] for rank in range(num_ranks)]
+        self._ranks = self._greetings.wait(num_ranks, timeout_s)
         self._answer_timeout_s = answer_timeout_s
         for line in self._ranks:
             _set_up(line)
             line.settimeout(answer_timeout_s)
             self._poll.register(line, select.POLLIN)
-
-    def _rank_of(self, line: socket.socket) -> int | None:
-        line.settimeout(_GREETING_S)
-        try:
-            token, rank = _GREETING.unpack(_receive(line, _GREETING.size))
-        except OSError:
-            token = b""
-        if hmac.compare_digest(token, self.token):
-            return int(rank)
-        line.close()
-        return None
 
     def say(self, message: bytes) -> None:
         """To all ranks; returns as soon as it is on its way."""
@@ -120,12 +107,116 @@ class DriverLines:
 
     def abort(self) -> None:
         """Break every wait, now and later; from any thread."""
-        _hang_up([self._listening, *self._ranks])
+        self._greetings.end()
+        _hang_up(self._ranks)
 
     def close(self) -> None:
         """Give the connections back; nobody may wait."""
-        for line in (self._listening, *self._ranks):
+        self._greetings.end()
+        for line in self._ranks:
             line.close()
+
+
+class _Greetings:
+    """Accepts connections, and keeps those that greet with the token; others are hung up on.
+
+    All are heard at the same time, on a thread of its own: ranks call long before they are waited for, when
+    strangers, who may be silent, must neither delay them nor fill the backlog.
+    """
+
+    def __init__(self, listening: socket.socket, token: bytes) -> None:
+        listening.setblocking(False)
+        self._listening, self._token = listening, token
+        self._heard: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first, with its deadline
+        self._ranks: dict[int, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="group-greetings", daemon=True)
+        self._thread.start()
+
+    def wait(self, num_ranks: int, timeout_s: float) -> list[socket.socket]:
+        """The ranks' connections, in order, once all are there; no more are accepted then.
+
+        Raises:
+            TimeoutError: they are not, after this time.
+            ConnectionError: it was ended.
+        """
+        numbers = range(num_ranks)
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._has_ended or self._ranks.keys() >= set(numbers), timeout_s
+            )
+            if self._has_ended or not arrived:
+                problem = f"{len(self._ranks)} of {num_ranks} ranks have called"
+                raise ConnectionError(problem) if arrived else TimeoutError(problem)
+            found = [self._ranks.pop(number) for number in numbers]
+        self.end()
+        return found
+
+    def end(self) -> None:
+        """Accept no more, and hang up on all that are not waited for; from any thread, as often as wanted."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        _hang_up([self._listening])  # which ends the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listening:
+            selector.register(self._listening, selectors.EVENT_READ)
+            while not self._has_ended:
+                for key, _ in selector.select(self._rest_s()):
+                    if key.fileobj is self._listening:
+                        self._accept(selector)
+                    else:
+                        self._hear(selector, cast(socket.socket, key.fileobj))
+                while self._rest_s() == 0:
+                    self._drop(selector, next(iter(self._heard)))
+        for line in (*self._heard, *self._ranks.values()):
+            line.close()
+
+    def _rest_s(self) -> float | None:
+        """Until the oldest must have greeted."""
+        first_s = next((deadline_s for deadline_s, _ in self._heard.values()), None)
+        return None if first_s is None else max(0.0, first_s - time.monotonic())
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            line, _ = self._listening.accept()
+        except OSError:  # it is gone, or there is no descriptor for it
+            time.sleep(_PAUSE_S)
+            return
+        line.setblocking(False)
+        if len(self._heard) >= _MAX_STRANGERS:
+            self._drop(selector, next(iter(self._heard)))
+        self._heard[line] = time.monotonic() + _GREETING_S, bytearray()
+        selector.register(line, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, line: socket.socket) -> None:
+        _, data = self._heard[line]
+        try:
+            more = line.recv(_GREETING.size - len(data))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        data += more
+        if more and len(data) < _GREETING.size:
+            return
+        token, rank = _GREETING.unpack(data) if more else (b"", 0)
+        if not hmac.compare_digest(token, self._token):
+            self._drop(selector, line)
+            return
+        selector.unregister(line)
+        del self._heard[line]
+        with self._changed:
+            self._ranks[rank] = line
+            self._changed.notify_all()
+
+    def _drop(self, selector: selectors.BaseSelector, line: socket.socket) -> None:
+        selector.unregister(line)
+        del self._heard[line]
+        line.close()
 
 
 class RankLine:

@@ -141,13 +141,13 @@ class _Group:
         self, placement: Placement, config: ModelServiceConfig, is_wanted: Callable[[], bool]
     ) -> None:
         self._placement, self._config, self._is_wanted = placement, config, is_wanted
-        self._lines = DriverLines(placement.host)
         self._number = 0
         self._ended = False
         self._lost = ""
         self._is_lost = threading.Event()
         self._watcher: threading.Thread | None = None
         self._actors = placement.start(Rank)
+        self._lines = DriverLines(placement.host)
         self.places: list[Place] = []  # of the ranks, once they are in order
 
     def load(self, store: Any, key: str, source: str, dtype: str) -> None:
@@ -181,7 +181,7 @@ class _Group:
         self.loaded: Loaded = self._gather(loading, deadline_s)[0]
         if self.loaded.warning:
             log.warning("%s", self.loaded.warning)
-        # They called before they loaded.
+        # They greeted before they loaded.
         self._lines.accept(num_ranks, self._config.load_timeout_s, self._config.step_timeout_s)
 
     def serve(self, on_loss: Callable[[], None]) -> None:
