@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test chaos bench browser setup lock sbom format lint types proto proto-check unit train clean
+.PHONY: demo test chaos bench browser setup lock sbom images format lint types proto proto-check unit train clean
 
 demo: setup
 	@$(BIN)/specwire demo
@@ -63,6 +63,10 @@ sbom: setup build/tools/installed
 	@$(TOOLS)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --validate \
 		-o build/sbom.cdx.json $(BIN)/python
 	@echo "build/sbom.cdx.json"
+
+# Writes the digests of the images that the Dockerfile and the manifests name. Needs skopeo and their registries.
+images:
+	k8s/digests.sh
 
 # The page is tested in Chromium; Debian has it together with its driver. Needs root.
 browser:
