@@ -1,26 +1,29 @@
 # One image for all services:  docker run IMAGE draft|verify|coordinator|http FLAGS
 #
-#   docker build -t specwire:0.1.0 .                                              CPU, about 2 GB
-#   docker build -t specwire:0.1.0-cuda \
-#     --build-arg TORCH_INDEX_URL=https://pypi.org/simple .                       CUDA, several GB more
+#   docker build -t specwire:0.1.0 .                                   CPU, about 2 GB
+#   docker build -t specwire:0.1.0-cuda --build-arg TORCH=cuda .       CUDA, several GB more
 #
-# The wheels of torch on PyPI carry CUDA; the CPU's have an index of their own.
-ARG PYTHON=3.11-slim-bookworm
+# What pip takes from an index is locked with hashes in requirements/. `make images` writes the base's digest.
+ARG BASE=python:3.11-slim-bookworm
 
-FROM python:${PYTHON} AS build
-ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=tracing,metrics,ray,http
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+FROM ${BASE} AS build
+ARG TORCH=cpu
+# The wheels of torch on PyPI carry CUDA; the CPU's have an index of their own.
+ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_DEPS=1
 RUN python -m venv /opt/specwire
 ENV PATH=/opt/specwire/bin:$PATH
 WORKDIR /src
 # torch first and by itself: it changes rarely, and its layer is most of the image.
-COPY constraints.txt .
-RUN pip install --index-url "${TORCH_INDEX_URL}" --constraint constraints.txt torch
+COPY requirements/torch-*.txt requirements/
+RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_CPU_INDEX_URL}" \
+        -r "requirements/torch-${TORCH}.txt"
+COPY requirements/image.txt requirements/
+RUN pip install --require-hashes --only-binary :all: -r requirements/image.txt
 COPY . .
-RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
+RUN pip install --no-build-isolation . && pip check
 
-FROM python:${PYTHON}
+FROM ${BASE}
 COPY --from=build /opt/specwire /opt/specwire
 # In /usr/local/bin too: a login shell, as KubeRay may start Ray in, has a PATH of its own.
 RUN ln -s /opt/specwire/bin/specwire /opt/specwire/bin/ray /usr/local/bin/ \

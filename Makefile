@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test chaos bench browser setup format lint types proto proto-check unit train clean
+.PHONY: demo test chaos bench browser setup lock sbom images format lint types proto proto-check unit train clean
 
 demo: setup
 	@$(BIN)/specwire demo
@@ -21,12 +21,52 @@ bench: setup
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# The locks are complete (docs/security.md): pip resolves nothing, builds none of them, takes no file without its hash.
+PIP = -m pip install --quiet --disable-pip-version-check --no-deps
+LOCKED = $(PIP) --require-hashes --only-binary :all:
+
+$(VENV)/installed: pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specwire needs Python 3.11 or later")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python $(LOCKED) -r requirements/torch-cpu.txt || { \
+		echo "pip found no CPU build of torch that is locked: installing PyPI's, on Linux with CUDA, several GB ..."; \
+		$(BIN)/python $(LOCKED) -r requirements/torch-cuda.txt; }
+	@$(BIN)/python $(LOCKED) -r requirements/dev.txt
+	@$(BIN)/python $(PIP) --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 	@touch $@
+
+# uv and cyclonedx-bom, for the two targets below alone.
+TOOLS := build/tools/bin
+
+build/tools/installed: requirements/tools.txt
+	@$(PYTHON) -m venv build/tools
+	@$(TOOLS)/python $(LOCKED) -r requirements/tools.txt
+	@touch $@
+
+# Locks the dependencies that pyproject.toml names. What is locked stays as long as it fits; UPGRADE=--upgrade takes
+# the newest. What only the CUDA build of torch needs is in its own file and in no other.
+LOCK = $(TOOLS)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+	--annotation-style line --custom-compile-command 'make lock' $(UPGRADE)
+CUDA = $$(sed -nE 's/^((torch|triton|cuda-|nvidia-)[a-z0-9-]*)==.*/--no-emit-package \1/p' requirements/torch-cuda.txt)
+
+lock: build/tools/installed
+	$(LOCK) --group torch -o requirements/torch-cuda.txt
+	$(LOCK) $(CUDA) pyproject.toml --all-extras -c requirements/torch-cuda.txt -o requirements/dev.txt
+	$(LOCK) $(CUDA) pyproject.toml --extra tracing --extra metrics --extra ray --extra http \
+		-c requirements/torch-cuda.txt -c requirements/dev.txt -o requirements/image.txt
+	$(LOCK) --group tools -o requirements/tools.txt
+
+# CycloneDX: what is installed in $(VENV), with licences and who needs what, checked against its schema.
+sbom: setup build/tools/installed
+	@$(TOOLS)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --validate \
+		-o build/sbom.cdx.json $(BIN)/python
+	@echo "build/sbom.cdx.json"
+
+# Writes the digests of the images that the Dockerfile and the manifests name. Needs skopeo and their registries.
+images:
+	k8s/digests.sh
 
 # The page is tested in Chromium; Debian has it together with its driver. Needs root.
 browser:
@@ -58,7 +98,7 @@ proto-check: setup
 # Tests that set no bound to any time: two processes share the processors. The others have them for themselves.
 UNHURRIED := acceptance bad_input bad_models benchmarks bounded_memory cache_salt client config credit_account demo device doors \
 	draft_length emulated exactness_pure exactness_wire forecast gpu_benchmark greedy gumbel health http_docs \
-	http_errors http_scan internal_tokens k8s kv_cache layering loading packaging packing padded prefix_index \
+	http_errors http_scan internal_tokens k8s kv_cache layering loading locks packaging packing padded prefix_index \
 	prefix_sharing prepared random resume_law rollback rule runner sampling secrecy simulation statuses stops \
 	text timeline timeline_shown tokenizer tokens transfer wire wire_limits
 TOGETHER := $(UNHURRIED:%=tests/test_%.py)

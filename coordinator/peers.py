@@ -26,6 +26,8 @@ from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 _RETRY_S = 0.25
 _ASK_EVERY_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
+_SAYS_NOTHING = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""Of its health: it knows no such thing, or others watch it already, as many as may."""
 
 
 def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
@@ -244,7 +246,7 @@ class _Health:
                 self._note(response.status == health_pb2.HealthCheckResponse.SERVING)
             self.error = ServiceUnavailableError("the service ended")
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            if error.code() in _SAYS_NOTHING:
                 self._note(is_serving=True)
                 return
             self.error = peer_error(error)

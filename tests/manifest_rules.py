@@ -432,9 +432,8 @@ def isolation(manifests: Manifests) -> Iterator[str]:
 
 def devices(manifests: Manifests) -> Iterator[str]:
     """The Ray cluster has the GPUs that verify wants, runs the same image, and the version it is told."""
-    versions = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-    )
+    locked = (ROOT / "requirements/image.txt").read_text()
+    versions = dict(re.findall(r"^(\S+)==(\S+)", locked, re.MULTILINE))
     for pod, values in _started(manifests):
         if not getattr(values, "ray_address", ""):
             continue

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -401,17 +402,37 @@ def test_the_dockerfile_is_clean() -> None:
 def test_the_image_is_what_the_manifests_think() -> None:
     assert 'ENTRYPOINT ["specwire"]' in DOCKERFILE
     assert "USER 10001:10001" in DOCKERFILE
-    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
-    assert set(extras.split(",")) <= _project()["project"]["optional-dependencies"].keys()
     version = _project()["project"]["version"]
     for name in OVERLAYS:
         for pod in rendered(name).services_pods:
             assert re.fullmatch(rf"specwire:{re.escape(version)}(-cuda)?", pod.container["image"])
 
 
+def test_digests_are_written_beside_the_tags(tmp_path: Path) -> None:
+    """Of every image that is not ours; a digest that is there is replaced."""
+    shutil.copy(ROOT / "Dockerfile", tmp_path)
+    shutil.copytree(K8S, tmp_path / "k8s")
+    shutil.copytree(ROOT / "docs/grafana", tmp_path / "docs/grafana")
+    skopeo = tmp_path / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    environ = {**os.environ, "PATH": f"{skopeo.parent}:{os.environ['PATH']}"}
+    for digest in ("sha256:" + "a" * 64, "sha256:" + "b" * 64):
+        skopeo.write_text(f'#!/bin/sh\ncase "$*" in *@*) exit 1;; esac\necho {digest}\n')
+        skopeo.chmod(0o755)
+        subprocess.run([tmp_path / "k8s/digests.sh"], env=environ, check=True, timeout=30)
+        manifests = Manifests(render(tmp_path / "k8s/overlays/observability"))
+        images = {pod.container["image"] for pod in manifests.pods} - {
+            pod.container["image"] for pod in manifests.services_pods
+        }
+        assert len(images) == 2
+        assert all(re.fullmatch(rf"[^:@]+:[^:@]+@{digest}", image) for image in images)
+        (base,) = re.findall(r"^ARG BASE=(\S+)$", (tmp_path / "Dockerfile").read_text(), re.MULTILINE)
+        assert re.fullmatch(rf"python:[^:@]+@{digest}", base)
+
+
 def test_the_context_of_the_image_has_every_package() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     packages = {name.partition(".")[0] for name in _project()["tool"]["setuptools"]["packages"]}
     assert {f"!{name}" for name in packages} <= set(lines)
-    copied = {"LICENSE", "README.md", "constraints.txt", "pyproject.toml"}  # read by pip, or by the build
+    copied = {"LICENSE", "README.md", "pyproject.toml", "requirements"}  # read by pip, or by the build
     assert {f"!{name}" for name in copied} <= set(lines)
