@@ -44,7 +44,8 @@ class Rule(enum.StrEnum):
     REJECTION = "rejection"
     """Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
     GUMBEL = "gumbel"
-    """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): text fixed by the seed alone."""
+    """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): text fixed by the seed,
+    whatever the draft; bitwise where the target is batch-invariant."""
 
 
 class Fate(enum.StrEnum):

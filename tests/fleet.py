@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,13 +13,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from specwire import AsyncClient, Fate, Rule, SamplingParams
 from specwire.supervisor import Service, wait_ready
 
 START_S = 240.0
-_MODULES = {"verify": "verify_service", "draft": "draft_service"}
+_MODULES = {"verify": "verify_service", "draft": "draft_service", "coordinator": "coordinator"}
 _MODELS = {"verify": "emulated:step_ms=10", "draft": "emulated:step_ms=1,alpha=0.8"}
 
 
@@ -50,41 +52,54 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 class Fleet:
-    """Two verify and two draft services, and a coordinator before them."""
+    """Two verify and two draft services, and coordinators before them.
 
-    def __init__(self, **coordinator_flags: object) -> None:
+    Attributes:
+        address: of all coordinators, as a client takes them.
+    """
+
+    def __init__(self, num_coordinators: int = 1, **coordinator_flags: object) -> None:
         """All of them serve."""
         self.verifies = [self._service("verify") for _ in range(2)]
         self.drafts = [self._service("draft") for _ in range(2)]
         wait_ready([*self.verifies, *self.drafts], START_S)
-        flags = {
-            "address": "127.0.0.1:0",
+        self._coordinator_flags = {
             "verify_address": ",".join(one.address for one in self.verifies),
             "draft_address": ",".join(one.address for one in self.drafts),
             "num_draft_tokens": "4",
         } | coordinator_flags
-        self.coordinator = Service("coordinator", _words(flags))
-        self.address = self.coordinator.ready(START_S)
+        self.coordinators = [self._service("coordinator") for _ in range(num_coordinators)]
+        wait_ready(self.coordinators, START_S)
+        self.address = ",".join(one.address for one in self.coordinators)
 
-    @staticmethod
-    def _service(role: str, address: str = "127.0.0.1:0", start: type[Service] = Service) -> Service:
-        return start(_MODULES[role], _words({"address": address, "model": _MODELS[role], "grace_s": 30}))
+    @property
+    def services(self) -> list[Service]:
+        """All of them."""
+        return [*self.coordinators, *self.drafts, *self.verifies]
+
+    def group(self, role: str) -> list[Service]:
+        """Those of one role: verify, draft or coordinator."""
+        return {"verify": self.verifies, "draft": self.drafts, "coordinator": self.coordinators}[role]
+
+    def _service(self, role: str, address: str = "127.0.0.1:0", start: type[Service] = Service) -> Service:
+        flags = {"model": _MODELS[role], "grace_s": 30} if role in _MODELS else self._coordinator_flags
+        return start(_MODULES[role], _words({"address": address, **flags}))
 
     def restart(self, role: str, index: int) -> Service:
         """Start one again where it was; it does not serve yet."""
-        group = self.verifies if role == "verify" else self.drafts
+        group = self.group(role)
         group[index].kill()  # of a stopped process, too
         group[index] = self._service(role, group[index].address, Restarted)
         return group[index]
 
     async def complete(self) -> None:
         """Wait for those that were started again."""
-        starting = [one for one in (*self.verifies, *self.drafts) if not one.address]
+        starting = [one for one in self.services if not one.address]
         await asyncio.to_thread(wait_ready, starting, START_S)
 
     def close(self) -> None:
         """By force."""
-        for service in (self.coordinator, *self.drafts, *self.verifies):
+        for service in self.services:
             service.kill()
 
 
@@ -100,6 +115,39 @@ def stopped(service: Service) -> Iterator[None]:
         yield
     finally:
         os.kill(service.process.pid, signal.SIGCONT)
+
+
+_PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_INTERRUPT = 17, 0x4206, 0x4207
+
+
+@contextlib.contextmanager
+def hung_device(service: Service, role: str) -> Iterator[None]:
+    """A process whose compute thread alone is stopped: gRPC, health and handshake go on.
+
+    Raises:
+        ProcessLookupError: the process has ended.
+        PermissionError: the system lets no process trace its children.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    tid = _thread_of(service.process.pid, role)
+    if libc.ptrace(_PTRACE_SEIZE, tid, None, None) or libc.ptrace(_PTRACE_INTERRUPT, tid, None, None):
+        raise OSError(errno := ctypes.get_errno(), os.strerror(errno))
+    os.waitpid(tid, _WALL)
+    try:
+        yield
+    finally:
+        libc.ptrace(_PTRACE_DETACH, tid, None, None)  # fails when it was killed meanwhile
+
+
+_WALL = 0x40000000
+"""Of waitpid: threads, too."""
+
+
+def _thread_of(pid: int, name: str) -> int:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == name:
+            return int(task.name)
+    raise ProcessLookupError(f"no thread {name} in {pid}")
 
 
 @dataclass(frozen=True)
