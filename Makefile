@@ -98,8 +98,8 @@ proto-check: setup
 # Tests that set no bound to any time: two processes share the processors. The others have them for themselves.
 UNHURRIED := acceptance bad_input bad_models benchmarks bounded_memory cache_salt client config credit_account demo device doors \
 	draft_length emulated exactness_pure exactness_timed exactness_wire forecast gpu_benchmark greedy gumbel health http_docs \
-	http_errors http_scan internal_tokens k8s kv_cache layering loading locks packaging packing padded prefix_index \
-	prefix_sharing prepared random reproducible resume_law rollback rule runner sampling secrecy simulation statuses stops \
+	http_errors http_scan internal_tokens k8s kv_cache layering loading locks not_numbers packaging packing padded peer_checks \
+	prefix_index prefix_sharing prepared random reproducible resume_law rollback rule runner sampling secrecy simulation statuses stops \
 	text timeline timeline_shown tokenizer tokens transfer wire wire_limits
 TOGETHER := $(UNHURRIED:%=tests/test_%.py)
 

@@ -98,8 +98,8 @@ def _volume(spans: Sequence[Span], traces: dict[str, int], chunk_bytes: Sequence
 def synthetic() -> dict[str, int]:
     """Bytes of one round of the real messages with a vocabulary of 151,936 and 5 draft tokens.
 
-    Supports are cut by the draft's own code and defaults from Zipf laws; the last entry has every
-    support at its largest, which is the most a round can take.
+    Supports are cut by the draft's own code and defaults from Zipf laws, and filled up by its own code; the
+    last entry has every support at its largest, which is the most a round can take.
     """
     laws = [_zipf(exponent) for exponent in ZIPF_EXPONENTS]
     return {
@@ -136,9 +136,10 @@ def round_bytes(supports: Sequence[Support]) -> int:
     )
     head: dict[str, Any] = {"request_id": 300, "base_len": _COMMITTED_LEN}
     answer: dict[str, Any] = {"request_id": 300, "incarnation": "0" * 12}
-    drafted = draft_pb2.DraftResponse(
-        **answer, base_len=_COMMITTED_LEN, proposals=[wire.proposal_to_proto(proposal)]
+    filled = wire.proposal_to_proto(
+        proposal, num_tokens=NUM_DRAFT_TOKENS, support_len=DraftConfig().max_support
     )
+    drafted = draft_pb2.DraftResponse(**answer, base_len=_COMMITTED_LEN, proposals=[filled])
     drafted.timings.queue_ns, drafted.timings.forward_ns = 50_000, 10_000_000
     verified = wire.verdict_to_proto(verdict)
     verified.request_id, verified.incarnation = 300, "0" * 12

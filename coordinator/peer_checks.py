@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specwire.core import IntArray, Proposal, Verdict
+from specwire.core import FloatArray, IntArray, Proposal, Verdict
 from specwire.errors import InternalError
 
 _SUM_TOLERANCE = 1e-3
@@ -39,6 +39,9 @@ def check_proposal(proposal: Proposal, vocab_size: int, *, matches_tokens: bool)
     _check_range("token of a support", ids, vocab_size)
     if not min(lengths) or not (np.isfinite(probs) & (probs > 0)).all():
         raise InternalError("a support has probabilities that are not positive numbers")
+    sums = _sums(probs, lengths)
+    if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
+        raise InternalError(f"supports whose probabilities add up to {sums.tolist()}")
     rows = np.repeat(np.arange(wanted), lengths)
     if len(np.unique(rows * vocab_size + ids)) < len(ids):
         raise InternalError("a support names a token twice")
@@ -73,11 +76,15 @@ def check_verdict(verdict: Verdict, proposal: Proposal, vocab_size: int, *, matc
     _check_range("target token", tails[masses > 0], vocab_size)
     _check_range("target token", verdict.target_token_ids[-1:], vocab_size)
     if num_drafted:
-        probs = np.concatenate(verdict.target_probs).astype(np.float64)
-        starts = np.cumsum([0, *lengths[:-1]])
-        sums = np.add.reduceat(probs, starts) + masses
+        probs = np.concatenate(verdict.target_probs)
+        sums = _sums(probs, lengths) + masses
         if (probs < 0).any() or (masses < 0).any() or not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
             raise InternalError(f"target probabilities that add up to {sums.tolist()}")
+
+
+def _sums(probs: FloatArray, lengths: Sequence[int]) -> FloatArray:
+    """Of stretches of these lengths, none of them empty, one after the other."""
+    return np.add.reduceat(probs.astype(np.float64), np.cumsum([0, *lengths[:-1]]))
 
 
 def _check_range(name: str, token_ids: Sequence[int] | IntArray, vocab_size: int) -> None:

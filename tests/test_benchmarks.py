@@ -364,7 +364,7 @@ def test_what_was_not_measured_is_neither_passed_nor_missed() -> None:
 def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
     sizes = volume.synthetic()
     assert sizes["Gumbel or greedy"] < 1024
-    assert sizes["rejection"] < 64 * 1024 < sizes["rejection, all supports at their limit"]
+    assert sizes["rejection"] < sizes["rejection, all supports at their limit"] < 24 * 1024
 
 
 def test_the_report_compares_with_the_better_assisted_setting(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError
+from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError, rpc
+from specwire.config import VerifyConfig
 from specwire.core import MAX_LOGPROBS, MIN_CREDIT_TOKENS
-from specwire.rpc import from_rpc_error, translate_errors
 from specwire.streaming import AsyncStream
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.harness import LocalStack, local_stack
@@ -63,7 +63,7 @@ def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
         responses: list[generation_pb2.GenerateResponse] = []
         with pytest.raises(grpc.RpcError) as caught:
             responses.extend(call)
-        assert isinstance(from_rpc_error(caught.value), StreamIdleError)
+        assert isinstance(rpc.from_rpc_error(caught.value), StreamIdleError)
         token_ids = received(responses)
         assert len(expected) > len(token_ids) > MIN_CREDIT_TOKENS
         assert tuple(token_ids) == expected[: len(token_ids)]
@@ -112,39 +112,40 @@ def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None
     asyncio.run(run())
 
 
-async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler() -> None:
-    """The status follows what the client has not read; gRPC keeps it, and the method ends."""
-    ended = asyncio.Event()
+async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The status follows what the client has not read; gRPC keeps it, and the call's task ends."""
+    ended, abort = asyncio.Event(), rpc._abort
 
-    class Servicer:
-        @translate_errors
-        async def write_on(self, _: object, context: Any) -> None:
-            with contextlib.suppress(TimeoutError):
-                while True:
-                    async with asyncio.timeout(0.5):
-                        await context.write(bytes(1000))
-            raise InvalidRequestError("x", 1, "is wrong")
-
-    servicer = Servicer()
-
-    async def served(requests: object, context: Any) -> None:
+    async def noted(context: Any, error: Exception) -> None:
         try:
-            await servicer.write_on(requests, context)
+            await abort(context, error)
         finally:
             ended.set()
 
-    server = grpc.aio.server()
-    method = grpc.stream_stream_rpc_method_handler(served)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.http2.bdp_probe", 0)]) as channel:
+    async def write_on(_: object, context: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.5):
+                    await context.write(bytes(1000))
+        raise InvalidRequestError("x", 1, "is wrong")
+
+    monkeypatch.setattr(rpc, "_abort", noted)
+    server = rpc.Server(VerifyConfig(model=TARGET, grace_s=0.0), [])
+    method = grpc.stream_stream_rpc_method_handler(write_on, request_deserializer=bytes)
+    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
+    address = await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop)
+        options = [("grpc.http2.bdp_probe", 0)]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options))
         call = channel.stream_stream("/s/m")()
+        await call.write(b"")
         await asyncio.wait_for(ended.wait(), 10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [message async for message in call]
-        assert isinstance(from_rpc_error(caught.value), InvalidRequestError)
-    await server.stop(0)
+        assert isinstance(rpc.from_rpc_error(caught.value), InvalidRequestError)
 
 
 def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:

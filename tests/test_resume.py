@@ -236,10 +236,17 @@ class TestRefused:
         }
         digests = {context_digest([1, 2], ModelInfo(**base | {"incarnation": i})) for i in "xy"}
         assert len(digests) == 1
-        for other in ({"name": "b"}, {"vocab_size": 11}, {"tokenizer_fingerprint": "g"}):
-            digests.add(context_digest([1, 2], ModelInfo(**base | other)))
+        others = {
+            "name": "b",
+            "vocab_size": 11,
+            "tokenizer_fingerprint": "g",
+            "weights_fingerprint": "w",
+            "dtype": "bfloat16",
+        }
+        for name, value in others.items():
+            digests.add(context_digest([1, 2], ModelInfo(**base | {name: value})))
         digests.add(context_digest([1, 3], ModelInfo(**base)))
-        assert len(digests) == 5
+        assert len(digests) == 2 + len(others)
 
     def test_only_the_first_request_may_say_it(self) -> None:
         request = generation_pb2.GenerateRequest(generated_token_ids=[1])
