@@ -111,7 +111,7 @@ unit: setup
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup
-	$(BIN)/python -m specwire.embedded.train --out build/embedded
+	$(BIN)/python -m benchmarks.embedded.train --out build/embedded
 
 clean:
 	rm -rf $(VENV) build *.egg-info

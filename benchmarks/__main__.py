@@ -34,9 +34,9 @@ from benchmarks.systems import (
     TransformersSystem,
 )
 from specwire import Client, embedded, tokenizer
-from specwire.config import UpConfig
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
 from specwire.core import ModelInfo
-from specwire.supervisor import Stack
 
 CACHE = Path("build/benchmarks")
 TEMPERATURES = (0.0, 1.0)

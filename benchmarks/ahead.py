@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Rule, SamplingParams
-from specwire.config import UpConfig
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
 
 TARGET_MS, DRAFT_MS, RUNNER_UP = 30.0, 2.0, 0.55
 FAR_MS = 20.0

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices, Usage
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

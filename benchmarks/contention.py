@@ -17,11 +17,13 @@ from typing import Any
 
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.stats import ratios, summarise
-from specwire import SamplingParams, rpc, wire
-from specwire.config import VerifyConfig
+from specwire import SamplingParams
+from specwire.cli.supervisor import Service
+from specwire.config.services import VerifyConfig
 from specwire.engine import boot
-from specwire.supervisor import Service
+from specwire.rpc import server as rpc
 from specwire.v1 import verify_pb2, verify_pb2_grpc
+from specwire.wire import model as wire
 from verify_service.verifier import Verifier, VerifyJob
 
 _PROMPT_LEN = 100

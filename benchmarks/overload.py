@@ -19,10 +19,10 @@ import numpy as np
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices
 from specwire import AsyncClient, ResourceExhaustedError, Rule, SamplingParams
-from specwire.bench.metrics import OK, RequestRecord
-from specwire.bench.prompts import Prompt
-from specwire.bench.serve import Load, Measurement
-from specwire.supervisor import Stack
+from specwire.cli.bench.metrics import OK, RequestRecord
+from specwire.cli.bench.prompts import Prompt
+from specwire.cli.bench.serve import Load, Measurement
+from specwire.cli.supervisor import Stack
 
 PROMPT = Prompt(token_ids=(3, 1, 4, 1, 5, 9, 2, 6))
 REFUSED = ResourceExhaustedError.status

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from specwire.checks import AUTO
-from specwire.config import EMULATED, UpConfig
-from specwire.flags import env_name
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.fields import AUTO
+from specwire.config.flags import env_name
+from specwire.config.services import EMULATED, UpConfig
 
 MIB = 2**20
 _SAMPLE_S = 0.05

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.ranks import run_ranks
-from specwire.engine import loading
 from specwire.engine.group.sharding import load_shard
+from specwire.engine.model import loading
 
 BUFFER_BYTES = 16 << 20
 """What a rank may take beside its shard, whatever the size of the model: buffers, and what the pass takes

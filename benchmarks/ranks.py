@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specwire.engine import loading
 from specwire.engine.batch import Feed
 from specwire.engine.group.sharding import load_shard
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model import loading
+from specwire.engine.model.runner import ModelRunner
 
 NUM_RANKS = 2
 _PROMPT = list(range(5, 105))

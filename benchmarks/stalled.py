@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, fields
 
 from benchmarks.stats import Summary, ratios, summarise
 from specwire import AsyncClient, SamplingParams
-from specwire.config import UpConfig
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
 
 PROMPT = [1, 2, 3]
 _ENDLESS = 1 << 18

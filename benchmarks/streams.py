@@ -21,10 +21,11 @@ from benchmarks import stats
 from benchmarks.bare import BareServer, Streams, read_all
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices, Usage, difference
-from specwire import AsyncClient, Rule, SamplingParams, client_wire
+from specwire import AsyncClient, Rule, SamplingParams
+from specwire.cli.supervisor import Stack
 from specwire.completion import Chunk, Completion
-from specwire.supervisor import Stack
 from specwire.v1.generation_pb2 import GenerateResponse
+from specwire.wire import client as client_wire
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 TIMEOUT_S = 300.0

@@ -21,8 +21,8 @@ from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices, Usage
 from benchmarks.stats import ratios, summarise
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.supervisor import Stack
-from specwire.timeline.receiver import Receiver
+from specwire.cli.supervisor import Stack
+from specwire.cli.timeline.receiver import Receiver
 
 OFF, LIVE, REFUSES, SILENT = "no tracing", "collector works", "collector refuses", "collector is silent"
 MIN_RATIO = 0.98

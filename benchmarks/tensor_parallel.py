@@ -22,7 +22,7 @@ import torch
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.ranks import NUM_RANKS, on_ranks, step_on
 from specwire import embedded
-from specwire.config import VerifyConfig
+from specwire.config.services import VerifyConfig
 from specwire.engine.device import DeviceLostError
 from specwire.engine.group.runner import GroupRunner
 

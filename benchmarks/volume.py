@@ -11,13 +11,17 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Plan
-from specwire import Client, SamplingParams, client_wire, sampling, tracing, wire
-from specwire.config import DraftConfig, UpConfig
+from specwire import Client, SamplingParams
+from specwire.cli.supervisor import Stack
+from specwire.cli.timeline.receiver import Receiver
+from specwire.cli.timeline.spans import Span
+from specwire.config.services import DraftConfig, UpConfig
 from specwire.core import Proposal, Rule, Support, Verdict
-from specwire.supervisor import Stack
-from specwire.timeline.receiver import Receiver
-from specwire.timeline.spans import Span
+from specwire.rule import sampling
+from specwire.telemetry import tracing
 from specwire.v1 import draft_pb2, verify_pb2
+from specwire.wire import client as client_wire
+from specwire.wire import model as wire
 
 MODES: dict[str, dict[str, Any]] = {
     "rejection, temperature 1": {"temperature": 1.0, "rule": Rule.REJECTION},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specwire.embedded import corpus
+from benchmarks.embedded import corpus
 from specwire.tokenizer import Tokenizer
 
 LEAST_TOKENS = 64

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specwire.errors import ResourceExhaustedError, StreamIdleError
-from specwire.tokens import Holder
+from specwire.security.bearer import Holder
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 50, 10_000
 _SMOOTHING = 0.1

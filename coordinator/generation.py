@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specwire import acceptance, clock, tracing
 from specwire.core import Fate, Load, Outcome, Proposal, SamplingParams, Verdict
+from specwire.estimate import clock
+from specwire.rule import acceptance
+from specwire.telemetry import tracing
 
 
 @dataclass(frozen=True, slots=True)

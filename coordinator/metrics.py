@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.admission import Admission
-from coordinator.measurements import SharedMeasurements
-from coordinator.pool import Pool
+from coordinator.length.measurements import SharedMeasurements
+from coordinator.peers.pool import Pool
 from coordinator.totals import Totals
-from specwire.config import CoordinatorConfig
-from specwire.metrics import Kind, Labelled, Metric
+from specwire.config.services import CoordinatorConfig
+from specwire.telemetry.metrics import Kind, Labelled, Metric
 
 
 class Snapshot(NamedTuple):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from coordinator.addresses import Names
-from coordinator.peers import DraftPool, VerifyPool
+from coordinator.peers.addresses import Names
+from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
-from specwire import embedded, metrics, rpc, tokenizer, tracing
-from specwire.config import EMBEDDED, CoordinatorConfig
+from specwire import embedded, tokenizer
+from specwire.config.services import EMBEDDED, CoordinatorConfig
+from specwire.rpc import server as rpc
+from specwire.telemetry import metrics, tracing
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 _SYSTEM = Names()

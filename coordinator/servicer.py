@@ -14,25 +14,28 @@ from typing import Any
 from coordinator import metrics
 from coordinator.admission import Admission, Place
 from coordinator.credit import Credit
-from coordinator.draft_length import AdaptiveLength, FixedLength
-from coordinator.drafting import RemoteDrafter
 from coordinator.generation import Generation, Planner
-from coordinator.measurements import SharedMeasurements
-from coordinator.peers import DraftPool, VerifyPool
+from coordinator.length.draft_length import AdaptiveLength, FixedLength
+from coordinator.length.measurements import SharedMeasurements
+from coordinator.peers.drafter import RemoteDrafter
+from coordinator.peers.handshake import DraftPool, VerifyPool
+from coordinator.peers.replicas import Replica
+from coordinator.peers.verifier import RemoteVerifier
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.reader import Reader
-from coordinator.replicas import Replica
 from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
-from coordinator.verifying import RemoteVerifier
-from specwire import client_wire, doors, tracing, wire
 from specwire.completion import Completion
-from specwire.config import CoordinatorConfig
+from specwire.config.services import CoordinatorConfig
 from specwire.core import Rule, SamplingParams
-from specwire.metrics import Group
+from specwire.rpc import listening as doors
+from specwire.telemetry import tracing
+from specwire.telemetry.metrics import Group
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.wire import client as client_wire
+from specwire.wire import model as wire
 
 _PAUSE_AFTER_S = 1.0
 """A generation that has waited for its client for so long leaves its place to others."""

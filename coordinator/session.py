@@ -8,10 +8,10 @@ from dataclasses import replace
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
 from coordinator.text import TextAssembler
-from specwire import clock
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
 from specwire.core import Fate, ModelInfo, Rule, SamplingParams, Verdict
 from specwire.errors import InvalidRequestError
+from specwire.estimate import clock
 from specwire.tokenizer import Tokenizer
 
 

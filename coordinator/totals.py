@@ -17,9 +17,10 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
-from specwire import clock, errors
+from specwire import errors
 from specwire.completion import Completion, FinishReason
-from specwire.metrics import Distribution
+from specwire.estimate import clock
+from specwire.telemetry.metrics import Distribution
 
 log = logging.getLogger(__name__)
 

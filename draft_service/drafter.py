@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specwire import sampling
-from specwire.config import DraftConfig
+from specwire.config.services import DraftConfig
 from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
-from specwire.engine.rows import matched_scores, take_rows, uniforms_for
 from specwire.errors import InternalError
-from specwire.random import Stream
-from specwire.sampling import Row
-from specwire.transfer import indices, to_host
+from specwire.rule import sampling
+from specwire.rule.random import Stream
+from specwire.rule.rows import matched_scores, take_rows, uniforms_for
+from specwire.rule.sampling import Row
+from specwire.rule.transfer import indices, to_host
 
 
 @dataclass(eq=False)

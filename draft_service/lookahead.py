@@ -25,7 +25,7 @@ from specwire.core import Preparation, Proposal
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.errors import SpecwireError
-from specwire.forecast import NUM_RANKS, Forecast, Likely
+from specwire.estimate.forecast import NUM_RANKS, Forecast, Likely
 
 MIN_WORTH = 0.005
 """Outcomes less likely than this are not worth the work."""

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 
 from draft_service.drafter import Drafter
 from draft_service.servicer import DraftServicer
-from specwire import metrics, rpc, tracing
-from specwire.config import DraftConfig
+from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
+from specwire.rpc import server as rpc
+from specwire.telemetry import metrics, tracing
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 

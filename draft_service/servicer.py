@@ -11,13 +11,15 @@ from typing import Any
 
 from draft_service.drafter import DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
-from specwire import clock, tracing, wire
 from specwire.core import Preparation, Proposal, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.errors import InvalidRequestError, UnsupportedError
-from specwire.forecast import Forecast, SharedForecast
+from specwire.estimate import clock
+from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from specwire.wire import model as wire
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
 from specwire.core import Fate, ModelInfo, Rule, SamplingParams
-from specwire.credentials import TLS
 from specwire.errors import (
     ConfigError,
     ContextLengthError,
@@ -33,11 +32,12 @@ from specwire.errors import (
     UnauthenticatedError,
     UnsupportedError,
 )
+from specwire.security.tls import TLS
 
 if TYPE_CHECKING:
-    from specwire.client import AsyncClient, Client
-    from specwire.resume import RetryPolicy
-    from specwire.streaming import AsyncStream, Stream
+    from specwire.client.client import AsyncClient, Client
+    from specwire.client.resume import RetryPolicy
+    from specwire.client.streaming import AsyncStream, Stream
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ _CLIENT_NAMES = ("AsyncClient", "AsyncStream", "Client", "RetryPolicy", "Stream"
 def __getattr__(name: str) -> Any:
     """Clients on first use: a service that imports the nouns need not load the client."""
     if name in _CLIENT_NAMES:
-        from specwire import client
+        from specwire.client import client
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire import AsyncClient, Fate, Rule, SamplingParams
-from specwire.supervisor import Service, wait_ready
+from specwire.cli.supervisor import Service, wait_ready
 
 START_S = 240.0
 _MODULES = {"verify": "verify_service", "draft": "draft_service", "coordinator": "coordinator"}

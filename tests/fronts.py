@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 from specwire import embedded
-from specwire.client_config import HttpConfig
+from specwire.config.client import HttpConfig
 from specwire.http import server
 from tests.harness import LocalStack, LoopThread, local_stack
 

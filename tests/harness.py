@@ -1,6 +1,6 @@
 """The three services over real gRPC on loopback, inside the test process: quick to start, same code paths.
 
-Tests about processes (kill, signals, command line) start real ones with `specwire.supervisor`.
+Tests about processes (kill, signals, command line) start real ones with `specwire.cli.supervisor`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import coordinator.service
 import draft_service.service
 import verify_service.service
 from specwire import Client
-from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.delay_proxy import DelayProxy, Link
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.engine import boot
+from specwire.testing.delay_proxy import DelayProxy, Link
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 LOOPBACK = "127.0.0.1:0"

@@ -9,8 +9,8 @@ import struct
 import time
 from collections.abc import Callable
 
-from specwire.checks import split_address
-from specwire.delay_proxy import DelayProxy, Link
+from specwire.config.fields import split_address
+from specwire.testing.delay_proxy import DelayProxy, Link
 
 MS = 1e-3
 

@@ -17,10 +17,12 @@ import jsonschema
 import kubernetes_validate
 
 from coordinator import metrics as coordinator_metrics
-from specwire import cli, client_config, config
+from specwire.cli import main as cli
+from specwire.config import client as client_config
+from specwire.config import services as config
+from specwire.config.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
-from specwire.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
 from tests.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
 from tests.ray_schema import RAY_CLUSTER

@@ -9,8 +9,8 @@ from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from specwire.timeline.receiver import Receiver, Store
-from specwire.timeline.spans import Span
+from specwire.cli.timeline.receiver import Receiver, Store
+from specwire.cli.timeline.spans import Span
 
 
 class _Waiting(Store):

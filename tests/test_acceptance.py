@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from specwire.acceptance import (
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.errors import InternalError
+from specwire.rule.acceptance import (
     accept,
     accept_by_match,
     accept_by_rejection,
     acceptance_probability,
     residual,
 )
-from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
-from specwire.errors import InternalError
-from specwire.random import Stream, uniforms
-from specwire.sampling import judge_support, truncate_support
+from specwire.rule.random import Stream, uniforms
+from specwire.rule.sampling import judge_support, truncate_support
 
 ALMOST_ONE = 1 - 2.0**-53
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.admission import Admission
 from specwire import ResourceExhaustedError, StreamIdleError
-from specwire.tokens import Holder
+from specwire.security.bearer import Holder
 
 
 class Work:

@@ -26,7 +26,7 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.rpc import from_rpc_error
+from specwire.rpc.server import from_rpc_error
 from specwire.v1 import (
     common_pb2,
     draft_pb2,
@@ -36,7 +36,7 @@ from specwire.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
-from specwire.wire import ids_to_bytes
+from specwire.wire.model import ids_to_bytes
 from tests import texts
 from tests.harness import LocalStack, local_stack
 

@@ -14,7 +14,7 @@ import pytest
 import coordinator.service
 import verify_service.service
 from specwire import ConfigError, HandshakeError, ModelLoadError, ServiceUnavailableError
-from specwire.config import CoordinatorConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, VerifyConfig
 from tests import texts, tiny_models
 from tests.harness import LoopThread, local_stack
 from tests.pairs import save_target

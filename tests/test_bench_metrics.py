@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from specwire import ConfigError, ModelInfo, Speculation
-from specwire.bench import prompts, report
-from specwire.bench.metrics import (
+from specwire.cli.bench import prompts, report
+from specwire.cli.bench.metrics import (
     METRICS,
     Distribution,
     RequestRecord,
@@ -22,8 +22,8 @@ from specwire.bench.metrics import (
     summarize,
     total_speculation,
 )
-from specwire.bench.prompts import Prompt
-from specwire.bench.serve import Load, arrival_times
+from specwire.cli.bench.prompts import Prompt
+from specwire.cli.bench.serve import Load, arrival_times
 from tests.statistics import FALSE_ALARM_RATE
 from tests.test_layering import GRPC, ROOT, imports, packages
 

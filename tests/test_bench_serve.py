@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from specwire import AsyncClient, SamplingParams, cli
-from specwire.bench.metrics import METRICS, RequestRecord, summarize
-from specwire.bench.prompts import Prompt
-from specwire.bench.report import Progress
-from specwire.bench.serve import Load, Measurement
+from specwire import AsyncClient, SamplingParams
+from specwire.cli import main as cli
+from specwire.cli.bench.metrics import METRICS, RequestRecord, summarize
+from specwire.cli.bench.prompts import Prompt
+from specwire.cli.bench.report import Progress
+from specwire.cli.bench.serve import Load, Measurement
 from tests.harness import LocalStack, local_stack
 from tests.test_cli import one_line_error, usage_error
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
-from specwire.config import VerifyConfig
+from specwire.config.services import VerifyConfig
 from specwire.engine import boot
-from specwire.engine.memory import _cgroup_bytes, free_bytes
+from specwire.engine.model.memory import _cgroup_bytes, free_bytes
 from tests.harness import local_stack, started_services
 from tests.pairs import save_good_draft, save_target
 from verify_service.verifier import Verifier

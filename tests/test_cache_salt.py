@@ -11,8 +11,8 @@ import pytest
 import coordinator.service
 from coordinator.servicer import cache_salt
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
-from specwire.config import CoordinatorConfig
-from specwire.tokens import make_token
+from specwire.config.services import CoordinatorConfig
+from specwire.security.bearer import make_token
 from tests.fronts import fronted
 from tests.harness import LocalStack, LoopThread, local_stack
 

@@ -17,11 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import verify_service.service
-from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams, rpc
-from specwire import interceptor as calls
-from specwire.config import VerifyConfig
-from specwire.places import Places
-from specwire.rpc import from_rpc_error
+from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams
+from specwire.config.services import VerifyConfig
+from specwire.rpc import interceptor as calls
+from specwire.rpc import server as rpc
+from specwire.rpc.places import Places
+from specwire.rpc.server import from_rpc_error
 from tests.certificates import Authority
 from tests.harness import LocalStack, local_stack
 

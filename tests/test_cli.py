@@ -20,9 +20,11 @@ import pytest
 import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
-from specwire import SamplingParams, cli, supervisor
-from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
-from specwire.flags import env_name, flag_name, flag_words
+from specwire import SamplingParams
+from specwire.cli import main as cli
+from specwire.cli import supervisor
+from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from tests.harness import LocalStack, local_stack
 from tests.pairs import save_target
 
@@ -364,7 +366,7 @@ class TestGenerate:
 
     def test_as_a_module(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(sys, "argv", ["specwire", "generate", "x", "--top-p", "7"])
-        monkeypatch.delitem(sys.modules, "specwire.cli")
+        monkeypatch.delitem(sys.modules, "specwire.cli.__main__", raising=False)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("specwire.cli", run_name="__main__")
         assert ended.value.code == 2

@@ -25,10 +25,10 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.client import Stream
-from specwire.client_wire import generate_request
+from specwire.client.client import Stream
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.wire.client import generate_request
 from tests import texts
 from tests.harness import LocalStack, local_stack
 from tests.pairs import save_target

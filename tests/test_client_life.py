@@ -24,8 +24,8 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
     SpecwireError,
-    rpc,
 )
+from specwire.rpc import server as rpc
 from tests.harness import LocalStack, local_stack
 
 PROMPT = "The quick brown"

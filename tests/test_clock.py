@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from specwire import clock
+from specwire.estimate import clock
 
 
 def test_a_moment_has_its_date() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.drafting import _DraftStream
+from coordinator.peers.drafter import _DraftStream
 from specwire.errors import ServiceUnavailableError
 from specwire.v1 import draft_pb2
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from specwire import config
-from specwire.checks import split_address
-from specwire.client_config import ClientConfig
-from specwire.config import (
+from specwire.config import services as config
+from specwire.config.client import ClientConfig
+from specwire.config.fields import split_address
+from specwire.config.flags import add_flags, env_name, flag_name, flag_words, read_config
+from specwire.config.services import (
     ALL_CONFIGS,
     CoordinatorConfig,
     DraftConfig,
@@ -23,7 +24,6 @@ from specwire.config import (
     check_environment,
 )
 from specwire.errors import ConfigError
-from specwire.flags import add_flags, env_name, flag_name, flag_words, read_config
 
 FIELDS = [
     (kind, field)

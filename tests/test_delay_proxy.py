@@ -22,9 +22,10 @@ from unittest import mock
 import psutil
 import pytest
 
-from specwire import Completion, Rule, SamplingParams, alarm
-from specwire.delay_proxy import DelayProxy, Link
+from specwire import Completion, Rule, SamplingParams
 from specwire.errors import ConfigError
+from specwire.testing import alarm
+from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.harness import LocalStack, local_stack
 from tests.links import MS, Linked, Peer, until
 

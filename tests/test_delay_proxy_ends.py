@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from specwire.delay_line import MAX_HELD_BYTES
-from specwire.delay_proxy import DelayProxy, Direction, Link
+from specwire.testing.delay_line import MAX_HELD_BYTES
+from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.links import MS, Linked, Peer, until
 
 CHUNK = bytes(64 << 10)

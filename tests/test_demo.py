@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from specwire import Rule, SamplingParams, cli, demo
-from specwire.config import UpConfig
+from specwire import Rule, SamplingParams
+from specwire.cli import demo
+from specwire.cli import main as cli
+from specwire.config.services import UpConfig
 from tests.harness import LocalStack
 from tests.test_cli import check_completion
 

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from specwire.config import VerifyConfig
-from specwire.engine import boot, loading
+from specwire.config.services import VerifyConfig
+from specwire.engine import boot
 from specwire.engine.batch import Feed
-from specwire.engine.graphs import EagerReplay
-from specwire.engine.hardware import select_device
-from specwire.engine.loading import load_model
-from specwire.engine.packing import pack_linears
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model import loading
+from specwire.engine.model.graphs import EagerReplay
+from specwire.engine.model.hardware import select_device
+from specwire.engine.model.loading import load_model
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
 from tests.tiny_models import build, save
 

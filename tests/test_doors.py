@@ -30,12 +30,12 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
     UnauthenticatedError,
-    cli,
-    rpc,
 )
-from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.credentials import PLAINTEXT, Credentials, is_loopback
-from specwire.tokens import make_token
+from specwire.cli import main as cli
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.rpc import server as rpc
+from specwire.security.bearer import make_token
+from specwire.security.tls import PLAINTEXT, Credentials, is_loopback
 from specwire.v1 import (
     draft_pb2,
     draft_pb2_grpc,
@@ -348,7 +348,7 @@ class TestRotation:
             for _ in range(2):
                 async with AsyncClient(stack.address, tls=keys.tls(), token=keys.token) as client:
                     await client.get_model_info()
-        messages = [record.getMessage() for record in caplog.records if record.name == "specwire.watched"]
+        messages = [record.getMessage() for record in caplog.records if record.name == "specwire.security.reloading"]
         assert len(messages) == 2  # once for each, not at every connection
         assert keys.token not in str(messages)
 

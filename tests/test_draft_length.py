@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.draft_length import AdaptiveLength, FixedLength
 from coordinator.generation import Cost, Plan, Round
-from coordinator.measurements import MAX_CHOSEN, SharedMeasurements, best_length
-from coordinator.trials import CAPS, FIRST_CAP, Trials
+from coordinator.length.draft_length import AdaptiveLength, FixedLength
+from coordinator.length.measurements import MAX_CHOSEN, SharedMeasurements, best_length
+from coordinator.length.trials import CAPS, FIRST_CAP, Trials
 from specwire.core import Load, Outcome, Proposal, Verdict
-from specwire.costs import CostModel
+from specwire.estimate.costs import CostModel
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])

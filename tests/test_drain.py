@@ -20,11 +20,11 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
-    rpc,
 )
-from specwire.config import VerifyConfig
-from specwire.draining import Drain
-from specwire.supervisor import Service, wait_ready
+from specwire.cli.supervisor import Service, wait_ready
+from specwire.config.services import VerifyConfig
+from specwire.rpc import server as rpc
+from specwire.rpc.draining import Drain
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200

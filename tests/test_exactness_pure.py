@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specwire.acceptance import accept, accept_by_rejection
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
-from specwire.random import Stream, gumbel_noise, uniforms
-from specwire.sampling import (
+from specwire.rule.acceptance import accept, accept_by_rejection
+from specwire.rule.random import Stream, gumbel_noise, uniforms
+from specwire.rule.sampling import (
     Row,
     apply_history,
     apply_warps,

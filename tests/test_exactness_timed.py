@@ -24,13 +24,14 @@ from benchmarks.simulation import virtual_time
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Client, Setting, World
-from coordinator.draft_length import AdaptiveLength
 from coordinator.generation import Plan
-from coordinator.replicas import Replica
-from specwire import Rule, SamplingParams, client_wire
+from coordinator.length.draft_length import AdaptiveLength
+from coordinator.peers.replicas import Replica
+from specwire import Rule, SamplingParams
 from specwire.core import IntArray
 from specwire.engine.emulated import EmulatedModel
 from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
 from tests.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
 PROMPT_TOKEN = 3

@@ -26,12 +26,12 @@ from transformers import (
 )
 
 import coordinator.servicer
-from coordinator.draft_length import AdaptiveLength
 from coordinator.generation import Plan
+from coordinator.length.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.config import UpConfig
-from specwire.delay_proxy import Link
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
+from specwire.testing.delay_proxy import Link
 from tests.harness import local_stack
 from tests.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE

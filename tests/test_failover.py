@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from specwire import AsyncClient, SamplingParams
-from specwire.config import NO_DRAFT, UpConfig
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.services import NO_DRAFT, UpConfig
 from specwire.v1 import generation_pb2
 from tests.fleet import Fleet, Load, Seen, run, stopped
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.delay_proxy import Link
+from specwire.testing.delay_proxy import Link
 from tests.harness import local_stack
 from tests.pairs import save_good_draft, save_hostile_draft, save_target
 

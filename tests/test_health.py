@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from draft_service.service import serving
-from specwire import cli
-from specwire.config import DraftConfig
+from specwire.cli import main as cli
+from specwire.config.services import DraftConfig
 from tests.certificates import Authority
 from tests.harness import LOOPBACK, LoopThread
 

@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
-from specwire.client_config import HttpConfig
-from specwire.config import UpConfig
+from specwire.cli.supervisor import Stack
+from specwire.config.client import HttpConfig
+from specwire.config.services import UpConfig
 from specwire.http.model import Models
-from specwire.supervisor import Stack
 from tests.fronts import Fronted, front, fronted, save_chat_target
 from tests.harness import local_stack
 

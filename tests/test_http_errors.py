@@ -14,11 +14,11 @@ import pytest
 
 import coordinator.servicer
 from specwire import errors
-from specwire.client_config import HttpConfig
+from specwire.config.client import HttpConfig
 from specwire.errors import ConfigError
 from specwire.http import app, server
 from specwire.http.errors import api_error
-from specwire.tokens import make_token
+from specwire.security.bearer import make_token
 from tests.certificates import Authority
 from tests.fronts import Fronted, front, fronted
 from tests.harness import LoopThread, local_stack

@@ -15,13 +15,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from specwire.client_config import HttpConfig
+from specwire.config.client import HttpConfig
 from specwire.errors import UnauthenticatedError
 from specwire.http import connections, reading, remembered
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
 from specwire.http.remembered import Remembered
-from specwire.tokens import make_token
+from specwire.security.bearer import make_token
 from tests.certificates import Authority
 from tests.fronts import Fronted, front, fronted, save_chat_target
 from tests.harness import LocalStack, local_stack

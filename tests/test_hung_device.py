@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import coordinator.service
 import verify_service.service
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.config import CoordinatorConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
 from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Progress
 from tests.harness import LocalStack, LoopThread, local_stack, started_services

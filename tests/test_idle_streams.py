@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
-from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError, rpc
-from specwire.config import VerifyConfig
+from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError
+from specwire.client.streaming import AsyncStream
+from specwire.config.services import VerifyConfig
 from specwire.core import MAX_LOGPROBS, MIN_CREDIT_TOKENS
-from specwire.streaming import AsyncStream
+from specwire.rpc import server as rpc
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.harness import LocalStack, local_stack
 from tests.test_credit import DRAFT, PROMPT, TARGET, opening, params, received

@@ -11,11 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from specwire import Client, SamplingParams, UnauthenticatedError, cli
-from specwire.config import UpConfig
-from specwire.rpc import from_rpc_error
-from specwire.supervisor import Service, Stack
-from specwire.tokens import make_token
+from specwire import Client, SamplingParams, UnauthenticatedError
+from specwire.cli import main as cli
+from specwire.cli.supervisor import Service, Stack
+from specwire.config.services import UpConfig
+from specwire.rpc.server import from_rpc_error
+from specwire.security.bearer import make_token
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 PARAMS = SamplingParams(max_tokens=30, seed=1, rule="gumbel")

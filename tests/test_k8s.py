@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specwire import cli
+from specwire.cli import main as cli
 from tests.manifest_rules import HEALTH_SERVICES, ROLES, problems
 from tests.manifests import COMPONENT, K8S, OVERLAYS, ROOT, Manifests, Object, may_connect, render
 

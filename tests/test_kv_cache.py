@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from specwire.engine.kv_cache import IntegrityError, PageCopy, PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import IntegrityError, PageCopy, PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
 
 

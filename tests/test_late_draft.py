@@ -7,7 +7,7 @@ import time
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.delay_proxy import Link
+from specwire.testing.delay_proxy import Link
 from tests.harness import local_stack
 
 PROMPT = [1, 2, 3]

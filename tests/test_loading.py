@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from specwire.engine import attention, loading, views
-from specwire.engine.layer_cache import Scoring
-from specwire.engine.loading import describe, load_model, self_check
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
+from specwire.engine.cache.layer_cache import Scoring
+from specwire.engine.model import loading
+from specwire.engine.model.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
 from tests.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
 

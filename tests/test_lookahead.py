@@ -13,13 +13,14 @@ import pytest
 
 from draft_service.drafter import Drafter, DraftJob
 from draft_service.lookahead import Answer, Lookahead, Prepared
-from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError, wire
-from specwire.config import DraftConfig
+from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
+from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
 from specwire.engine import boot
 from specwire.errors import RequestCancelledError
-from specwire.forecast import Forecast, SharedForecast
+from specwire.estimate.forecast import Forecast, SharedForecast
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from specwire.wire import model as wire
 from tests.harness import LocalStack, LoopThread, local_stack, started_services
 from tests.pairs import save_good_draft, save_target
 from tests.test_bad_input import our_errors

@@ -26,11 +26,11 @@ import verify_service.service
 from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, Totals
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
-from specwire.config import DraftConfig, UpConfig, VerifyConfig
+from specwire.cli.supervisor import METRICS_ROLES, metrics_address
+from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
-from specwire.metrics import PATH, TRACING, Distribution, Endpoint, Group, Kind, Metric
-from specwire.supervisor import METRICS_ROLES, metrics_address
+from specwire.telemetry.metrics import PATH, TRACING, Distribution, Endpoint, Group, Kind, Metric
 from tests.harness import LOOPBACK, LocalStack, local_stack
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -99,7 +99,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    handler, log = Addresses(), logging.getLogger("specwire.metrics")
+    handler, log = Addresses(), logging.getLogger("specwire.telemetry.metrics")
     log.addHandler(handler)
     level, log.level = log.level, logging.INFO
     options = {"metrics_address": LOOPBACK}

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import overload
 from benchmarks.overload import Plan, judge, measure, steady_rate
 from benchmarks.processes import Devices
-from specwire.bench.metrics import OK, RequestRecord
+from specwire.cli.bench.metrics import OK, RequestRecord
 
 
 def test_five_seconds_of_ten_times_the_capacity() -> None:

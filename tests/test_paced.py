@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.config import StackConfig, VerifyConfig
+from specwire.config.services import StackConfig, VerifyConfig
 from specwire.engine import paced
 from specwire.errors import ConfigError
 from tests.harness import local_stack

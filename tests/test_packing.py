@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from specwire.engine import packing
-from specwire.engine.packing import pack_linears
+from specwire.engine.model import packing
+from specwire.engine.model.packing import pack_linears
 from tests import tiny_models
 
 packs = pytest.mark.skipif(not packing.can_pack(), reason="this processor has no bfloat16 kernels")

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specwire.engine import dense, graphs, padded, varlen
+from specwire.engine.attention import dense, varlen
 from specwire.engine.batch import Batch, Feed, Segment
-from specwire.engine.graphs import EagerReplay, Replay
-from specwire.engine.kv_cache import SequenceCache
-from specwire.engine.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
-from specwire.engine.runner import ModelRunner
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.model import graphs, padded
+from specwire.engine.model.graphs import EagerReplay, Replay
+from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
+from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from tests.tiny_models import VOCAB_SIZE, build
 

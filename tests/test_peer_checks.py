@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.peer_checks import check_proposal, check_verdict
-from specwire import Completion, Rule, SamplingParams, ServiceUnavailableError, wire
+from coordinator.peers.checks import check_proposal, check_verdict
+from specwire import Completion, Rule, SamplingParams, ServiceUnavailableError
 from specwire.core import Logprobs, Proposal, Support, Verdict
 from specwire.errors import InternalError
+from specwire.wire import model as wire
 from tests.harness import LocalStack, local_stack
 
 VOCAB_SIZE = 8

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from specwire.engine.kv_cache import IntegrityError, PagePool, SequenceCache
-from specwire.engine.prefix import ROOT, page_digest, root
+from specwire.engine.cache.kv_cache import IntegrityError, PagePool, SequenceCache
+from specwire.engine.cache.prefix import ROOT, page_digest, root
 from specwire.errors import InternalError, ResourceExhaustedError
 
 SIZE = 4

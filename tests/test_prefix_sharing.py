@@ -15,7 +15,7 @@ from specwire import Rule, SamplingParams
 from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from tests import tiny_models
 from tests.harness import LoopThread, local_stack

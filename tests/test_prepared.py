@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.prepared import Prepared
+from coordinator.peers.prepared import Prepared
 from specwire.core import Proposal, Support
-from specwire.forecast import Forecast, SharedForecast
+from specwire.estimate.forecast import Forecast, SharedForecast
 
 PROMPT = [1, 2, 3]
 

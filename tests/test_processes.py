@@ -22,7 +22,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import Client, Completion, SamplingParams, ServiceUnavailableError, stacks
+from specwire import Client, Completion, SamplingParams, ServiceUnavailableError
+from specwire.telemetry import stacks
 from tests.pairs import save_target
 
 ROOT = Path(__file__).parent.parent

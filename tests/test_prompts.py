@@ -20,8 +20,8 @@ from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
 )
+from specwire.security.bearer import make_token
 from specwire.tokenizer import Tokenizer
-from specwire.tokens import make_token
 from tests import texts
 from tests.harness import LocalStack, local_stack
 

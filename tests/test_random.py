@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from specwire import random as sw_random
-from specwire.random import Stream, gumbel_noise, philox, uniform, uniforms
+from specwire.rule import random as sw_random
+from specwire.rule.random import Stream, gumbel_noise, philox, uniform, uniforms
 from tests.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
 KNOWN_ANSWERS = [  # counter, key, words; from the Random123 distribution (kat_vectors, philox4x32 10)
@@ -132,5 +132,5 @@ def test_gumbel_noise_follows_the_gumbel_law():
 
 
 def test_importing_the_rule_does_not_import_torch():
-    program = "import sys, specwire.acceptance; assert 'torch' not in sys.modules"
+    program = "import sys, specwire.rule.acceptance; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,14 +13,15 @@ import pytest
 import coordinator.service
 import draft_service.service
 import verify_service.service
-from coordinator.addresses import Names, resolve_by_system
-from coordinator.attempts import MAX_FAILURES, Attempts
-from coordinator.peers import check_same
-from coordinator.pool import Pool
-from coordinator.replicas import Replica, SentPrefixes, choose
-from specwire import AsyncClient, Rule, SamplingParams, clock, supervisor
-from specwire.checks import split_addresses
-from specwire.config import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from coordinator.peers.addresses import Names, resolve_by_system
+from coordinator.peers.attempts import MAX_FAILURES, Attempts
+from coordinator.peers.handshake import check_same
+from coordinator.peers.pool import Pool
+from coordinator.peers.replicas import Replica, SentPrefixes, choose
+from specwire import AsyncClient, Rule, SamplingParams
+from specwire.cli import supervisor
+from specwire.config.fields import split_addresses
+from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.core import ModelInfo
 from specwire.errors import (
     ConfigError,
@@ -29,6 +30,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
 )
+from specwire.estimate import clock
 from tests.pairs import save_good_draft, save_target
 
 TARGET, DRAFT = "emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8"

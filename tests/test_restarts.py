@@ -14,7 +14,7 @@ import coordinator.service
 import draft_service.service
 import verify_service.service
 from specwire import Client, GenerationLostError, SamplingParams, ServiceUnavailableError
-from specwire.config import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from tests import texts
 from tests.harness import LoopThread
 from tests.test_bad_input import refused

@@ -25,15 +25,15 @@ from specwire import (
     Rule,
     SamplingParams,
     ServiceUnavailableError,
-    client_wire,
-    rpc,
 )
-from specwire.config import Link
+from specwire.cli.supervisor import Service
+from specwire.client.resume import Progress
+from specwire.config.services import Link
 from specwire.core import ModelInfo
-from specwire.delay_proxy import DelayProxy
-from specwire.resume import Progress
-from specwire.supervisor import Service
+from specwire.rpc import server as rpc
+from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.wire import client as client_wire
 from tests import texts
 from tests.harness import LocalStack, LoopThread, StackProxy, local_stack
 

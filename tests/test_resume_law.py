@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from specwire import Rule, SamplingParams, client_wire
+from specwire import Rule, SamplingParams
 from specwire.completion import Completion
+from specwire.wire import client as client_wire
 from tests.harness import local_stack
 from tests.pairs import markov_logits, markov_model
 from tests.statistics import FALSE_ALARM_RATE

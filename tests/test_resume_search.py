@@ -12,7 +12,7 @@ from specwire import (
     ServiceUnavailableError,
     StreamIdleError,
 )
-from specwire.resume import NotServedError, Search, as_addresses
+from specwire.client.resume import NotServedError, Search, as_addresses
 
 
 def gone(*, may_come_back: bool = True) -> NotServedError:

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from draft_service.drafter import Drafter, DraftJob
-from specwire import Rule, SamplingParams, wire
-from specwire.config import DraftConfig, VerifyConfig
+from specwire import Rule, SamplingParams
+from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.core import Proposal
 from specwire.engine import boot
 from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
-from specwire.random import Stream, uniforms
+from specwire.rule.random import Stream, uniforms
 from specwire.v1 import draft_pb2, draft_pb2_grpc
+from specwire.wire import model as wire
 from tests import tiny_models
 from tests.harness import LoopThread, local_stack
 from tests.pairs import save_good_draft, save_target

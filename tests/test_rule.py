@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.delay_proxy import Link
+from specwire.testing.delay_proxy import Link
 from tests.harness import local_stack
 
 TARGET = "emulated:step_ms=10"

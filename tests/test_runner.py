@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specwire.engine import attention, views
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
 from specwire.engine.batch import Feed
-from specwire.engine.kv_cache import SequenceCache
-from specwire.engine.runner import ModelRunner, context_length
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.model.runner import ModelRunner, context_length
 from specwire.errors import (
     ContextLengthError,
     InvalidRequestError,

@@ -7,8 +7,8 @@ from transformers.generation import logits_process as hf
 
 from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.random import Stream, gumbel_noise, uniforms
-from specwire.sampling import (
+from specwire.rule.random import Stream, gumbel_noise, uniforms
+from specwire.rule.sampling import (
     Row,
     apply_history,
     apply_warps,

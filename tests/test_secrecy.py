@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from specwire import Client, InvalidRequestError, SamplingParams, UnauthenticatedError
-from specwire.config import check_environment
+from specwire.config.services import check_environment
 from specwire.engine.group import control
 from specwire.errors import ConfigError
-from specwire.tokens import make_token
+from specwire.security.bearer import make_token
 from tests import texts
 from tests.harness import local_stack
 from tests.otlp_receiver import OtlpReceiver

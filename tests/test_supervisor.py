@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from specwire import cli
-from specwire.config import UpConfig
-from specwire.supervisor import Pauses, Service, Stack
+from specwire.cli import main as cli
+from specwire.cli.supervisor import Pauses, Service, Stack
+from specwire.config.services import UpConfig
 
 HANGS = """
 import signal, threading

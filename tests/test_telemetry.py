@@ -18,12 +18,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from coordinator.metrics import TABLE as COORDINATOR
-from specwire import Rule, SamplingParams, tracing
+from specwire import Rule, SamplingParams
+from specwire.cli.timeline.spans import Span
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
-from specwire.metrics import TRACING
-from specwire.span_queue import SpanQueue
-from specwire.timeline.spans import Span
+from specwire.telemetry import tracing
+from specwire.telemetry.metrics import TRACING
+from specwire.telemetry.span_queue import SpanQueue
 from tests.harness import local_stack
 from tests.otlp_receiver import OtlpReceiver
 

@@ -21,14 +21,15 @@ from safetensors.torch import load_file, save_file
 from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
 from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
-from specwire.config import UpConfig, VerifyConfig
-from specwire.engine import boot, loading
+from specwire.config.services import UpConfig, VerifyConfig
+from specwire.engine import boot
 from specwire.engine.batch import Feed
-from specwire.engine.graphs import EagerReplay
 from specwire.engine.group import placement
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model import loading
+from specwire.engine.model.graphs import EagerReplay
+from specwire.engine.model.runner import ModelRunner
 from tests import texts
 from tests.harness import LocalStack, local_stack, started_services
 from tests.pairs import save_good_draft, save_target

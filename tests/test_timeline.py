@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from specwire import tracing
+from specwire.cli.timeline import page, picture
+from specwire.cli.timeline.generation import choose, is_complete
+from specwire.cli.timeline.intervals import difference, intersection, length, union
+from specwire.cli.timeline.layout import Kind, Lane, Mark
+from specwire.cli.timeline.spans import Span, read
 from specwire.errors import ConfigError
-from specwire.timeline import page, picture
-from specwire.timeline.generation import choose, is_complete
-from specwire.timeline.intervals import difference, intersection, length, union
-from specwire.timeline.layout import Kind, Lane, Mark
-from specwire.timeline.spans import Span, read
+from specwire.telemetry import tracing
 from tests.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
 
 OTLP_SPAN: dict[str, Any] = {

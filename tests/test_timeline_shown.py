@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from specwire import cli, tracing
+from specwire.cli import main as cli
+from specwire.cli.timeline import layout, page, picture
+from specwire.cli.timeline.generation import choose, generations, is_complete
+from specwire.cli.timeline.layout import Kind
+from specwire.cli.timeline.receiver import Receiver, Store
+from specwire.cli.timeline.spans import Span, read
 from specwire.errors import ConfigError
-from specwire.timeline import layout, page, picture
-from specwire.timeline.generation import choose, generations, is_complete
-from specwire.timeline.layout import Kind
-from specwire.timeline.receiver import Receiver, Store
-from specwire.timeline.spans import Span, read
+from specwire.telemetry import tracing
 from tests.test_cli import one_line_error, usage_error
 from tests.traces import MS, Trace, laid_out, saved, three_rounds
 
@@ -203,7 +204,7 @@ class TestCommand:
 
     def test_the_command_line_stays_light(self) -> None:
         heavy = "{'torch', 'grpc', 'matplotlib', 'opentelemetry'}"
-        code = f"import sys, specwire.cli; print({heavy} & {{*sys.modules}})"
+        code = f"import sys, specwire.cli.main; print({heavy} & {{*sys.modules}})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == "set()\n"
 

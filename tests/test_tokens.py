@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from specwire import ConfigError, InvalidRequestError, SamplingParams, UnauthenticatedError, cli
-from specwire.tokens import Holder, Tokens, bearer_token, make_token
+from specwire import ConfigError, InvalidRequestError, SamplingParams, UnauthenticatedError
+from specwire.cli import main as cli
+from specwire.security.bearer import Holder, Tokens, bearer_token, make_token
 
 
 def tokens_of(tmp_path: Path, *lines: str) -> Tokens:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from specwire import Client, Rule, SamplingParams
-from specwire.config import UpConfig
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
 from tests.otlp_receiver import OtlpReceiver
 from tests.pairs import save_good_draft, save_target
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from specwire import tracing
+from specwire.cli.timeline.spans import Span
 from specwire.errors import ConfigError
-from specwire.timeline.spans import Span
+from specwire.telemetry import tracing
 from tests.otlp_receiver import OtlpHttpReceiver, OtlpReceiver
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specwire.transfer import pack, to_device, to_host, unpack
+from specwire.rule.transfer import pack, to_device, to_host, unpack
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TENSORS = {

@@ -16,8 +16,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specwire import Client, ConfigError, SamplingParams
-from specwire.config import VerifyConfig
-from specwire.supervisor import Service
+from specwire.cli.supervisor import Service
+from specwire.config.services import VerifyConfig
 from tests.harness import local_stack
 from tests.pairs import save_target
 from tests.test_processes import END_S, START_S, Command, gone, running, wait_until

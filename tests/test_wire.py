@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specwire import client_wire, errors, wire
+from specwire import errors
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
 from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
-from specwire.rpc import from_rpc_error, to_status
+from specwire.rpc.server import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
+from specwire.wire import client as client_wire
+from specwire.wire import model as wire
 
 EVERYTHING = SamplingParams(
     max_tokens=17,

@@ -17,7 +17,6 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
-from specwire.client_wire import MAX_MESSAGES
 from specwire.core import (
     MAX_CACHE_SALT_LEN,
     MAX_LOGIT_BIASES,
@@ -25,7 +24,7 @@ from specwire.core import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from specwire.rpc import from_rpc_error
+from specwire.rpc.server import from_rpc_error
 from specwire.v1 import (
     common_pb2,
     draft_pb2,
@@ -35,7 +34,8 @@ from specwire.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
-from specwire.wire import MAX_TRACEPARENT_LEN, ids_to_bytes
+from specwire.wire.client import MAX_MESSAGES
+from specwire.wire.model import MAX_TRACEPARENT_LEN, ids_to_bytes
 from tests.harness import LocalStack, local_stack
 
 MANY = 100_000

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specwire import tracing
-from specwire.timeline import layout
-from specwire.timeline.generation import choose
-from specwire.timeline.spans import Span, save
+from specwire.cli.timeline import layout
+from specwire.cli.timeline.generation import choose
+from specwire.cli.timeline.spans import Span, save
+from specwire.telemetry import tracing
 
 MS = 1_000_000
 START_NS = 1_700_000_000 * 10**9

@@ -6,7 +6,10 @@ import argparse
 import os
 import sys
 
-from specwire import config, doors, flags, rpc
+from specwire.config import flags
+from specwire.config import services as config
+from specwire.rpc import listening as doors
+from specwire.rpc import server as rpc
 
 
 def main(argv: list[str] | None = None) -> int:

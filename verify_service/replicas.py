@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from itertools import chain
 
-from specwire.checks import split_address
-from specwire.config import VerifyConfig
+from specwire.cli.supervisor import Service, check_free, device_of, wait_ready
+from specwire.config.fields import split_address
+from specwire.config.flags import flag_words
+from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, alone
 from specwire.engine.group.placement import require_ray
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.flags import flag_words
-from specwire.supervisor import Service, check_free, device_of, wait_ready
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from specwire import metrics, rpc, tracing
-from specwire.config import VerifyConfig
+from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
+from specwire.rpc import server as rpc
+from specwire.telemetry import metrics, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import Verifier

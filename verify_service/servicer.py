@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from specwire import tracing, wire
 from specwire.core import IntArray, SamplingParams, Verdict
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
+from specwire.telemetry import tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
+from specwire.wire import model as wire
 from verify_service.verifier import VerifyJob
 
 

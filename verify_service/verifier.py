@@ -1,6 +1,6 @@
 """What the target does with its logits: say, at every draft position, what it would have written.
 
-Nothing here decides: the accept rule runs in the coordinator (`specwire.acceptance`). Knows no grpc.
+Nothing here decides: the accept rule runs in the coordinator (`specwire.rule.acceptance`). Knows no grpc.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specwire import sampling
 from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdict
 from specwire.engine.jobs import Job
-from specwire.engine.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
 from specwire.errors import InternalError
-from specwire.random import Stream
-from specwire.sampling import Row
-from specwire.transfer import to_device, to_host
+from specwire.rule import sampling
+from specwire.rule.random import Stream
+from specwire.rule.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
+from specwire.rule.sampling import Row
+from specwire.rule.transfer import to_device, to_host
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)

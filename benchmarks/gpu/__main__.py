@@ -23,7 +23,7 @@ from benchmarks.gpu import passes, report
 from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS
 from specwire import embedded, tokenizer
-from specwire.engine.hardware import select_device
+from specwire.engine.model.hardware import select_device
 
 SHAPE_TINY = widen.Shape(hidden_size=256, num_layers=7, num_heads=8, num_kv_heads=4, intermediate_size=704)
 
@@ -151,8 +151,8 @@ def _draft(findings: Findings, scale: Scale, device: torch.device, phase: Any) -
 
 
 def _invariance(findings: Findings, model: Any, prompts: list[list[int]]) -> None:
-    from specwire.engine.graphs import EagerReplay
-    from specwire.engine.runner import ModelRunner
+    from specwire.engine.model.graphs import EagerReplay
+    from specwire.engine.model.runner import ModelRunner
 
     # On a CPU all keys there could be are copied in every pass: no more than there are.
     page_len = passes.PAGE_LEN if model.device.type == "cuda" else 16

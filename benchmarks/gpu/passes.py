@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.stats import summarise
-from specwire import random, sampling
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed
-from specwire.engine.graphs import CudaReplay, EagerReplay
-from specwire.engine.loading import load_model
-from specwire.engine.runner import ModelRunner, relative_error
+from specwire.engine.model.graphs import CudaReplay, EagerReplay
+from specwire.engine.model.loading import load_model
+from specwire.engine.model.runner import ModelRunner, relative_error
+from specwire.rule import random, sampling
 
 PAGE_LEN = 256
 GAMMA = 5

@@ -20,9 +20,9 @@ from benchmarks.names import (
 from benchmarks.peers import Peer
 from benchmarks.systems import CONSTANT_TOKENS, Sample, SpecwireSystem, System, TransformersSystem, Work
 from specwire import Client
-from specwire.config import UpConfig
-from specwire.flags import flag_words
-from specwire.supervisor import Service, Stack
+from specwire.cli.supervisor import Service, Stack
+from specwire.config.flags import flag_words
+from specwire.config.services import UpConfig
 
 TEMPERATURES = (0.0, 1.0)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from draft_service.drafter import DraftJob, Drawn
-from specwire import clock
 from specwire.core import IntArray, Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider
@@ -24,7 +23,8 @@ from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
-from specwire.forecast import NUM_RANKS
+from specwire.estimate import clock
+from specwire.estimate.forecast import NUM_RANKS
 from verify_service.verifier import VerifyJob
 
 _NUM_PAGES = 1 << 18

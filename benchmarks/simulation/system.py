@@ -16,20 +16,20 @@ from benchmarks.simulation.devices import (
     VirtualRunner,
 )
 from benchmarks.simulation.network import Hosts, Link, Overheads, Process, VirtualCall
-from coordinator.addresses import Names
-from coordinator.peers import DraftPool, VerifyPool
-from coordinator.replicas import Replica
+from coordinator.peers.addresses import Names
+from coordinator.peers.handshake import DraftPool, VerifyPool
+from coordinator.peers.replicas import Replica
+from coordinator.peers.streams import Call
 from coordinator.servicer import GenerationServicer
-from coordinator.streams import Call
 from draft_service.drafter import Drafter
 from draft_service.servicer import DraftServicer
-from specwire import tracing
-from specwire.config import CoordinatorConfig, DraftConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
-from specwire.credentials import PLAINTEXT
 from specwire.engine.boot import ModelService
 from specwire.engine.device import Decider, LogitsDecider
 from specwire.engine.emulated import EmulatedModel
+from specwire.security.tls import PLAINTEXT
+from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import Verifier

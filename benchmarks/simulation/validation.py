@@ -21,10 +21,10 @@ from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link, Overheads, Pace
 from benchmarks.simulation.system import Setting
 from specwire import AsyncClient, Rule, SamplingParams
+from specwire.cli.supervisor import Stack
 from specwire.completion import Completion
-from specwire.config import EMULATED, UpConfig
+from specwire.config.services import EMULATED, UpConfig
 from specwire.engine.emulated import EmulatedModel
-from specwire.supervisor import Stack
 
 Floats = npt.NDArray[np.float64]
 

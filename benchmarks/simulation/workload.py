@@ -11,9 +11,10 @@ import numpy as np
 
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.system import Client, Group, Setting, World
-from specwire import client_wire, tracing
 from specwire.core import SamplingParams
+from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
 
 PROMPT = (1, 2, 3)
 _ENDLESS = 1 << 19

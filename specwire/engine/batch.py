@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specwire.core import IntArray
-from specwire.engine.kv_cache import PageCopy, PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import PageCopy, PagePool, Run, SequenceCache
 from specwire.errors import ContextLengthError, InvalidRequestError
 
 

@@ -12,19 +12,22 @@ from typing import Any
 
 import torch
 
-from specwire import clock, embedded, tracing, wire
-from specwire.config import EMBEDDED, EMULATED, ModelServiceConfig
+from specwire import embedded
+from specwire.config.services import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
-from specwire.engine.fingerprint import weights_fingerprint
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
+from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
+from specwire.estimate import clock
+from specwire.telemetry import tracing
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
+from specwire.wire import model as wire
 
 _RETRY_AFTER_MS = 1000
 

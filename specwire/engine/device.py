@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.jobs import Job
-from specwire.engine.kv_cache import PagePool, SequenceCache
 
 Decide = Callable[[Any, Tensor], Any]
 """Takes a question and its logits [sum of num_rows, vocab_size]; returns the answer. Pickled by name."""

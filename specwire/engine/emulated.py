@@ -27,11 +27,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specwire.config import EMULATED
+from specwire.config.services import EMULATED
 from specwire.core import IntArray
 from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
-from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError
 

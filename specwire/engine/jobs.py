@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specwire import clock
 from specwire.core import SamplingParams, num_in_common
-from specwire.engine.kv_cache import SequenceCache
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.errors import PrefixMismatchError, RequestCancelledError
+from specwire.estimate import clock
 
 _MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was passed over, a few more."""

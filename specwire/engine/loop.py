@@ -27,11 +27,9 @@ from typing import Any
 
 import torch
 
-from specwire import clock
 from specwire.core import Load, SamplingParams
-from specwire.costs import CostModel
-from specwire.engine import prefix
 from specwire.engine.batch import Feed
+from specwire.engine.cache import prefix
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.progress import LOOK_EVERY_S, Progress
@@ -46,6 +44,8 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
+from specwire.estimate import clock
+from specwire.estimate.costs import CostModel
 
 log = logging.getLogger(__name__)
 

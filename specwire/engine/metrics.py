@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specwire.engine.boot import ModelService
-from specwire.engine.kv_cache import PagePool
+from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.loop import NUM_STEP_SIZES, EngineStatus
-from specwire.metrics import Distribution, Group, Kind, Labelled, Metric
+from specwire.telemetry.metrics import Distribution, Group, Kind, Labelled, Metric
 
 
 class Snapshot(NamedTuple):

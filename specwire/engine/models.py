@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specwire.config import EMBEDDED, ModelServiceConfig
+from specwire.config.services import EMBEDDED, ModelServiceConfig
 from specwire.engine.device import Runner
-from specwire.engine.graphs import CudaReplay, EagerReplay, Replay
-from specwire.engine.hardware import select_device
-from specwire.engine.loading import describe, load_model, naming, read_config
-from specwire.engine.memory import pages_in_memory
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
+from specwire.engine.model.hardware import select_device
+from specwire.engine.model.loading import describe, load_model, naming, read_config
+from specwire.engine.model.memory import pages_in_memory
+from specwire.engine.model.runner import ModelRunner
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:

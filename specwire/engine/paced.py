@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Decide, Runner
-from specwire.engine.kv_cache import SequenceCache
 
 
 class PacedRunner:

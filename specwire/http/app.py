@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.client_config import HttpConfig
+from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import page
 from specwire.http.answers import answer
@@ -28,7 +28,7 @@ from specwire.http.model import Models, ServedModel
 from specwire.http.origins import Origins
 from specwire.http.reading import Reader
 from specwire.http.remembered import Remembered
-from specwire.tokens import bearer_token
+from specwire.security.bearer import bearer_token
 
 _HEALTH_TIMEOUT_S = 2.0
 _MAX_TOKEN_LEN = 4096

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specwire import AsyncClient, embedded, tokenizer
-from specwire.client_config import HttpConfig
-from specwire.config import EMBEDDED
+from specwire.config.client import HttpConfig
+from specwire.config.services import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.http.remembered import Remembered
 from specwire.tokenizer import Tokenizer

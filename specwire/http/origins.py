@@ -11,10 +11,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from specwire.checks import split_address
-from specwire.client_config import HttpConfig
-from specwire.credentials import is_loopback
+from specwire.config.client import HttpConfig
+from specwire.config.fields import split_address
 from specwire.http.errors import ApiError
+from specwire.security.tls import is_loopback
 
 ANY = "*"
 

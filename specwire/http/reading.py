@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from specwire.client_config import HttpConfig
+from specwire.config.client import HttpConfig
 from specwire.http import body
 from specwire.http.body import Body
 from specwire.http.errors import ApiError

@@ -7,9 +7,9 @@ have them. Nesting and the length of numbers are limited by the parser itself.
 
 from __future__ import annotations
 
-from specwire.client_wire import MAX_MESSAGES
 from specwire.core import MAX_LOGIT_BIASES
 from specwire.http.errors import ApiError
+from specwire.wire.client import MAX_MESSAGES
 
 _MAX_VALUES = 1 << 17
 """Beside the tokens of one prompt: so that several prompts may be token ids, too."""

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from specwire import AsyncClient
-from specwire.checks import split_address
-from specwire.client_config import HttpConfig
-from specwire.credentials import read_pair
+from specwire.config.client import HttpConfig
+from specwire.config.fields import split_address
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 from specwire.http.connections import Connections, ListeningSocket
-from specwire.watched import Watched
+from specwire.security.reloading import Watched
+from specwire.security.tls import read_pair
 
 log = logging.getLogger(__name__)
 

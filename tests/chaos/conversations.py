@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
-from specwire.wire import ids_to_bytes
+from specwire.wire.model import ids_to_bytes
 
 MOST_TOKENS = 15
 """Of a generation; one that got so many may wait for an acknowledgement, which a mutant does not send."""

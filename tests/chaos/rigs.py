@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, SamplingParams, SpecwireError
-from specwire.delay_proxy import DelayProxy, Link
+from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.harness import LocalStack, LoopThread, StackProxy, local_stack
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"

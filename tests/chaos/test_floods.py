@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specwire import AsyncClient, Client, Completion, RequestCancelledError, SamplingParams, cli
-from specwire.supervisor import Service, wait_ready
-from specwire.tokens import make_token
+from specwire import AsyncClient, Client, Completion, RequestCancelledError, SamplingParams
+from specwire.cli import main as cli
+from specwire.cli.supervisor import Service, wait_ready
+from specwire.security.bearer import make_token
 from tests.chaos import CHAOS, report, sized
 from tests.chaos.flood import GENERATE, WATCH, flood
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from specwire.delay_proxy import DelayProxy, Direction, Link
+from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.chaos import report, sized
 from tests.chaos.rigs import LINKS, Ending, Rig, rig
 from tests.harness import StackProxy

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.cancels import Engines, idle_after_s
 from benchmarks.processes import Devices
 from specwire import AsyncClient
-from specwire.supervisor import Stack
+from specwire.cli.supervisor import Stack
 from tests.chaos import CHAOS, report, sized
 from tests.chaos.load import Load
 

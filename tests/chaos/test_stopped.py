@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.processes import Devices
 from specwire import Client, SamplingParams
-from specwire.supervisor import Service, Stack
+from specwire.cli.supervisor import Service, Stack
 from tests.chaos import report, sized
 from tests.chaos.rigs import HEAL_S, is_serving, read
 from tests.harness import LocalStack

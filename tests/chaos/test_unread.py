@@ -17,14 +17,15 @@ import pytest
 
 from benchmarks.cancels import Engines, idle_after_s
 from benchmarks.processes import Devices
-from specwire import AsyncClient, RetryPolicy, SamplingParams, StreamIdleError, client_wire
-from specwire.config import Link
+from specwire import AsyncClient, RetryPolicy, SamplingParams, StreamIdleError
+from specwire.cli.supervisor import Stack
+from specwire.client.streaming import AsyncStream
+from specwire.config.services import Link
 from specwire.core import MIN_CREDIT_TOKENS
-from specwire.delay_proxy import DelayProxy
-from specwire.rpc import from_rpc_error
-from specwire.streaming import AsyncStream
-from specwire.supervisor import Stack
+from specwire.rpc.server import from_rpc_error
+from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2_grpc
+from specwire.wire import client as client_wire
 from tests.chaos import report, sized
 from tests.fronts import front
 

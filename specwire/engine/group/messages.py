@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from specwire.config import ModelServiceConfig
+from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch
 from specwire.engine.device import Decide
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from specwire.config import ModelServiceConfig
-from specwire.engine.graphs import CudaReplay
+from specwire.config.services import ModelServiceConfig
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import RankLine
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
-from specwire.engine.memory import pages_in_memory
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model.graphs import CudaReplay
+from specwire.engine.model.memory import pages_in_memory
+from specwire.engine.model.runner import ModelRunner
 
 
 class Rank:

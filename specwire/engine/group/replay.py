@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specwire.engine.graphs import Replay
-from specwire.engine.runner import ModelRunner
+from specwire.engine.model.graphs import Replay
+from specwire.engine.model.runner import ModelRunner
 
 
 class AgreedReplay:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specwire.config import ModelServiceConfig
+from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch, Feed, Packer
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverLines
 from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
-from specwire.engine.kv_cache import PagePool, SequenceCache
 from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from specwire.engine import loading
-from specwire.engine.packing import pack_linears
+from specwire.engine.model import loading
+from specwire.engine.model.packing import pack_linears
 from specwire.errors import ModelLoadError
 
 _COLUMNS = "colwise"

@@ -1,0 +1,77 @@
+"""How often, how long and where one request is tried again after its stream has failed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.peers.replicas import Replica
+from specwire.errors import ResourceExhaustedError, ServiceUnavailableError, SpecwireError
+from specwire.estimate import clock
+
+RETRY_AFTER_MS = 1000
+MAX_FAILURES = 4
+"""Streams that may fail in a row without a single answer; more, and the request may be the cause."""
+
+
+class Attempts:
+    """What came of one request so far.
+
+    Attributes:
+        failed: replicas whose stream failed under it, to be taken again only where there is no other.
+        full: replicas that have no room at the moment.
+    """
+
+    def __init__(self, timeout_s: float, remaining_s: Callable[[], float | None]) -> None:
+        """Waits end `timeout_s` after the first failure, and with the request's deadline.
+
+        Args:
+            remaining_s: until that deadline; None without one.
+        """
+        self.failed: set[Replica] = set()
+        self.full: set[Replica] = set()
+        self._timeout_s = timeout_s
+        self._remaining_s = remaining_s
+        self._num_failures = 0
+        self._first_ns: int | None = None
+        self._last_error: SpecwireError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a stream has."""
+        return self._num_failures > 0
+
+    def wait_s(self) -> float:
+        """How long to wait for a replica; 0 or less when it is over."""
+        now_ns = clock.stopwatch_ns()
+        if self._first_ns is None:
+            self._first_ns = now_ns
+        left_s = self._timeout_s - (now_ns - self._first_ns) / 1e9
+        remaining_s = self._remaining_s()
+        return left_s if remaining_s is None else min(left_s, remaining_s)
+
+    def add(self, replica: Replica, error: SpecwireError) -> None:
+        """A stream there ended.
+
+        Raises:
+            SpecwireError: too many did, or room there will never be.
+        """
+        self.wait_s()
+        self._last_error = error
+        if isinstance(error, ResourceExhaustedError):
+            if error.retry_after_ms is None:
+                raise error
+            self.full.add(replica)
+            return
+        self._num_failures += 1
+        self.failed.add(replica)
+        if self._num_failures >= MAX_FAILURES:
+            raise ServiceUnavailableError(
+                f"verify service {replica.address}: the last of {MAX_FAILURES} streams that failed: {error}",
+                RETRY_AFTER_MS,
+            )
+
+    def give_up(self, reason: str) -> SpecwireError:
+        """What the client is told when there is nowhere to go."""
+        if isinstance(self._last_error, ResourceExhaustedError):
+            return self._last_error
+        return ServiceUnavailableError(reason or f"verify service: {self._last_error}", RETRY_AFTER_MS)

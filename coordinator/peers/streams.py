@@ -1,0 +1,108 @@
+"""What draft and verify have in common as peers of a sequence: one gRPC stream each, errors, costs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from coordinator.generation import Cost
+from specwire.core import Proposal
+from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+from specwire.estimate import clock
+from specwire.rpc import server as rpc
+from specwire.telemetry import tracing
+
+
+def peer_error(error: grpc.RpcError) -> SpecwireError:
+    """Why a peer's stream failed; a cancel that is not ours is a service that shuts down."""
+    ours = rpc.from_rpc_error(error)
+    text = str(ours)
+    if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
+        return ServiceUnavailableError(f"nothing serves there ({text.rpartition(': ')[2]})")
+    return ServiceUnavailableError(text) if isinstance(ours, RequestCancelledError) else ours
+
+
+async def why_ended(call: Any) -> SpecwireError:
+    """Of a stream that has ended, from its own status."""
+    if await call.code() is grpc.StatusCode.OK:
+        return ServiceUnavailableError("the service ended the stream")
+    try:
+        await call.read()  # of an ended call: raises its status
+    except grpc.RpcError as error:
+        return peer_error(error)
+    except asyncio.CancelledError:
+        pass
+    return ServiceUnavailableError("the stream was cancelled")
+
+
+class Call(Protocol):
+    """One sequence's stream to a model service, as its coordinator uses it."""
+
+    async def send(self, request: Any) -> None:
+        """Send a message; if the stream has ended, its reader learns why."""
+        ...
+
+    async def read(self) -> Any:
+        """The next message.
+
+        Raises:
+            SpecwireError: what the peer raised, or what the transport's failure stands for.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End the stream; the peer frees its memory."""
+        ...
+
+
+class GrpcCall:
+    """A `Call` over gRPC."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def send(self, request: Any) -> None:
+        """See `Call`."""
+        await rpc.send(self._call, request)
+
+    async def read(self) -> Any:
+        """See `Call`."""
+        try:
+            response = await self._call.read()
+        except grpc.RpcError as error:
+            raise peer_error(error) from None
+        except asyncio.InvalidStateError:
+            raise await why_ended(self._call) from None
+        if response is grpc.aio.EOF:
+            raise await why_ended(self._call)
+        return response
+
+    def cancel(self) -> None:
+        """See `Call`."""
+        self._call.cancel()
+
+
+def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
+    """Of a request that was sent at `started_ns` and is answered now."""
+    return Cost(
+        queue_ns=response.timings.queue_ns,
+        forward_ns=response.timings.forward_ns,
+        wall_ns=clock.stopwatch_ns() - started_ns,
+        request_bytes=request.ByteSize(),
+        response_bytes=response.ByteSize(),
+        num_cached_tokens=response.num_cached_tokens,
+    )
+
+
+def attributes(proposal: Proposal, cost: Cost) -> dict[str, int]:
+    """Of the span around a call to a model service."""
+    return {
+        tracing.BASE_LEN: proposal.base_len,
+        tracing.NUM_DRAFT_TOKENS: len(proposal.token_ids),
+        tracing.REQUEST_BYTES: cost.request_bytes,
+        tracing.RESPONSE_BYTES: cost.response_bytes,
+        tracing.NUM_CACHED_TOKENS: cost.num_cached_tokens,
+    }

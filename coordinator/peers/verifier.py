@@ -1,0 +1,195 @@
+"""The verify service of one sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from coordinator.generation import Cost
+from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
+from coordinator.peers.checks import check_verdict
+from coordinator.peers.pool import Pool
+from coordinator.peers.replicas import Replica
+from coordinator.peers.streams import Call, attributes, cost_of
+from specwire.core import Proposal, SamplingParams, Verdict
+from specwire.errors import (
+    InternalError,
+    InvalidRequestError,
+    PrefixMismatchError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+)
+from specwire.estimate import clock
+from specwire.telemetry import tracing
+from specwire.v1 import verify_pb2
+from specwire.wire import model as wire
+
+log = logging.getLogger(__name__)
+
+
+class _VerifyStream:
+    """A request, its answer, the next request.
+
+    Attributes:
+        num_told: committed tokens that the peer was told.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._num_requests = 0
+        self.num_told = 0
+
+    async def exchange(self, request: verify_pb2.VerifyRequest) -> tuple[verify_pb2.VerifyResponse, Cost]:
+        """Send one request and wait for its answer; late answers to earlier requests are dropped.
+
+        Raises:
+            SpecwireError: what the peer raised, or what the transport's failure stands for.
+        """
+        self._num_requests += 1
+        request.request_id = self._num_requests
+        started_ns = clock.stopwatch_ns()
+        await self._call.send(request)
+        response = await self._call.read()
+        while response.request_id != self._num_requests:
+            response = await self._call.read()
+        return response, cost_of(request, response, started_ns)
+
+    def close(self) -> None:
+        """Cancel the stream; the peer frees its memory."""
+        self._call.cancel()
+
+
+class RemoteVerifier:
+    """The verify service: one stream to one of its replicas, and to another one when that is lost.
+
+    Why a stream that is opened again changes nothing about the text. A verdict counts when `verify` has
+    returned it, and then its tokens are committed before anything else is asked; so the new stream begins
+    with exactly the tokens that the client has or will get, and no index comes twice or is left out. What a
+    failure can cost is an answer that nobody has used. Its proposal is verified again, as it is: target
+    tokens are drawn with noise that is a function of (seed, position, purpose), and so are acceptance and
+    residual in the coordinator. The second verdict is therefore the first one, up to rounding, and not a
+    second draw that would favour what is quick to fail. An answer that comes too late finds no reader: each
+    stream has a call of its own, which was cancelled.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        params: SamplingParams,
+        prompt_len: int,
+        *,
+        remaining_s: Callable[[], float | None],
+        timeout_s: float,
+        tracer: tracing.Tracing,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            remaining_s: until the deadline of the request; None without one.
+            timeout_s: longest wait for a replica, when none is there.
+        """
+        self._pool = pool
+        self._params = params
+        self._prompt_len = prompt_len
+        self._remaining_s = remaining_s
+        self._timeout_s = timeout_s
+        self._tracer = tracer
+        self._replica: Replica | None = None
+        self._stream: _VerifyStream | None = None
+        self._has_begun = False
+
+    async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+        """See `generation.Verifier`.
+
+        Raises:
+            SpecwireError: the target is gone, or refused the request.
+        """
+        with self._tracer.span("verify", parent=parent) as span:
+            verdict, cost = await self._until_answered(committed, proposal, span.traceparent)
+            span.set(attributes(proposal, cost))
+        return verdict, cost
+
+    async def _until_answered(
+        self, committed: Sequence[int], proposal: Proposal, traceparent: str
+    ) -> tuple[Verdict, Cost]:
+        attempts = Attempts(self._timeout_s, self._remaining_s)
+        while True:
+            replica = self._replica or await self._find(committed, attempts)
+            try:
+                answer = await self._ask(replica, committed, proposal, traceparent)
+            except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
+                log.warning("verify stream at %s: %s", replica.address, error)
+                self.close()
+                if isinstance(error, ServiceUnavailableError):
+                    replica.lost(str(error))
+                attempts.add(replica, error)
+            else:
+                self._has_begun = True
+                replica.answered()
+                return answer
+
+    async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
+        """A replica for a new stream. Who has begun waits for one; who has not is told at once that all are
+        full."""
+        while True:
+            salt = self._params.cache_salt
+            replica = self._pool.choose(committed, attempts.failed | attempts.full, salt)
+            replica = replica or self._pool.choose(committed, attempts.full, salt)
+            if replica is not None:
+                return replica
+            wait_s = attempts.wait_s()
+            is_new = not self._has_begun and not attempts.has_failed
+            if wait_s <= 0 or (attempts.full and is_new):
+                raise attempts.give_up(self._pool.unavailable)
+            if attempts.full:
+                await asyncio.sleep(min(wait_s, RETRY_AFTER_MS / 1e3))
+                attempts.full.clear()
+            else:
+                await self._pool.wait(wait_s)
+
+    async def _ask(
+        self, replica: Replica, committed: Sequence[int], proposal: Proposal, traceparent: str
+    ) -> tuple[Verdict, Cost]:
+        opening = self._stream is None
+        if self._stream is None:
+            self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
+            self._replica = replica
+            self._pool.opened(replica, committed, self._params.cache_salt)
+        base_len, self._stream.num_told = self._stream.num_told, len(committed)
+        request = verify_pb2.VerifyRequest(
+            open=wire.open_sequence(self._params, self._prompt_len) if opening else None,
+            base_len=base_len,
+            token_ids=committed[base_len:],
+            draft_token_ids=proposal.token_ids,
+            support_token_ids=[wire.ids_to_bytes(support.token_ids) for support in proposal.supports],
+            traceparent=traceparent,
+        )
+        response, cost = await self._stream.exchange(request)
+        return self._checked(response, proposal), replace(cost, load=wire.load_from_proto(response.load))
+
+    def _checked(self, response: verify_pb2.VerifyResponse, proposal: Proposal) -> Verdict:
+        """Raises:
+        ServiceUnavailableError: no target would answer this; another replica may be one.
+        """
+        assert self._replica is not None
+        assert self._replica.info is not None
+        try:
+            verdict = wire.verdict_from_proto(response)
+            check_verdict(
+                verdict,
+                proposal,
+                self._replica.info.vocab_size,
+                matches_tokens=self._params.matches_tokens,
+            )
+        except (InternalError, InvalidRequestError) as error:
+            raise ServiceUnavailableError(f"the service sent {error}") from None
+        return verdict
+
+    def close(self) -> None:
+        """End the stream."""
+        if self._stream is not None and self._replica is not None:
+            self._stream.close()
+            self._pool.closed(self._replica)
+        self._stream = self._replica = None

@@ -1,0 +1,202 @@
+"""The load: sends requests to a coordinator on a schedule, and records what comes back.
+
+An *open* loop sends at times of its own, whether the server keeps up or not, as independent users do; a
+*closed* loop keeps a number of requests running, as a batch job does. A slow server slows a closed loop
+down, which hides its queueing: latencies under a given load come from the open one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire.cli.bench.metrics import OK, RequestRecord
+from specwire.cli.bench.prompts import Prompt
+from specwire.client.client import AsyncClient
+from specwire.completion import Completion, Speculation
+from specwire.core import SamplingParams
+from specwire.errors import ResourceExhaustedError, SpecwireError
+
+_MAX_SEED = 2**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How requests are sent; `rate` makes it an open loop, `concurrency` a closed one.
+
+    Attributes:
+        num_requests: in all; prompts are taken in turn.
+        rate: requests per second; infinity sends all at once.
+        concurrency: requests that run at a time.
+        burstiness: shape of the gamma law of the times between requests: 1 is a Poisson process, less comes
+            in bursts, more is more even, infinity is a metronome.
+        retries: how often a refused request is sent again, after the time that the server names.
+        seed: of the times; request i samples with seed + i.
+    """
+
+    num_requests: int
+    rate: float | None = None
+    concurrency: int | None = None
+    burstiness: float = 1.0
+    retries: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert (self.rate is None) != (self.concurrency is None), "an open loop or a closed one"
+
+
+def arrival_times(load: Load) -> npt.NDArray[np.float64]:
+    """When an open loop sends, in seconds since its start, [num_requests].
+
+    As in `vllm bench serve`, the times between requests follow a gamma law and are then stretched so that
+    the last request leaves at num_requests / rate exactly: every seed offers the very rate that was asked
+    for. (For a Poisson process that conditions on the number of arrivals, which leaves them independent.)
+    """
+    assert load.rate is not None
+    n, rate = load.num_requests, load.rate
+    if math.isinf(rate):
+        return np.zeros(n)
+    if math.isinf(load.burstiness):
+        return np.arange(1, n + 1) / rate
+    times: npt.NDArray[np.float64] = np.cumsum(
+        np.random.default_rng(load.seed).gamma(load.burstiness, size=n)
+    )
+    scale = n / rate / float(times[-1])
+    return times * scale
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One call, as it happened."""
+
+    chunk_times_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    completion: Completion | None = None
+    error: SpecwireError | None = None
+
+
+class Measurement:
+    """Sends the load; `records` and `duration_s` also tell what was measured when it is cancelled.
+
+    Args:
+        prompts: at least one.
+        params: of every request, except for the seed and what a prompt brings.
+        on_record: told of each request that ended.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        load: Load,
+        *,
+        on_record: Callable[[RequestRecord], None] = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.records: list[RequestRecord] = []
+        self.duration_s = 0.0
+        self._client = client
+        self._prompts = prompts
+        self._params = params
+        self._load = load
+        self._on_record = on_record
+        self._clock = clock
+        self._start_s = 0.0
+
+    async def warm_up(self, num_requests: int) -> None:
+        """Send a few requests one by one that leave no record; what fails here fails again when it counts."""
+        for index in range(num_requests):
+            await self._attempt(index)
+
+    async def run(self) -> None:
+        """Send everything and wait for all answers."""
+        self._start_s = self._clock()
+        try:
+            await (self._closed_loop() if self._load.rate is None else self._open_loop())
+        finally:
+            self.duration_s = self._now_s()
+
+    async def _open_loop(self) -> None:
+        async with asyncio.TaskGroup() as requests:
+            for index, at_s in enumerate(arrival_times(self._load)):
+                await asyncio.sleep(at_s - self._now_s())
+                requests.create_task(self._request(index, float(at_s)))
+
+    async def _closed_loop(self) -> None:
+        indices = iter(range(self._load.num_requests))
+
+        async def user() -> None:
+            for index in indices:  # shared: each takes the next one
+                await self._request(index)
+
+        async with asyncio.TaskGroup() as users:
+            for _ in range(self._load.concurrency or 0):
+                users.create_task(user())
+
+    async def _request(self, index: int, scheduled_s: float | None = None) -> None:
+        """One request, again after a refusal while retries are left, to its record."""
+        start_s, num_refusals = self._now_s(), 0
+        while True:
+            attempt = await self._attempt(index)
+            if not isinstance(attempt.error, ResourceExhaustedError):
+                break
+            num_refusals += 1
+            retry_after_ms = attempt.error.retry_after_ms
+            if retry_after_ms is None or num_refusals > self._load.retries:
+                break
+            await asyncio.sleep(retry_after_ms / 1e3)
+        record = _record(attempt, start_s, self._now_s(), scheduled_s, num_refusals)
+        self.records.append(record)
+        self._on_record(record)
+
+    async def _attempt(self, index: int) -> _Attempt:
+        attempt = _Attempt()
+        prompt = self._prompts[index % len(self._prompts)]
+        try:
+            params = self._params_of(prompt, index)
+            async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
+                async for chunk in stream:
+                    if chunk.tokens:
+                        attempt.chunk_times_s.append(self._now_s())
+                        attempt.chunk_tokens.append(len(chunk.tokens))
+                attempt.completion = stream.completion
+        except SpecwireError as error:
+            attempt.error = error
+        return attempt
+
+    def _params_of(self, prompt: Prompt, index: int) -> SamplingParams:
+        seed = (self._load.seed + index) % _MAX_SEED
+        max_tokens = prompt.max_tokens or self._params.max_tokens
+        return dataclasses.replace(self._params, seed=seed, max_tokens=max_tokens)
+
+    def _now_s(self) -> float:
+        return self._clock() - self._start_s
+
+
+def _record(
+    attempt: _Attempt, start_s: float, end_s: float, scheduled_s: float | None, num_refusals: int
+) -> RequestRecord:
+    done, error = attempt.completion, attempt.error
+    return RequestRecord(
+        start_s=start_s,
+        end_s=end_s,
+        scheduled_s=scheduled_s,
+        chunk_times_s=tuple(attempt.chunk_times_s),
+        chunk_tokens=tuple(attempt.chunk_tokens),
+        num_input_tokens=done.usage.prompt_tokens if done else 0,
+        num_output_tokens=done.usage.completion_tokens if done else 0,
+        status=error.status if error else OK,
+        error=str(error) if error else "",
+        num_refusals=num_refusals,
+        speculation=done.speculation if done else Speculation(),
+        text=done.text if done else "",
+    )

@@ -1,0 +1,175 @@
+"""`specwire demo`: three processes and one prompt, without and with speculation, and what each cost.
+
+On one machine draft and target share the processors, which is not what separate services are for. So by
+default the target is paced (`engine/paced.py`) as a large one on a device of its own; all else is as it is.
+
+Colours as in figure 1 of Leviathan et al. (2023): accepted green, rejected red and struck through,
+recovered and bonus blue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from specwire.cli.supervisor import Stack
+from specwire.client.client import Client
+from specwire.completion import Chunk, Completion, Speculation, Timing, Token
+from specwire.config.services import StackConfig
+from specwire.core import Fate, SamplingParams
+
+PROMPT = '''class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self'''
+
+_NEXT = "go on: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
+_COLOURS = {
+    Fate.ACCEPTED: "\x1b[32m",
+    Fate.REJECTED: "\x1b[31;9m",
+    Fate.RECOVERED: "\x1b[34m",
+    Fate.BONUS: "\x1b[34m",
+}
+_DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Text with control characters made visible: what a model writes must not steer the terminal."""
+    return text.translate(_CONTROLS)
+
+
+def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
+    """Generate without and with speculation and show both; no process is left behind.
+
+    Raises:
+        SpecwireError: a service did not come up, or the generation failed.
+    """
+    prompt = PROMPT if prompt is None else prompt
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    if not as_json:
+        print(_paint("starting draft service, verify service and coordinator ...", _DIM, colour), flush=True)
+    with Stack(config) as stack, Client(stack.address) as client:
+        _warm_up(client, prompt, params)
+        if as_json:
+            both = _both(lambda params: client.generate(prompt, params), params)
+            speculative, plain = (done.to_dict() for done in both)
+            shown = speculative | {"without_speculation": plain, "least_pass_ms": config.least_pass_ms}
+            print(json.dumps(shown, ensure_ascii=False, indent=2))
+        else:
+            print(_paint(_pace(config.least_pass_ms), _DIM, colour))
+            both = _both(lambda params: _stream(client, prompt, params, colour), params)
+            print(_summary(*both, colour))
+    return 0
+
+
+def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
+    """The first passes of a process take longer, and whoever came second would find the prompt cached."""
+    few = min(16, params.max_tokens or 16)
+    client.generate(prompt, SamplingParams(max_tokens=few, num_draft_tokens=params.num_draft_tokens))
+
+
+def _both(
+    generate: Callable[[SamplingParams], Completion], params: SamplingParams
+) -> tuple[Completion, Completion]:
+    """With speculation, and without: that one first, so that one sees the other overtake it."""
+    plain = generate(dataclasses.replace(params, num_draft_tokens=0))
+    return generate(dataclasses.replace(params, seed=plain.seed, rule=plain.rule)), plain
+
+
+def _pace(least_pass_ms: float) -> str:
+    if not least_pass_ms:
+        return "not paced: draft and target share this machine, and a pass takes what it takes here"
+    return (
+        f"paced: a pass of the target takes at least {least_pass_ms:g} ms, like a large model's "
+        "on its own device (--least-pass-ms 0: as it is)"
+    )
+
+
+def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -> Completion:
+    by_fate = colour and params.num_draft_tokens != 0
+    print("\n" + _title(params, by_fate=by_fate, colour=colour))
+    print(_paint(printable(prompt), _BOLD, colour), end="", flush=True)
+    with client.stream(prompt, params) as stream:
+        for chunk in stream:
+            _show(chunk, by_fate, sys.stdout)
+        print()
+        return stream.completion
+
+
+def _title(params: SamplingParams, *, by_fate: bool, colour: bool) -> str:
+    words = "without speculation:" if params.num_draft_tokens == 0 else "with speculation:"
+    fates = {"accepted": Fate.ACCEPTED, "rejected": Fate.REJECTED, "recovered or bonus": Fate.BONUS}
+    legend = [_paint(words, _COLOURS[fate], True) for words, fate in fates.items()] if by_fate else []
+    return " ".join([_paint(words, _DIM, colour), *legend])
+
+
+def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
+    """The refused token stands before the one that replaced it; plain output has only the text."""
+    if not colour:
+        out.write(printable(chunk.text))
+    else:
+        recovered = [i for i, token in enumerate(chunk.tokens) if token.fate is Fate.RECOVERED]
+        split = recovered[-1] if recovered else len(chunk.tokens)  # it may be held back until it is certain
+        for token in (*chunk.tokens[:split], *chunk.rejected, *chunk.tokens[split:]):
+            out.write(_painted(token))
+    out.flush()
+
+
+def _painted(token: Token) -> str:
+    text = printable(token.text)
+    if token.fate is Fate.REJECTED:  # a struck-out line break must not break the line
+        text = text.replace("\n", "⏎")
+    return _paint(text, _COLOURS[token.fate], True)
+
+
+def _paint(text: str, code: str, colour: bool) -> str:
+    return f"{code}{text}{_RESET}" if colour and text else text
+
+
+def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
+    speculation = speculative.speculation
+    fast, slow = _tokens_per_s(speculative), _tokens_per_s(plain)
+    rows = [
+        ("without speculation", f"{slow:.0f} tokens/s, {_passes(plain)}"),
+        ("with speculation", f"{fast:.0f} tokens/s, {_passes(speculative)}: {fast / slow:.1f} times as fast"),
+        ("text", _likeness(speculative, plain)),
+        ("acceptance length", f"{speculation.mean_acceptance_length:.2f} tokens a pass"),
+        ("acceptance rate", _acceptance(speculation)),
+        ("time", _shares(speculative.timing)),
+        ("seed", f"{speculative.seed} (another text: --seed N)"),
+    ]
+    if speculation.draft_unavailable:
+        rows.insert(0, ("draft", f"not used: {speculation.draft_unavailable}"))
+    lines = [_paint(f"{name:>19}", _DIM, colour) + f"  {value}" for name, value in rows]
+    return "\n".join(["", *lines, "", _paint(_NEXT, _DIM, colour)])
+
+
+def _passes(done: Completion) -> str:
+    return f"{done.usage.completion_tokens} tokens in {done.speculation.num_rounds} passes of the target"
+
+
+def _likeness(speculative: Completion, plain: Completion) -> str:
+    same = plain.token_ids == speculative.token_ids
+    return "the same, token for token" if same else "another draw from the same distribution"
+
+
+def _acceptance(speculation: Speculation) -> str:
+    drafted, accepted = speculation.drafted_per_position, speculation.accepted_per_position
+    rates = [f"{num_kept / num:.2f}" for num_kept, num in zip(accepted, drafted, strict=True)]
+    return f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"
+
+
+def _shares(timing: Timing) -> str:
+    stages = ("draft", "verify", "rule", "network", "queue")
+    parts = [f"{stage} {getattr(timing, f'{stage}_ms'):.0f} ms" for stage in stages]
+    return f"{timing.total_ms:.0f} ms: " + ", ".join(parts)
+
+
+def _tokens_per_s(done: Completion) -> float:
+    return done.usage.completion_tokens / done.timing.total_ms * 1e3

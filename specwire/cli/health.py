@@ -1,0 +1,31 @@
+"""What a service says of its health: `specwire health`, for probes that have to speak TLS."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specwire.config.client import ClientConfig
+from specwire.rpc import server as rpc
+from specwire.security.tls import Credentials
+
+SERVING = "SERVING"
+
+
+async def status(settings: ClientConfig, service: str) -> str:
+    """Its answer to `grpc.health.v1`: SERVING, NOT_SERVING, UNKNOWN.
+
+    Args:
+        service: full name, as in `specwire.v1.DraftService`; empty for all that the process serves.
+
+    Raises:
+        SpecwireError: there is no answer, or no such service.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    async with rpc.open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
+        except grpc.RpcError as error:
+            raise rpc.from_rpc_error(error) from None
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return name

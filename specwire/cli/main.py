@@ -1,0 +1,286 @@
+"""The command line: `specwire up | demo | generate | http | bench | ...`, and the services by name."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from specwire.cli.bench import command as bench
+from specwire.cli.supervisor import Stack
+from specwire.cli.timeline import command as timeline
+from specwire.config import services as config
+from specwire.config.client import ClientConfig, HttpConfig
+from specwire.config.flags import add_flags, read_config
+from specwire.config.sampling_flags import add_sampling_flags, token_ids
+from specwire.config.sampling_flags import sampling_params as _sampling_params
+from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
+from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
+from specwire.telemetry import stacks
+
+_SERVICES = {"draft": "draft_service", "verify": "verify_service", "coordinator": "coordinator"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Returns:
+        The exit status: 0 done, 1 the generation failed or a service went away, 2 flags, variables or
+        models that cannot be used, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in _SERVICES:
+        os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
+    args = _parser().parse_args(argv)
+    try:
+        config.check_environment(os.environ)
+        return int(args.run(args))
+    except SpecwireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `specwire generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor shall the flush at exit fail
+        return 141
+
+
+_EXAMPLES = """\
+examples:
+  specwire demo                                         everything in one go, with a small built-in pair
+  specwire up --target DIR --draft DIR                  serve two models on this machine
+  specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
+  specwire bench serve --rate 4                         measure a running server under load
+  specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        stand in for a network in front of a service
+  specwire token alice --tokens tokens.txt              let somebody in
+  specwire timeline --live                              draw who works when in one generation
+
+Every flag that names a variable can be set through it; the flag wins.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specwire",
+        description="Exact speculative decoding across machines.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"specwire {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_demo(commands)
+    _add_health(commands)
+    _add_generate(commands)
+    bench.add_command(commands)
+    _add_proxy(commands)
+    _add_token(commands)
+    _add_http(commands)
+    timeline.add_command(commands).set_defaults(run=_timeline)
+    for name in _SERVICES:
+        commands.add_parser(name, help=f"run one {name} service", add_help=False)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("specwire")
+    except metadata.PackageNotFoundError:
+        return "from a source tree"
+
+
+def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
+    )
+    add_flags(command, config)
+    return command
+
+
+def _add_up(commands: Any) -> None:
+    about = "run the three services on this machine until Ctrl-C"
+    _add_command(commands, "up", about, UpConfig).set_defaults(run=_up)
+
+
+def _add_demo(commands: Any) -> None:
+    about = "start everything, continue a prompt, show what happened"
+    demo = _add_command(commands, "demo", about, DemoConfig)
+    demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
+    add_sampling_flags(demo, max_tokens=192, temperature=0.7, seed=7)
+    _add_json(demo)
+    demo.set_defaults(run=_demo)
+
+
+def _add_health(commands: Any) -> None:
+    about = "say whether a service is healthy; status 0 if it is"
+    health = _add_command(commands, "health", about, ClientConfig)
+    health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
+    health.set_defaults(run=_health)
+
+
+def _add_generate(commands: Any) -> None:
+    about = "continue a prompt on a running coordinator"
+    generate = _add_command(commands, "generate", about, ClientConfig)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", help="text to continue")
+    prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
+    add_sampling_flags(generate)
+    _add_json(generate)
+    generate.set_defaults(run=_generate)
+
+
+def _add_proxy(commands: Any) -> None:
+    about = "add latency, jitter and a bandwidth limit between two services"
+    _add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
+
+
+def _add_token(commands: Any) -> None:
+    about = "make a bearer token; what services keep is its hash"
+    token = commands.add_parser(
+        "token", help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
+    )
+    token.add_argument("name", help="whose it is; tokens of one name share the limits")
+    token.add_argument("--tokens", metavar="FILE", help="add the hash to this file (default: print its line)")
+    token.add_argument("--expires", metavar="DATE", help="refuse it from 2027-01-31 or 2027-01-31T18:00Z on")
+    token.add_argument("--max-running", type=int, metavar="N", help="generations of that name at a time")
+    token.add_argument("--max-waiting", type=int, metavar="N", help="generations of that name that wait")
+    token.add_argument("--max-tokens", type=int, metavar="N", help="tokens that one generation may ask for")
+    token.set_defaults(run=_token)
+
+
+def _add_http(commands: Any) -> None:
+    about = "serve OpenAI's API and a page in front of a coordinator"
+    _add_command(commands, "http", about, HttpConfig).set_defaults(run=_http)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the completion as JSON")
+
+
+def _up(args: argparse.Namespace) -> int:
+    settings = read_config(UpConfig, args, os.environ)
+    _end_on_signals()
+    try:
+        with Stack(settings) as stack:
+            print(f"ready {stack.address}", flush=True)
+            if stack.http:
+                print(f"page http://{stack.http.address}/", flush=True)
+            return _supervise(stack)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _supervise(stack: Stack) -> int:
+    """Until a service ends that the others cannot do without."""
+    while not stack.is_missed(ended := stack.wait()):
+        if ended is stack.http:
+            pause_s, status = stack.restart_front(), ended.process.returncode
+            print(
+                f"the HTTP front ended with status {status}; it starts again in {pause_s:g} s",
+                file=sys.stderr,
+            )
+            continue
+        what = "the draft service" if ended is stack.draft else f"the verify service {ended.address}"
+        print(f"{what} ended; decoding goes on without it", file=sys.stderr)
+    print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
+    return 1
+
+
+def _end_on_signals() -> None:
+    """SIGINT too: a shell that starts a command in the background has it ignored."""
+    stacks.show_on_signal()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from specwire.cli import demo
+
+    _end_on_signals()
+    settings = read_config(DemoConfig, args, os.environ)
+    params = _sampling_params(args)
+    as_json: bool = args.json
+    return demo.run(settings, args.prompt, params, as_json=as_json)
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    _end_on_signals()
+    return timeline.run(args)
+
+
+def _health(args: argparse.Namespace) -> int:
+    from specwire.cli import health
+
+    status = asyncio.run(health.status(read_config(ClientConfig, args, os.environ), args.service))
+    print(status)
+    return 0 if status == health.SERVING else 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from specwire.cli.demo import printable
+    from specwire.client.client import Client
+
+    settings = read_config(ClientConfig, args, os.environ)
+    params = _sampling_params(args)
+    with (
+        Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client,
+        client.stream(args.prompt, params, prompt_token_ids=args.token_ids) as stream,
+    ):
+        for chunk in stream:
+            if not args.json:
+                print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
+        completion = stream.completion
+    if args.json:
+        print(json.dumps(completion.to_dict(), ensure_ascii=False, indent=2))
+    elif completion.text:
+        print()
+    else:
+        print(*completion.token_ids)
+    return 0
+
+
+def _token(args: argparse.Namespace) -> int:
+    from specwire.security import bearer as tokens
+
+    limits = {name: getattr(args, name) for name in ("max_running", "max_waiting", "max_tokens", "expires")}
+    token, line = tokens.make_token(args.name, **limits)
+    if args.tokens:
+        tokens.add_line(args.tokens, line)
+        print(token)
+    else:
+        print(f"token, shown this once: {token}\nline for the tokens file: {line}")
+    return 0
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    from specwire.testing import delay_proxy
+
+    asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
+    return 0
+
+
+def _http(args: argparse.Namespace) -> int:
+    from specwire.rpc import server as rpc
+
+    settings = read_config(HttpConfig, args, os.environ)
+    try:
+        from specwire.http import server
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
+        ) from None
+    rpc.set_up_logging(settings.log_level)
+    asyncio.run(rpc.run_until_signal(server.serving(settings)))
+    return 0
+

@@ -1,0 +1,494 @@
+"""The three services of this machine as child processes: `specwire up`, `specwire demo`, tests, benchmarks.
+
+Children die with their parent, however it dies (PR_SET_PDEATHSIG), and are ended in an order in which
+nobody loses a service it still talks to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Self
+
+from specwire.config.fields import split_address
+from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.services import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, VerifyConfig
+from specwire.errors import ConfigError, ServiceUnavailableError
+from specwire.security.bearer import make_token
+from specwire.telemetry import stacks
+
+READY = "ready "
+METRICS_ROLES = ("coordinator", "draft", "verify")
+"""In the order of their ports."""
+_ERROR = "error: "
+_PR_SET_PDEATHSIG = 1
+_STOP_MARGIN_S = 5.0
+_STACKS_S = 0.5
+_POLL_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_SOUND_S = 60.0
+"""A process that ran for so long has done nothing wrong by starting."""
+# Loaded here, since the child between fork and exec may run no more than one system call.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Service:
+    """One service process. Start it from a thread that lives as long: its end ends the process."""
+
+    def __init__(
+        self,
+        module: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        model_flag: str = "--model",
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start `python -m module flags`; wait with `ready`.
+
+        Args:
+            module: draft_service, verify_service or coordinator.
+            environ: added to this process's environment, of which variables that `specwire up` has flags
+                for are not passed on.
+            model_flag: what the user of this process calls the service's `--model`.
+            pass_fds: descriptors that it inherits, under the same numbers.
+        """
+        self.module = module
+        self.address = ""
+        self._model_flag = model_flag
+        self._error = ""
+        variables = _waiting(module) | _inherited() | dict(environ or {})
+        self.process = self._start([module, *flags], variables, pass_fds)
+        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder.start()
+
+    @staticmethod
+    def _start(
+        module_and_flags: list[str], environ: dict[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module_and_flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,  # a selector does not see lines that a buffer holds
+            env=environ,
+            pass_fds=pass_fds,
+            start_new_session=True,  # Ctrl-C reaches us alone, and we end the services in order
+            preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509
+        )
+
+    def ready(self, timeout_s: float) -> str:
+        """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
+        wait_ready([self], timeout_s)
+        return self.address
+
+    def read_address(self) -> bool:
+        """Read one line of the process's standard output; True when it was the one that says where it serves.
+
+        Raises:
+            ConfigError: the process ended instead.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode()
+        if not line:
+            raise ConfigError(self._why_not_serving())
+        if line.startswith(READY):
+            self.address = line.removeprefix(READY).split()[0]
+        return bool(self.address)
+
+    def terminate(self) -> None:
+        """Ask for a graceful end; returns at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
+    def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
+        """End gracefully, then by force, which is told with what it was doing; returns the exit status."""
+        self.terminate()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            print(f"{self.module} has not ended within {timeout_s:.1f} s: ended by force", file=sys.stderr)
+            self._show_stacks()
+            return self.kill()
+
+    def _show_stacks(self) -> None:
+        self.process.send_signal(stacks.SIGNAL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STACKS_S)
+
+    def kill(self) -> int:
+        """End by force, if it runs; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.wait()
+
+    def _why_not_serving(self) -> str:
+        status = self.process.wait()
+        self._forwarder.join(1.0)
+        error = self._error.replace("--model ", f"{self._model_flag} ", 1)
+        return error or f"{self.module} ended with status {status} instead of serving"
+
+    def _forward_errors(self) -> None:
+        """Pass on standard error, except for the line that says why the service did not start: that one
+        becomes ours, so that the user reads it once."""
+        assert self.process.stderr is not None
+        for data in self.process.stderr:
+            line = data.decode(errors="replace")
+            if line.startswith(_ERROR) and not self.address:
+                self._error = line.removeprefix(_ERROR).strip()
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
+    """Wait until all of them serve; the first that cannot is reported while others still load.
+
+    Raises:
+        ConfigError: a process ended instead, with its own reason if it gave one.
+        ServiceUnavailableError: the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for service in services:
+            assert service.process.stdout is not None
+            selector.register(service.process.stdout, selectors.EVENT_READ, service)
+        while waiting := [key.data for key in selector.get_map().values()]:
+            left_s = max(0.0, deadline - time.monotonic())
+            events = selector.select(None if left_s == math.inf else left_s)
+            if not events:
+                names = " and ".join(service.module for service in waiting)
+                raise ServiceUnavailableError(f"{names} not ready within {timeout_s:g} s")
+            for key, _ in events:
+                if key.data.read_address():
+                    selector.unregister(key.fileobj)
+
+
+class Stack:
+    """Draft, verify and coordinator together; a context manager that leaves no process behind."""
+
+    def __init__(self, config: StackConfig, environ: Mapping[str, str] | None = None) -> None:
+        """Start all three and wait until they serve.
+
+        Raises:
+            ConfigError, ServiceUnavailableError: one of them did not come up; the others are ended.
+        """
+        self.services: list[Service] = []
+        self.http: Service | None = None
+        self._grace_s = config.grace_s
+        self._environ = environ
+        self._pauses = Pauses()
+        self._front_due_s = math.inf
+        self._asked, self._shown = _internal_token(config)
+        try:
+            self._start(config, environ)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` of the coordinator."""
+        return self.coordinator.address
+
+    @property
+    def verify(self) -> Service:
+        """The verify service; with replicas, the first of them."""
+        return self.verifies[0]
+
+    def is_missed(self, ended: Service) -> bool:
+        """Whether the others cannot do without a service that has ended; those that can, go on."""
+        self.services.remove(ended)
+        if ended is self.http:
+            return False
+        if ended in self.verifies:
+            return not any(verify in self.services for verify in self.verifies)
+        return ended is not self.draft
+
+    def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
+        check_free("address", config.address)  # now, rather than after the models were loaded
+        self.verifies = [
+            self._service(
+                "verify_service", _verify_flags(config, index), environ, "--target", files=self._asked
+            )
+            for index in range(config.replicas)
+        ]
+        self.draft = (
+            self._service("draft_service", _draft_flags(config), environ, "--draft", files=self._asked)
+            if config.draft != NO_DRAFT
+            else None
+        )
+        wait_ready(self.services, config.start_timeout_s)
+        draft_address = self.draft.address if self.draft else ""
+        if self.draft and config.draft_rtt_ms:
+            link = self._service("specwire.cli", _proxy_flags(config, draft_address), environ)
+            draft_address = link.ready(config.start_timeout_s)
+        verify_addresses = ",".join(verify.address for verify in self.verifies)
+        flags = _coordinator_flags(config, verify_addresses, draft_address)
+        self.coordinator = self._service("coordinator", flags, environ, files=self._shown)
+        self.coordinator.ready(config.start_timeout_s)
+        if config.http_address:
+            self.http = self._front(config.http_address)
+            self._front_address = self.http.ready(config.start_timeout_s)
+
+    def _front(self, address: str) -> Service:
+        """OpenAI's API and the page; serves when it says so."""
+        flags = _flags(address=address, server=self.address, grace_s=self._grace_s)
+        return self._service("specwire.cli", ["http", *flags], self._environ)
+
+    def restart_front(self) -> float:
+        """Have `wait` start the HTTP front again, after it has ended; returns in how many seconds."""
+        pause_s = self._pauses.next(time.monotonic())
+        self._front_due_s = time.monotonic() + pause_s
+        return pause_s
+
+    def _restart_what_is_due(self) -> None:
+        if time.monotonic() >= self._front_due_s:
+            self._front_due_s = math.inf
+            self.http = self._front(self._front_address)
+            self.http.address = self._front_address  # from now on its errors are its own to tell
+
+    def _service(
+        self,
+        module: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str] | None,
+        model_flag: str = "--model",
+        *,
+        files: Mapping[str, _UnnamedFile] = MappingProxyType({}),
+    ) -> Service:
+        """Start one; `files` are values of its flags that it alone can open."""
+        flags = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
+        fds = [file.fd for file in files.values()]
+        with _uninterrupted():
+            service = Service(module, flags, environ, model_flag=model_flag, pass_fds=fds)
+            self.services.append(service)
+        return service
+
+    def wait(self) -> Service:
+        """Block until a service ends by itself; returns it."""
+        while True:
+            for service in self.services:
+                if service.process.poll() is not None:
+                    return service
+            self._restart_what_is_due()
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the coordinator first: requests that finish within the grace still need the models."""
+        try:
+            for service in reversed(self.services):
+                if service.module != "coordinator":
+                    service.terminate()
+                else:
+                    service.stop(self._grace_s + _STOP_MARGIN_S)
+            ends_s = time.monotonic() + self._grace_s + _STOP_MARGIN_S
+            for service in self.services:
+                service.stop(max(0.0, ends_s - time.monotonic()))
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        for service in self.services:
+            service.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Pauses:
+    """Before a process is started again: longer each time, unless it ran for a minute."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+        self._pause_s = 0.0
+
+    def next(self, now_s: float) -> float:
+        """The pause in seconds, after an end at this time."""
+        is_sound = now_s - self._last_s > self._pause_s + _SOUND_S
+        self._last_s = now_s
+        self._pause_s = _FIRST_PAUSE_S if is_sound else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return self._pause_s
+
+
+class _UnnamedFile:
+    """A file that is in no directory: only processes that inherit its descriptor can open it, and it is gone
+    with the last of them, however they end.
+
+    Attributes:
+        path: where such a process opens it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this
+        self._file.write(text.encode())
+        self._file.flush()
+        self.fd = self._file.fileno()
+        self.path = f"/dev/fd/{self.fd}"
+
+
+def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
+    """Flags of the model services and of the coordinator. Where clients need a token, the model services must
+    not be a way around it."""
+    if not (isinstance(config, UpConfig) and config.tokens):
+        return {}, {}
+    token, line = make_token("coordinator")
+    return {"tokens": _UnnamedFile(line)}, {"peer_token_file": _UnnamedFile(token)}
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off SIGINT and SIGTERM to the end: a process that is half started could not be ended, and the
+    child between fork and exec would run the handler too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled elsewhere
+        return
+    arrived: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+def _flags(**values: object) -> list[str]:
+    return [text for name, value in values.items() for text in flag_words(name, value)]
+
+
+def _verify_flags(config: StackConfig, index: int) -> list[str]:
+    return _flags(
+        model=config.target,
+        dtype=config.dtype,
+        device=device_of(config, index),
+        num_threads=config.num_threads or _default_threads(config),
+        tensor_parallel_size=config.tensor_parallel_size,
+        ray_address=config.ray_address,
+        least_pass_ms=config.least_pass_ms,
+        metrics_address=metrics_address(config, "verify"),
+        **_shared(config),
+    )
+
+
+def device_of(config: StackConfig | VerifyConfig, index: int) -> str:
+    """Replicas on `cuda` take one card each; Ray chooses for those that span several."""
+    spread = config.device == "cuda" and config.replicas > 1 and config.tensor_parallel_size == 1
+    return f"cuda:{index}" if spread else config.device
+
+
+def _default_threads(config: StackConfig) -> int:
+    """The embedded target's matrices are too small to share: a second thread made a pass 9 to 17 % slower."""
+    return 1 if config.target == EMBEDDED else 0
+
+
+def _draft_flags(config: StackConfig) -> list[str]:
+    return _flags(
+        model=config.draft,
+        dtype=config.draft_dtype,
+        device=config.draft_device,
+        num_threads=config.draft_num_threads,
+        metrics_address=metrics_address(config, "draft"),
+        **_shared(config),
+    )
+
+
+def _proxy_flags(config: StackConfig, draft_address: str) -> list[str]:
+    return ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
+
+
+def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: str) -> list[str]:
+    return _flags(
+        address=config.address,
+        num_draft_tokens=config.num_draft_tokens,
+        num_outcomes=config.num_outcomes,
+        rule=config.rule,
+        grace_s=config.grace_s,
+        log_level=config.log_level,
+        metrics_address=metrics_address(config, "coordinator"),
+        verify_address=verify_address,
+        draft_address=draft_address,
+        **_doors(config),
+    )
+
+
+def _doors(config: StackConfig) -> dict[str, object]:
+    names = [field.name for field in fields(DoorConfig)] if isinstance(config, DoorConfig) else []
+    return {name: getattr(config, name) for name in names if name != "address"}
+
+
+def metrics_address(config: StackConfig, role: str) -> str:
+    """Where a service of the stack shows its metrics; the ports follow each other, unless any will do."""
+    if not config.metrics_address:
+        return ""
+    host, port = split_address("metrics_address", config.metrics_address)
+    return f"{host}:{port and port + METRICS_ROLES.index(role)}"
+
+
+def _shared(config: StackConfig) -> dict[str, object]:
+    return {
+        "address": "127.0.0.1:0",
+        "num_kv_tokens": config.num_kv_tokens,
+        "prefix_sharing": config.prefix_sharing,
+        "grace_s": config.grace_s,
+        "log_level": config.log_level,
+    }
+
+
+def _waiting(module: str) -> dict[str, str]:
+    """On shared cores, idle OpenMP threads beside the target's must not spin while it computes."""
+    return {} if module == "verify_service" else {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _inherited() -> dict[str, str]:
+    """The environment without the variables that flags of ours stand for: `SPECWIRE_ADDRESS` is the
+    coordinator's here, not that of all three. Others (`SPECWIRE_PAGE_SIZE`) reach the services."""
+    ours = {env_name(field.name) for field in fields(UpConfig)}
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def check_free(name: str, address: str) -> None:
+    """Raises:
+    ConfigError: nobody can listen there, naming the flag and the address.
+    """
+    host, port = split_address(name, address)
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError(f"{flag_name(name)} {address}: cannot be bound ({problem})") from None
+
+
+def _dying_with(parent_pid: int) -> Callable[[], None]:
+    """What a child runs before it becomes the service: have the kernel end it when the parent is gone."""
+
+    def prepare() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent_pid:  # gone in the meantime: the signal would never come
+                os._exit(1)
+
+    return prepare

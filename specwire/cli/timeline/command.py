@@ -1,0 +1,245 @@
+"""The command line of `specwire timeline`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specwire.cli.timeline import layout, page, picture
+from specwire.cli.timeline import spans as files
+from specwire.cli.timeline.generation import Generation, choose, generations, is_complete
+from specwire.cli.timeline.layout import Timeline
+from specwire.cli.timeline.spans import Span
+from specwire.config.fields import split_address
+from specwire.config.flags import add_flags, flag_name, read_config
+from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
+from specwire.config.services import LiveConfig
+from specwire.core import SamplingParams
+from specwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specwire.cli.timeline.receiver import Receiver
+    from specwire.client.client import Client
+
+_ABOUT = "draw who worked when in one generation, from its spans"
+_EXAMPLES = """\
+examples:
+  specwire timeline spans.json                        OTLP JSON (or Jaeger's) to timeline.html
+  specwire timeline spans.json --rounds 8:16 --out a  a.html and a.png of rounds 8 to 15
+  specwire timeline --live --prompt "import os"       start everything, generate, draw that
+  specwire timeline --receive 0.0.0.0:4317            be the collector of services that run
+                                                      elsewhere; draw their next generation
+"""
+_SUFFIXES = (".html", ".png")
+_SETTLE_S = 15.0
+"""Exporters send every 5 s unless told otherwise: services' spans come this much later than the root."""
+
+
+def add_command(commands: Any) -> argparse.ArgumentParser:
+    """Add `timeline` to the parser's commands; the caller sets what runs it."""
+    timeline: argparse.ArgumentParser = commands.add_parser(
+        "timeline",
+        help=_ABOUT,
+        description=_ABOUT[0].upper() + _ABOUT[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_source_flags(timeline)
+    timeline.add_argument(
+        "--trace-id", default="", metavar="HEX", help="which generation, if there are several"
+    )
+    timeline.add_argument("--rounds", type=_rounds, metavar="A:B", help="show rounds A to B - 1 only")
+    timeline.add_argument(
+        "--out",
+        type=Path,
+        default=Path("timeline.html"),
+        metavar="NAME",
+        help="NAME.html a page, NAME.png a picture, other names both (default timeline.html)",
+    )
+    timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
+    add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
+    add_sampling_flags(timeline, max_tokens=64)
+    return timeline
+
+
+def _add_source_flags(timeline: argparse.ArgumentParser) -> None:
+    source = timeline.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="spans, as the collector writes them"
+    )
+    source.add_argument("--live", action="store_true", help="run the three services here and generate once")
+    source.add_argument("--receive", metavar="HOST:PORT", help="wait there for a generation's spans")
+    prompt = timeline.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue, with --live")
+    prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
+
+
+def _rounds(text: str) -> range:
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    numbers = range(int(match[1]), int(match[2])) if match else range(0)
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with A less than B")
+    return numbers
+
+
+def run(args: argparse.Namespace) -> int:
+    """Get the spans and draw them.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: a flag or file that cannot be used; outputs are tried before anything runs.
+        SpecwireError: the services did not come up, or the generation failed.
+    """
+    outs = _outs(args.out)
+    _check(args, outs)
+    generation = _generation(args)
+    if args.save:
+        _write("--save", args.save, partial(files.save, spans=generation.spans))
+    _draw(generation, args.rounds, outs)
+    print(*outs, sep="\n")
+    return 0
+
+
+def _outs(out: Path) -> list[Path]:
+    if out.suffix in _SUFFIXES:
+        return [out]
+    return [out.with_name(out.name + suffix) for suffix in _SUFFIXES]
+
+
+def _check(args: argparse.Namespace, outs: Sequence[Path]) -> None:
+    """Now, rather than after the generation."""
+    for flag, path in [("--out", out) for out in outs] + [("--save", args.save)]:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{flag} {path}: cannot be written")
+    if any(out.suffix == ".png" for out in outs):
+        picture.check()
+    if not args.live:
+        _check_without_live(args)
+
+
+def _check_without_live(args: argparse.Namespace) -> None:
+    fields: list[dataclasses.Field[Any]] = [
+        *dataclasses.fields(LiveConfig),
+        *dataclasses.fields(SamplingParams),
+    ]
+    given = [field.name for field in fields if field.name in args and field.name != "max_tokens"]
+    given += [name for name in ("prompt", "token_ids") if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(f"{flag_name(given[0])}: needs --live")
+    if args.receive:
+        split_address("receive", args.receive)
+
+
+def _generation(args: argparse.Namespace) -> Generation:
+    if args.live:
+        return _live(args)
+    if args.receive:
+        return _received(args.receive, args.trace_id)
+    found = files.read(args.file)
+    try:
+        return choose(found, args.trace_id)
+    except ConfigError as error:
+        raise ConfigError(f"{args.file}: {error}") from None
+
+
+def _live(args: argparse.Namespace) -> Generation:
+    """Run a stack that exports to here, warm it up, generate once."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # it logs every service that we start
+    from specwire.cli.supervisor import Stack
+    from specwire.client.client import Client
+
+    receiver = _receiver("127.0.0.1:0")
+    config, params = read_config(LiveConfig, args, os.environ), sampling_params(args)
+    trace_id = secrets.token_hex(16)
+    with receiver:
+        with Stack(config, _environ(receiver.endpoint)) as stack, Client(stack.address) as client:
+            prompt = _prompt(client, args)
+            client.generate(**prompt, params=params)
+            client.generate(**prompt, params=params, traceparent=f"00-{trace_id}-{secrets.token_hex(8)}-01")
+        return choose(receiver.spans, trace_id)  # services export what is left when they end
+
+
+def _prompt(client: Client, args: argparse.Namespace) -> dict[str, Any]:
+    from specwire.cli.bench import prompts
+
+    if args.token_ids is not None:
+        return {"prompt_token_ids": args.token_ids}
+    if args.prompt is not None:
+        return {"prompt": args.prompt}
+    built_in = prompts.built_in(client.get_model_info()[0])[0]
+    return {"prompt": built_in.text, "prompt_token_ids": built_in.token_ids}
+
+
+def _environ(endpoint: str) -> dict[str, str]:
+    """Variables that send every span to the endpoint, whatever this process's own say."""
+    return {
+        "OTEL_SDK_DISABLED": "false",
+        "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_TRACES_SAMPLER": "always_on",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "no_grpc_proxy": "127.0.0.1",
+    }
+
+
+def _received(address: str, trace_id: str) -> Generation:
+    """The first generation that arrives whole, or the one of this trace."""
+
+    def wanted(spans: list[Span]) -> list[Generation]:
+        return [one for one in generations(spans) if trace_id.lower() in ("", one.root.trace_id)]
+
+    with _receiver(address) as receiver:
+        print(f"waiting for a generation: OTEL_EXPORTER_OTLP_ENDPOINT={receiver.endpoint}", file=sys.stderr)
+        receiver.wait(wanted)
+        receiver.wait(lambda spans: any(map(is_complete, wanted(spans))), _SETTLE_S)
+        found = wanted(receiver.spans)
+    return next(filter(is_complete, found), found[0])
+
+
+def _receiver(address: str) -> Receiver:
+    try:
+        from specwire.cli.timeline.receiver import Receiver
+    except ImportError as error:
+        raise ConfigError(
+            f'receiving spans needs OpenTelemetry ({error}): pip install "specwire[tracing]"'
+        ) from error
+    return Receiver(address)
+
+
+def _draw(generation: Generation, numbers: range | None, outs: Sequence[Path]) -> None:
+    whole = layout.make(generation, numbers)
+    for out in outs:
+        if out.suffix == ".html":
+            _write("--out", out, partial(page.write, timeline=whole))
+        else:
+            shown = _readable(generation, whole)
+            _write("--out", out, partial(picture.draw, shown=shown, whole=whole))
+
+
+def _readable(generation: Generation, whole: Timeline) -> Timeline:
+    """The rounds in the middle, where all of them would be too narrow: the first ones are no examples."""
+    most = picture.MAX_READABLE_ROUNDS
+    if len(whole.rounds) <= most:
+        return whole
+    first = whole.rounds[(len(whole.rounds) - most) // 2].number
+    return layout.make(generation, range(first, first + most))
+
+
+def _write(flag: str, path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,124 @@
+"""Which spans are one generation: everything below its `generate` span."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specwire.cli.timeline.spans import Span
+from specwire.errors import ConfigError
+from specwire.telemetry import tracing
+
+MODEL_CALLS = ("draft", "verify")
+"""The coordinator's spans around calls of the model services."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The spans below one `generate` span, itself included.
+
+    Attributes:
+        num_lost: spans of the trace whose parents are missing, so that nobody knows what they belong to.
+    """
+
+    root: Span
+    spans: Sequence[Span]
+    num_lost: int = 0
+
+    def named(self, *names: str) -> list[Span]:
+        """Those of these names, by start."""
+        return sorted((span for span in self.spans if span.name in names), key=lambda span: span.start_ns)
+
+
+def generations(spans: Iterable[Span]) -> list[Generation]:
+    """One for each `generate` span, by start."""
+    by_trace: dict[str, dict[str, Span]] = defaultdict(dict)
+    for span in spans:
+        by_trace[span.trace_id][span.span_id] = span  # exported again after a timeout, it arrives twice
+    found = [made for of_trace in by_trace.values() for made in _generations(of_trace)]
+    return sorted(found, key=lambda generation: generation.root.start_ns)
+
+
+def _generations(of_trace: Mapping[str, Span]) -> list[Generation]:
+    children: dict[str, list[Span]] = defaultdict(list)
+    for span in of_trace.values():
+        children[span.parent_id].append(span)
+    roots = [span for span in of_trace.values() if span.name == "generate"]
+    num_lost = sum(span.parent_id not in of_trace for span in of_trace.values() if span.name != "generate")
+    return [
+        Generation(root=root, spans=_descendants(root, children), num_lost=num_lost if len(roots) == 1 else 0)
+        for root in roots
+    ]
+
+
+def _descendants(root: Span, children: Mapping[str, Sequence[Span]]) -> list[Span]:
+    found, seen = [root], {root.span_id}  # ids come from outside: they may go round in a circle
+    for span in found:
+        below = [child for child in children.get(span.span_id, ()) if child.span_id not in seen]
+        seen.update(child.span_id for child in below)
+        found += below
+    return found
+
+
+def choose(spans: Iterable[Span], trace_id: str = "") -> Generation:
+    """The only generation, or the one of this trace.
+
+    Args:
+        trace_id: hex; where a trace has several generations, the span id of one of them will do.
+
+    Raises:
+        ConfigError: none fits, or several; lists them.
+    """
+    found = generations(spans)
+    if not found:
+        raise ConfigError("no generate span: this is no trace of a whole generation of specwire")
+    wanted = trace_id.lower()
+    fitting = [one for one in found if wanted in ("", one.root.trace_id, one.root.span_id)]
+    if len(fitting) == 1:
+        return fitting[0]
+    problem = "choose one with --trace-id" if fitting else f"--trace-id {trace_id}: is not among them"
+    raise ConfigError(f"{problem}: {', '.join(map(_described, fitting or found))}")
+
+
+def _described(generation: Generation) -> str:
+    root = generation.root
+    others = f" span {root.span_id}" if root.parent_id else ""
+    rounds = len(generation.named("round"))
+    return f"{root.trace_id}{others} ({root.duration_ns / 1e6:.1f} ms, {rounds} rounds)"
+
+
+def is_complete(generation: Generation) -> bool:
+    """Whether every call of every round has its service's span too; exporters send when they like."""
+    rounds = generation.named("round")
+    if len(rounds) < count(generation.root, tracing.NUM_ROUNDS):
+        return False
+    served = {span.parent_id for span in generation.named("draft.forward", "verify.forward")}
+    calls = [call for call in generation.named(*MODEL_CALLS) if tracing.ERROR_TYPE not in call.attributes]
+    verified = {call.parent_id for call in calls if call.name == "verify"}
+    by_id = {one.span_id: one for one in rounds}
+    asked = [call for call in calls if not is_prepared(call, by_id.get(call.parent_id, call))]
+    return all(call.span_id in served for call in asked) and all(
+        one.span_id in verified for one in rounds if tracing.ERROR_TYPE not in one.attributes
+    )
+
+
+def has_prepared(span: Span) -> bool:
+    """Whether a `round` span says that its proposal was there before it was asked for."""
+    return span.attributes.get(tracing.DRAFT_PREPARED) is True
+
+
+def is_prepared(call: Span, parent: Span) -> bool:
+    """Whether a `draft` span is one that the service was not asked for, by the round above it."""
+    return call.name == "draft" and has_prepared(parent)
+
+
+def count(span: Span, name: str, default: int = 0) -> int:
+    """An attribute that should be a count; spans come from outside."""
+    value = span.attributes.get(name)
+    return value if type(value) is int and value >= 0 else default
+
+
+def text(span: Span, name: str) -> str:
+    value = span.attributes.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,448 @@
+"""What the picture of a generation shows: bars in lanes, rounds with their marks, shares of time. Pure.
+
+Times are nanoseconds from the start of the `generate` span, by the coordinator's clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from specwire.cli.timeline.generation import MODEL_CALLS, Generation, count, has_prepared, is_prepared, text
+from specwire.cli.timeline.intervals import Interval, difference, intersection, length, union
+from specwire.cli.timeline.spans import Span
+from specwire.errors import ConfigError
+from specwire.telemetry import tracing
+
+TOLERANCE_NS = 50_000
+"""Clocks of one machine are read at slightly different times; less than this is no difference of clocks."""
+SHOWN_SHIFT_NS = 1_000_000
+
+
+class Kind(StrEnum):
+    """What a bar stands for."""
+
+    ROUND = "round"
+    ACCEPT = "accept"
+    DRAFT_QUEUE = "draft.queue"
+    DRAFT_FORWARD = "draft.forward"
+    DRAFT_PREPARE = "draft.prepare"
+    VERIFY_QUEUE = "verify.queue"
+    VERIFY_FORWARD = "verify.forward"
+    NETWORK = "network"
+    UNKNOWN = "unknown"
+    """A call of the coordinator's without a span of the service, as for proposals that were there before."""
+
+
+class Lane(StrEnum):
+    """Where bars are drawn, from top to bottom."""
+
+    COORDINATOR = "coordinator"
+    DRAFT = "draft"
+    VERIFY = "verify"
+    NETWORK = "network"
+
+
+class Mark(StrEnum):
+    """Whether a round's proposal had been prepared; plain rounds had none."""
+
+    HIT = "hit"
+    MISS = "miss"
+    PLAIN = "plain"
+
+
+SIGNS = {Mark.HIT: "✓", Mark.MISS: "✗", Mark.PLAIN: "–"}
+
+#: The lane of each kind and its row there, before rows that are not needed are closed up.
+_PLACES = {
+    Kind.ROUND: (Lane.COORDINATOR, 0),
+    Kind.ACCEPT: (Lane.COORDINATOR, 1),
+    Kind.DRAFT_QUEUE: (Lane.DRAFT, 0),
+    Kind.DRAFT_FORWARD: (Lane.DRAFT, 0),
+    Kind.DRAFT_PREPARE: (Lane.DRAFT, 1),
+    Kind.VERIFY_QUEUE: (Lane.VERIFY, 0),
+    Kind.VERIFY_FORWARD: (Lane.VERIFY, 0),
+    Kind.NETWORK: (Lane.NETWORK, 0),
+    Kind.UNKNOWN: (Lane.NETWORK, 0),
+}
+_DRAFTING = (Kind.DRAFT_FORWARD, Kind.DRAFT_PREPARE)
+_SERVING = (*_DRAFTING, Kind.DRAFT_QUEUE, Kind.VERIFY_QUEUE, Kind.VERIFY_FORWARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Something that took time.
+
+    Attributes:
+        title: what a person should read when pointing at it.
+        row: within the lane, from 0; bars of one row do not overlap.
+        span: whose attributes explain it; for the network the coordinator's call.
+        round_id: span id of the round it belongs to; empty for none.
+    """
+
+    kind: Kind
+    title: str
+    start_ns: int
+    end_ns: int
+    span: Span
+    round_id: str
+    row: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        """Where it is drawn."""
+        return _PLACES[self.kind][0]
+
+    @property
+    def interval(self) -> Interval:
+        """Start and end."""
+        return self.start_ns, self.end_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A round in numbers.
+
+    Attributes:
+        number: from 0.
+        draft_ns, verify_ns: the services' time for it while it ran, queue included.
+        prepare_ns: the draft's time for proposals that build on this round, while it was verified.
+    """
+
+    span_id: str
+    number: int
+    mark: Mark
+    num_drafted: int
+    num_accepted: int
+    start_ns: int
+    end_ns: int
+    draft_ns: int
+    prepare_ns: int
+    verify_ns: int
+    network_ns: int
+
+    @property
+    def labels(self) -> list[str]:
+        """From long to short: `7: hit ✓ 3/4` (accepted of drafted), `7 ✓ 3/4`, `✓ 3/4`, `3/4`."""
+        counts = f"{self.num_accepted}/{self.num_drafted}"
+        signed = f"{SIGNS[self.mark]} {counts}"
+        return [f"{self.number}: {self.mark} {signed}", f"{self.number} {signed}", signed, counts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Fractions of the time shown.
+
+    Attributes:
+        target: the target computes.
+        draft: the draft computes, prepared work included.
+        both: both at once.
+        only_network: something is on its way, and no service and no rule works.
+    """
+
+    target: float
+    draft: float
+    both: float
+    only_network: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Everything there is to draw.
+
+    Attributes:
+        bars: by start; those of rounds included.
+        overlaps: when target and draft compute at once.
+        num_rows: of each lane.
+        num_rounds: of the whole generation, of which `rounds` may be a part.
+        num_tokens: emitted by the whole generation; None if the span does not say.
+        notes: what a person has to know to read the picture right.
+    """
+
+    model: str
+    trace_id: str
+    num_tokens: int | None
+    total_ns: int
+    start_ns: int
+    end_ns: int
+    rounds: Sequence[Round]
+    num_rounds: int
+    bars: Sequence[Bar]
+    overlaps: Sequence[Interval]
+    num_rows: Mapping[Lane, int]
+    shares: Shares
+    notes: Sequence[str]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether only some of the rounds are shown."""
+        return len(self.rounds) < self.num_rounds
+
+    def num_marked(self, mark: Mark) -> int:
+        """Rounds shown with this mark."""
+        return sum(shown.mark is mark for shown in self.rounds)
+
+    @property
+    def num_drafted_rounds(self) -> int:
+        """Rounds shown that are a hit or a miss."""
+        return len(self.rounds) - self.num_marked(Mark.PLAIN)
+
+
+def make(generation: Generation, numbers: range | None = None) -> Timeline:
+    """Lay a generation out.
+
+    Args:
+        numbers: the rounds to show; None shows the whole generation.
+
+    Raises:
+        ConfigError: it has none of these rounds.
+    """
+    return _Maker(generation).make(numbers)
+
+
+@dataclass
+class _Maker:
+    """A layout in the making."""
+
+    generation: Generation
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spans = self.generation.spans
+        self.root = self.generation.root
+        self.by_id = {span.span_id: span for span in spans}
+        self.children: dict[str, list[Span]] = defaultdict(list)
+        for span in spans:
+            self.children[span.parent_id].append(span)
+        calls = self.generation.named(*MODEL_CALLS)
+        self.parts = {call.span_id: self._parts_of(call) for call in calls}
+        self.shifts = _shifts([(call, self.parts[call.span_id]) for call in calls])
+
+    def make(self, numbers: range | None) -> Timeline:
+        bars = _in_rows([bar for span in self.generation.spans for bar in self._bars(span)])
+        rounds = self._rounds(bars)
+        shown = rounds if numbers is None else [one for one in rounds if one.number in numbers]
+        if numbers is not None and not shown:
+            raise ConfigError(f"--rounds {numbers.start}:{numbers.stop}: there are {_counted(rounds)}")
+        start_ns, end_ns = 0, self.root.duration_ns
+        if len(shown) < len(rounds):
+            start_ns, end_ns = min(one.start_ns for one in shown), max(one.end_ns for one in shown)
+        visible = [bar for bar in bars if bar.end_ns >= start_ns and bar.start_ns <= end_ns]
+        window = (start_ns, end_ns)
+        overlaps = intersection(
+            _busy(visible, [Kind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
+        )
+        return Timeline(
+            model=text(self.root, tracing.GEN_AI_REQUEST_MODEL),
+            trace_id=self.root.trace_id,
+            num_tokens=count(self.root, tracing.GEN_AI_USAGE_OUTPUT_TOKENS) or None,
+            total_ns=self.root.duration_ns,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            rounds=shown,
+            num_rounds=len(rounds),
+            bars=visible,
+            overlaps=overlaps,
+            num_rows={lane: _num_rows(visible, lane) for lane in Lane},
+            shares=_shares(visible, overlaps, window),
+            notes=self._notes(bars),
+        )
+
+    def _parts_of(self, call: Span) -> list[Span]:
+        """The service's spans of a call."""
+        return [part for part in self.children[call.span_id] if part.name.startswith(f"{call.name}.")]
+
+    def _bars(self, span: Span) -> list[Bar]:
+        if span.name in MODEL_CALLS:
+            return self._network(span)
+        if span.name not in _PLACES or span.name in (Kind.NETWORK, Kind.UNKNOWN):
+            return []
+        return [self._bar(Kind(span.name), span.name, self._interval(span), span)]
+
+    def _network(self, call: Span) -> list[Bar]:
+        """What is left of a call when the service's own spans are taken out of it."""
+        start_ns, end_ns = self._interval(call)
+        served = union(map(self._interval, self.parts[call.span_id]))
+        if not served:
+            title = (
+                "draft, prepared before"
+                if self._is_prepared(call)
+                else f"{call.name}, no span of the service"
+            )
+            return [self._bar(Kind.UNKNOWN, title, (start_ns, end_ns), call)]
+        left = difference([(start_ns, end_ns)], served)
+        return [self._bar(Kind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
+
+    def _is_prepared(self, call: Span) -> bool:
+        return is_prepared(call, self.by_id[call.parent_id])
+
+    def _bar(self, kind: Kind, title: str, interval: Interval, span: Span) -> Bar:
+        round_id = self._round_id(span)
+        return Bar(
+            kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, round_id=round_id
+        )
+
+    def _interval(self, span: Span) -> Interval:
+        shift_ns = self.shifts.get(_clock(span), 0) if self.shifts else 0
+        offset = shift_ns - self.root.start_ns
+        return span.start_ns + offset, span.end_ns + offset
+
+    def _round_id(self, span: Span) -> str:
+        """Span id of the round it is in; parents end at the root, as all spans here descend from it."""
+        at = span
+        while at is not self.root and at.name != "round":
+            at = self.by_id[at.parent_id]
+        return at.span_id if at is not self.root else ""
+
+    def _rounds(self, bars: Iterable[Bar]) -> list[Round]:
+        of_round: dict[str, list[Bar]] = defaultdict(list)
+        for bar in bars:
+            of_round[bar.round_id].append(bar)
+        spans = self.generation.named("round")
+        rounds = [self._round(i, span, of_round[span.span_id]) for i, span in enumerate(spans)]
+        return sorted(rounds, key=lambda one: one.number)
+
+    def _round(self, index: int, span: Span, bars: Sequence[Bar]) -> Round:
+        start_ns, end_ns = self._interval(span)
+
+        def spent(*kinds: Kind) -> int:
+            """Within the round: a draft may have begun before it was asked."""
+            whole = union(bar.interval for bar in bars if bar.kind in kinds)
+            return length(intersection(whole, [(start_ns, end_ns)]))
+
+        return Round(
+            span_id=span.span_id,
+            number=count(span, tracing.ROUND, index),
+            mark=mark(span),
+            num_drafted=count(span, tracing.NUM_DRAFT_TOKENS),
+            num_accepted=count(span, tracing.NUM_ACCEPTED_TOKENS),
+            start_ns=start_ns,
+            end_ns=end_ns,
+            draft_ns=spent(Kind.DRAFT_QUEUE, Kind.DRAFT_FORWARD),
+            prepare_ns=spent(Kind.DRAFT_PREPARE),
+            verify_ns=spent(Kind.VERIFY_QUEUE, Kind.VERIFY_FORWARD),
+            network_ns=spent(Kind.NETWORK),
+        )
+
+    def _notes(self, bars: Sequence[Bar]) -> list[str]:
+        notes = [
+            f"The clock of the {role} service differs: its spans are moved by {shift_ns / 1e6:+.1f} ms"
+            for (role, _), shift_ns in self.shifts.items()
+            if abs(shift_ns) > SHOWN_SHIFT_NS
+        ]
+        num_unknown = sum(bar.kind is Kind.UNKNOWN and not self._is_prepared(bar.span) for bar in bars)
+        if num_unknown:
+            notes.append(f"{num_unknown} calls have no span of the service they went to")
+        if self.generation.num_lost:
+            notes.append(f"{self.generation.num_lost} spans are left out: their parents are missing")
+        missing = count(self.root, tracing.NUM_ROUNDS) - len(self.generation.named("round"))
+        if missing > 0:
+            notes.append(f"{missing} rounds are missing from the trace")
+        return notes
+
+
+def mark(span: Span) -> Mark:
+    """What a `round` span says about its proposal."""
+    if not count(span, tracing.NUM_DRAFT_TOKENS):
+        return Mark.PLAIN
+    return Mark.HIT if has_prepared(span) else Mark.MISS
+
+
+def _way(call: Span, gap: Interval, served: Sequence[Interval]) -> str:
+    if gap[1] <= served[0][0]:
+        return f"network, request to {call.name}"
+    return f"network, answer of {call.name}" if gap[0] >= served[-1][1] else f"network, {call.name}"
+
+
+def _clock(span: Span) -> tuple[str, str]:
+    """Role and process: all spans of one process have one clock. The coordinator's counts as right."""
+    role, dot, _ = span.name.partition(".")
+    return (role, repr(sorted(span.resource.items()))) if dot else ("", "")
+
+
+def _shifts(calls: Iterable[tuple[Span, Sequence[Span]]]) -> dict[tuple[str, str], int]:
+    """Nanoseconds to add to each service's times, for services whose spans stick out of the calls to them.
+
+    As in NTP, a call and what the service did for it are taken to have the same middle: the median over
+    all calls, within what lets every call keep its spans inside where that is possible.
+    """
+    by_clock: dict[tuple[str, str], list[tuple[Span, Interval]]] = defaultdict(list)
+    for call, parts in calls:
+        served = union((part.start_ns, part.end_ns) for part in parts)
+        if served and served[-1][1] - served[0][0] <= call.duration_ns:
+            by_clock[_clock(parts[0])].append((call, (served[0][0], served[-1][1])))
+    return {clock: shift for clock, found in by_clock.items() if (shift := _shift(found))}
+
+
+def _shift(calls: Sequence[tuple[Span, Interval]]) -> int:
+    least = max(call.start_ns - start for call, (start, _) in calls)
+    most = min(call.end_ns - end for call, (_, end) in calls)
+    if least <= TOLERANCE_NS and most >= -TOLERANCE_NS:
+        return 0
+    middle = statistics.median_low(
+        (call.start_ns + call.end_ns - start - end) // 2 for call, (start, end) in calls
+    )
+    return max(least, min(middle, most)) if least <= most else middle
+
+
+def _in_rows(bars: Iterable[Bar]) -> list[Bar]:
+    """Bars by start, on rows: each kind's own as far as needed, more where bars of a kind overlap."""
+    placed: list[Bar] = []
+    by_lane: dict[Lane, list[Bar]] = defaultdict(list)
+    for bar in bars:
+        by_lane[bar.lane].append(bar)
+    for in_lane in by_lane.values():
+        below = 0
+        for group in _groups(in_lane):
+            packed = _packed(group)
+            placed += [replace(bar, row=below + bar.row) for bar in packed]
+            below += 1 + max(bar.row for bar in packed)
+    return sorted(placed, key=lambda bar: (bar.start_ns, bar.end_ns))
+
+
+def _groups(in_lane: Sequence[Bar]) -> list[list[Bar]]:
+    """Bars of a lane by the row of their kind."""
+    groups: dict[int, list[Bar]] = defaultdict(list)
+    for bar in in_lane:
+        groups[_PLACES[bar.kind][1]].append(bar)
+    return [groups[row] for row in sorted(groups)]
+
+
+def _packed(bars: Iterable[Bar]) -> list[Bar]:
+    """Each bar on the first row that is free; clocks' tolerance is no overlap."""
+    ends: list[int] = []
+    placed = []
+    for bar in sorted(bars, key=lambda bar: bar.interval):
+        row = 0
+        while row < len(ends) and ends[row] > bar.start_ns + TOLERANCE_NS:
+            row += 1
+        ends[row:] = [bar.end_ns, *ends[row + 1 :]]
+        placed.append(replace(bar, row=row))
+    return placed
+
+
+def _num_rows(bars: Iterable[Bar], lane: Lane) -> int:
+    return 1 + max((bar.row for bar in bars if bar.lane is lane), default=0)
+
+
+def _busy(bars: Iterable[Bar], kinds: Sequence[Kind], window: Interval) -> list[Interval]:
+    return intersection(union(bar.interval for bar in bars if bar.kind in kinds), [window])
+
+
+def _shares(bars: Sequence[Bar], overlaps: list[Interval], window: Interval) -> Shares:
+    total_ns = max(1, window[1] - window[0])
+    network = _busy(bars, [Kind.NETWORK], window)
+    working = _busy(bars, (*_SERVING, Kind.ACCEPT), window)
+    return Shares(
+        target=length(_busy(bars, [Kind.VERIFY_FORWARD], window)) / total_ns,
+        draft=length(_busy(bars, _DRAFTING, window)) / total_ns,
+        both=length(overlaps) / total_ns,
+        only_network=length(difference(network, working)) / total_ns,
+    )
+
+
+def _counted(rounds: Sequence[Round]) -> str:
+    return f"rounds {rounds[0].number} to {rounds[-1].number}" if rounds else "no rounds"

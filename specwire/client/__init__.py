@@ -1,0 +1,1 @@
+"""The SDK: requests, streams, several coordinators, resuming."""

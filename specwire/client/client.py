@@ -1,0 +1,331 @@
+"""The client SDK: `AsyncClient`, and `Client`, which runs one on a thread of its own. Torch-free.
+
+Their streams are in `streaming.py`; what happens when a coordinator is lost is decided in `resume.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import math
+import sys
+import threading
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from specwire.client.endpoints import Endpoint, Endpoints
+from specwire.client.resume import RetryPolicy, as_addresses
+from specwire.client.streaming import AsyncStream, Stream
+from specwire.completion import Completion
+from specwire.config.fields import split_address
+from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
+from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledError, SpecwireError
+from specwire.rpc import server as rpc
+from specwire.security.tls import TLS, Credentials
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+from specwire.wire import model as wire
+
+DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_RETRY = RetryPolicy()
+Messages = Sequence[Mapping[str, str]]
+Result = TypeVar("Result")
+
+
+class AsyncClient:
+    """Speaks to a coordinator from asyncio code.
+
+    Args:
+        address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
+            separated by commas. The one that served last is asked first, to begin with the first one.
+        timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
+        retry: what to do when a coordinator is lost, or says no.
+        tls: speak TLS, with these files; None speaks plaintext.
+        token: bearer token shown with every request.
+        allow_plaintext: send the token without TLS beyond this machine.
+
+    Raises:
+        InvalidRequestError: on construction, naming the argument and its value.
+        ConfigError: on construction, a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        tls: TLS | None = None,
+        token: str = "",
+        allow_plaintext: bool = False,
+    ) -> None:
+        self._addresses = _checked_addresses(address)
+        self._timeout_s = _checked_timeout(timeout_s)
+        self._retry = retry
+        self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
+        self._streams: set[AsyncStream] = set()
+
+    def _open_channel(self, address: str) -> grpc.aio.Channel:
+        return rpc.open_channel(address, credentials=self._credentials)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channels; running generations are cancelled."""
+        for stream in self._streams:
+            stream.cancel()
+        await self._endpoints.close()
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        token: str = "",
+        report_progress: bool = False,
+    ) -> AsyncIterator[AsyncStream]:
+        """Generate, chunk by chunk. Leaving the context cancels the generation on all services.
+
+        Args:
+            prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`.
+            params: how to continue it.
+            timeout_s: deadline of the whole generation, in seconds.
+            traceparent: W3C trace context of the caller, to be the parent of the generation's trace.
+            token: bearer token of whoever this generation is for.
+            report_progress: whether every chunk says what speculation did so far and where the time went.
+
+        Raises:
+            InvalidRequestError: names the parameter and its value.
+            SpecwireError: see `specwire.errors`.
+        """
+        request = client_wire.generate_request(
+            prompt,
+            params or SamplingParams(),
+            prompt_token_ids,
+            [dict(m) for m in messages] if messages is not None else None,
+            credit_tokens=MIN_CREDIT_TOKENS,
+            report_progress=report_progress,
+        )
+        metadata = self._metadata(traceparent, token)
+        deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata)
+        self._streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            stream.cancel()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        token: str = "",
+    ) -> Completion:
+        """Generate, and wait for the end. Arguments and errors as for `stream`."""
+        async with self.stream(
+            prompt,
+            params,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+            token=token,
+        ) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    async def get_model_info(
+        self, *, timeout_s: float = 10.0, token: str = ""
+    ) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable; `token` as for `stream`."""
+        request = generation_pb2.GetModelInfoRequest()
+        response = await self._endpoints.unary(
+            "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
+        )
+        draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
+        return wire.model_info_from_proto(response.target), draft
+
+    async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
+        """What the coordinator is doing now."""
+        request = generation_pb2.GetStatusRequest()
+        status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
+            "GetStatus", request, _checked_timeout(timeout_s)
+        )
+        return status
+
+    def _metadata(self, traceparent: str, token: str) -> list[tuple[str, str]]:
+        """What a call shows; its own token is kept from the network as the client's is.
+
+        Raises:
+            InvalidRequestError: it would travel in plaintext.
+        """
+        metadata = [("traceparent", traceparent)] if traceparent else []
+        if not token:
+            return metadata
+        for address in self._addresses:
+            replace(self._credentials, token=token).check(address)
+        return [*metadata, ("authorization", f"Bearer {token}")]
+
+
+class Client:
+    """Speaks to a coordinator from ordinary code; may be shared between threads.
+
+    Arguments and errors are those of `AsyncClient`.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        tls: TLS | None = None,
+        token: str = "",
+        allow_plaintext: bool = False,
+    ) -> None:
+        _checked_addresses(address)
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._calling = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
+        self._thread.start()
+        options = {"retry": retry, "tls": tls, "token": token, "allow_plaintext": allow_plaintext}
+        try:
+            self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
+        except BaseException:
+            self._end_thread()
+            self._loop.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel and end the thread; running generations are cancelled."""
+        with self._closing:
+            if self._closed:
+                return
+            self._run(self._end())
+            with self._calling:  # calls that came before are on the loop, and none comes after
+                self._closed = True
+            self._end_thread()
+            self._cancel_late_calls()
+            self._loop.close()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _cancel_late_calls(self) -> None:
+        """End what other threads asked for while the loop was ending: they would wait for ever."""
+        self._loop.run_until_complete(asyncio.sleep(0))  # their calls become tasks
+        late = asyncio.all_tasks(self._loop)
+        for task in late:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.wait_for(_all_ended(late), timeout=1.0))
+
+    @contextlib.contextmanager
+    def stream(
+        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Stream]:
+        """Generate, chunk by chunk; options and errors as for `AsyncClient.stream`."""
+        context = self._client.stream(prompt, params, **options)
+        stream = self._run(context.__aenter__())
+        try:
+            yield Stream(stream, self._run)
+        finally:
+            # At the interpreter's end no thread is left to do so, and closing has cancelled it already.
+            if not sys.is_finalizing():
+                with contextlib.suppress(SpecwireError):
+                    self._run(context.__aexit__(None, None, None))
+
+    def generate(
+        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """Generate, and wait for the end; options and errors as for `AsyncClient.generate`."""
+        return self._run(self._client.generate(prompt, params, **options))
+
+    def get_model_info(
+        self, *, timeout_s: float = 10.0, token: str = ""
+    ) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target, and the draft while one is reachable; `token` as for `AsyncClient.stream`."""
+        return self._run(self._client.get_model_info(timeout_s=timeout_s, token=token))
+
+    def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
+        """What the coordinator is doing now."""
+        return self._run(self._client.get_status(timeout_s=timeout_s))
+
+    async def _end(self) -> None:
+        """Close the channel, and let other threads' calls see the end of theirs before the loop stops."""
+        await self._client.close()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        if running:
+            await asyncio.wait(running, timeout=1.0)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        with self._calling:
+            if self._closed:
+                work.close()
+                raise SpecwireError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise RequestCancelledError("the client was closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a plain function on the loop's thread."""
+    return function(*args, **kwargs)
+
+
+def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    addresses = as_addresses(address)
+    if not addresses:
+        raise InvalidRequestError("address", "empty", "at least one HOST:PORT is required")
+    for each in addresses:
+        try:
+            split_address("address", each)
+        except ConfigError:
+            raise InvalidRequestError("address", each, "is not HOST:PORT") from None
+    return addresses
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not 0 < timeout_s < math.inf:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be a finite number over 0")
+    return timeout_s

@@ -1,0 +1,124 @@
+"""The coordinators that a client knows, each behind a channel of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from specwire.client.resume import NotServedError, may_serve_elsewhere, why_nobody
+from specwire.errors import (
+    InvalidRequestError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+    StreamIdleError,
+)
+from specwire.rpc import server as rpc
+from specwire.v1 import generation_pb2_grpc
+
+
+class Endpoint:
+    """One coordinator.
+
+    Attributes:
+        address: its `HOST:PORT`.
+        stub: of its GenerationService.
+    """
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self._channel = channel
+        self.stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
+        """What a failed call stands for: `NotServedError` where another address may serve."""
+        ours = self._explain(error)
+        if not may_serve_elsewhere(ours):
+            return ours
+        is_silent = isinstance(ours, RequestCancelledError | StreamIdleError) or not rpc.was_reported(error)
+        return NotServedError(ours, may_come_back=is_silent and not isinstance(ours, ResourceExhaustedError))
+
+    def _explain(self, error: grpc.RpcError) -> SpecwireError:
+        """What gRPC reports by itself, in terms of the caller: which server, which argument."""
+        ours = rpc.from_rpc_error(error)
+        text = str(ours)
+        if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
+            return ServiceUnavailableError(_why_not_connected(self.address, text))
+        if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
+            sizes = text.partition("(")[2].partition(")")[0]
+            return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
+        return ours
+
+    def absent(self, why: str) -> ServiceUnavailableError:
+        """Nobody is there."""
+        return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
+
+    async def close(self) -> None:
+        """Close the channel; what runs over it is cancelled."""
+        await self._channel.close()
+
+
+class Endpoints:
+    """All of them, in the order in which they were named.
+
+    Attributes:
+        preferred: index of the one that served last: it is asked first.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = endpoints
+        self.preferred = 0
+
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
+    def __getitem__(self, index: int) -> Endpoint:
+        return self._endpoints[index]
+
+    async def unary(
+        self, method: str, request: Any, timeout_s: float, metadata: Sequence[tuple[str, str]] = ()
+    ) -> Any:
+        """The answer of the first that has one, within the time for all of them.
+
+        Raises:
+            SpecwireError: why there is none.
+        """
+        ends_s = asyncio.get_running_loop().time() + timeout_s
+        refusals: list[NotServedError] = []
+        for i in range(len(self)):
+            index = (self.preferred + i) % len(self)
+            left_s = ends_s - asyncio.get_running_loop().time()
+            if refusals and left_s <= 0:
+                break
+            try:
+                call = getattr(self[index].stub, method)(request, timeout=left_s, metadata=metadata)
+                answer = await call
+            except grpc.RpcError as error:
+                problem = self[index].problem(error)
+                if not isinstance(problem, NotServedError):
+                    raise problem from None
+                refusals.append(problem)
+            else:
+                self.preferred = index
+                return answer
+        raise why_nobody(refusals) from None
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for endpoint in self._endpoints:
+            await endpoint.close()
+
+
+def _why_not_connected(address: str, text: str) -> str:
+    """gRPC's words for a failed connection, down to what the caller can do something about."""
+    why = text.partition("last error: ")[2].removesuffix(": OK")
+    if "handshake failed" in why or "Verification" in why:
+        return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"
+    if why.endswith("Socket closed"):
+        return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
+    return f"nothing serves at {address} ({why.rpartition(': ')[2]})"

@@ -1,0 +1,306 @@
+"""A running generation, as its client holds it: over one gRPC stream, or over several where some are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from specwire.client.endpoints import Endpoint, Endpoints
+from specwire.client.resume import NotServedError, Progress, RetryPolicy, Search
+from specwire.completion import Chunk, Completion, Token
+from specwire.core import MAX_KEPT_BACK_TOKENS
+from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
+from specwire.rpc import server as rpc
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+
+Metadata = Sequence[tuple[str, str]]
+_LONGEST_KEPT_BACK_S = 1.0
+"""A client that takes a token now and then says so, long before the coordinator takes it for idle."""
+
+
+class Part:
+    """What one coordinator adds to a generation: one gRPC stream, with its acknowledgements."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: generation_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata | None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._call = endpoint.stub.Generate(timeout=timeout_s, metadata=metadata)
+        self._is_connected = self._has_answered = False
+        self._num_in_hand = 0
+        self._num_kept_back = 0
+        self._acknowledged_s = asyncio.get_running_loop().time()
+        sending = asyncio.create_task(self._begin(request))  # now, whenever the first chunk is asked for
+        self._call.add_done_callback(lambda _: sending.cancel())
+
+    async def _begin(self, request: generation_pb2.GenerateRequest) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            await self._call.wait_for_connection()
+            self._is_connected = True
+        await rpc.send(self._call, request)
+
+    def has_begun(self, refusal: NotServedError) -> bool:
+        """Whether this failure ended something that ran, rather than refused it."""
+        return self._has_answered or (self._is_connected and refusal.may_come_back)
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until the coordinator is there; errors as for `read`."""
+        try:
+            with self._translated():
+                async with asyncio.timeout(timeout_s):
+                    await self._call.wait_for_connection()
+        except TimeoutError:  # ours, or that of the call, whose deadline is no sooner
+            self.cancel()
+            absent = self._endpoint.absent("no connection in time")
+            raise NotServedError(absent, may_come_back=True) from None
+
+    async def read(self) -> generation_pb2.GenerateResponse:
+        """The next message; the tokens of the one before are consumed now.
+
+        Raises:
+            NotServedError: this coordinator does not go on with it.
+            SpecwireError: nobody would.
+        """
+        with self._translated():
+            await self._acknowledge()
+            response = await self._call.read()
+        if response is grpc.aio.EOF:
+            error = ServiceUnavailableError("the stream ended without a completion")
+            raise NotServedError(error, may_come_back=True)
+        self._has_answered = True
+        self._num_in_hand = len(response.chunk.tokens)
+        answer: generation_pb2.GenerateResponse = response
+        return answer
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._endpoint.problem(error) from None
+        except asyncio.CancelledError:
+            # Either the caller's own task is being cancelled, or the stream was, by `cancel` or `close`.
+            if not self._call.cancelled() or _task_is_cancelled():
+                raise
+            raise RequestCancelledError("the generation was cancelled") from None
+
+    async def _acknowledge(self) -> None:
+        """Say what was consumed since the last time; not every chunk is worth a message."""
+        self._num_kept_back += self._num_in_hand
+        self._num_in_hand = 0
+        now_s = asyncio.get_running_loop().time()
+        is_long_ago = self._num_kept_back > 0 and now_s - self._acknowledged_s > _LONGEST_KEPT_BACK_S
+        if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+            self._acknowledged_s = now_s
+            num_tokens, self._num_kept_back = self._num_kept_back, 0
+            await rpc.send(self._call, client_wire.acknowledgement(num_tokens))
+
+    def cancel(self) -> None:
+        """End it; harmless when it has ended."""
+        self._call.cancel()
+
+
+class AsyncStream:
+    """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
+
+    Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
+    48); asking for the next chunk resumes it, and says that the one before is consumed.
+
+    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says. A
+    pause that takes longer than the coordinator's `--idle-timeout-s` ends the stream there; the next chunk
+    then comes in the same way, from the same coordinator if it still serves.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        request: generation_pb2.GenerateRequest,
+        retry: RetryPolicy,
+        timeout_s: float,
+        metadata: Metadata | None,
+    ) -> None:
+        self._endpoints = endpoints
+        self._retry = retry
+        self._ends_s = asyncio.get_running_loop().time() + timeout_s
+        self._metadata = metadata
+        self._progress = Progress(request)
+        self._num_resumes = self._num_idle = 0
+        self._cancelled = asyncio.Event()
+        self._completion: Completion | None = None
+        self._open(endpoints.preferred)
+
+    @property
+    def completion(self) -> Completion:
+        """The finished generation.
+
+        Raises:
+            SpecwireError: the stream is not at its end yet.
+        """
+        if self._completion is None:
+            raise SpecwireError("the generation is not complete; iterate to its end first")
+        return self._completion
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Tokens received so far."""
+        return list(self._progress.tokens)
+
+    @property
+    def num_resumes(self) -> int:
+        """How often another coordinator, or the same one again, went on with it so far."""
+        return self._num_resumes
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk, until the generation is complete.
+
+        Raises:
+            GenerationLostError: its coordinator was lost, and no other one went on; says how far it came.
+            StreamIdleError: it was paused for too long, and was not gone on with; says how far it came.
+            SpecwireError: what else ended the generation before it was complete.
+        """
+        while self._completion is None:
+            response = await self._read()
+            if response.WhichOneof("event") == "completion":
+                tokens, num_resumes = self._progress.tokens, self._num_resumes
+                self._completion = client_wire.completion_from_proto(response.completion, tokens, num_resumes)
+                break
+            chunk = self._progress.take(response)
+            if chunk.tokens or chunk.rejected:  # else all of it is held back
+                return chunk
+        raise StopAsyncIteration
+
+    async def _read(self) -> generation_pb2.GenerateResponse:
+        try:
+            return await self._part.read()
+        except NotServedError as refusal:
+            return await self._go_on(refusal)
+
+    async def _go_on(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
+        """The next message, from whoever takes the generation after this one gave it up.
+
+        What ran is worth patience. What was refused is offered to every other address once.
+        """
+        is_lost = self._part.has_begun(refusal)
+        self._num_idle += (was_idle := isinstance(refusal.error, StreamIdleError))
+        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if is_lost and not (self._retry.resume and may_resume):
+            raise self._progress.lost(refusal.error) from None
+        until_s = min(self._now_s + self._retry.patience_s, self._ends_s) if is_lost else -math.inf
+        search = self._search(refusal, until_s)
+        while (turn := search.next(self._now_s)) is not None:
+            index, pause_s = turn
+            await self._pause(pause_s)
+            try:
+                response = await self._try(index, until_s if is_lost else self._ends_s)
+            except NotServedError as another:
+                if not is_lost and self._part.has_begun(another):
+                    return await self._go_on(another)
+                search.refused(index, another)
+            else:
+                self._num_resumes += is_lost
+                return response
+        raise (self._progress.lost(search.error) if is_lost else search.error) from None
+
+    def _search(self, refusal: NotServedError, until_s: float) -> Search:
+        return Search(
+            self._retry,
+            len(self._endpoints),
+            self._index,
+            refusal,
+            until_s=until_s,
+            full_until_s=self._ends_s if self._retry.wait_when_full else until_s,
+        )
+
+    async def _try(self, index: int, until_s: float) -> generation_pb2.GenerateResponse:
+        self._open(index)
+        await self._part.connect(max(0.0, until_s - self._now_s))
+        response = await self._part.read()
+        self._endpoints.preferred = index
+        return response
+
+    def _open(self, index: int) -> None:
+        self._index = index
+        request = self._progress.request()
+        self._part = Part(self._endpoints[index], request, self._left_s, self._metadata)
+
+    @property
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._ends_s - self._now_s)
+
+    async def _pause(self, pause_s: float) -> None:
+        """Before the next try.
+
+        Raises:
+            RequestCancelledError: it is cancelled meanwhile.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._cancelled.wait()
+        if self._cancelled.is_set():
+            raise RequestCancelledError("the generation was cancelled")
+
+    def cancel(self) -> None:
+        """End the generation on all services; harmless when it is complete."""
+        self._cancelled.set()
+        self._part.cancel()
+
+
+class Stream:
+    """A running generation: iterate over its chunks; leaving its `with` cancels what is left."""
+
+    def __init__(self, stream: AsyncStream, run: Any) -> None:
+        self._stream = stream
+        self._run = run
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks until the generation is complete; errors as for `AsyncStream`."""
+        while (chunk := self._run(self._next())) is not None:
+            yield chunk
+
+    async def _next(self) -> Chunk | None:
+        return await anext(self._stream, None)
+
+    @property
+    def completion(self) -> Completion:
+        """The finished generation; see `AsyncStream.completion`."""
+        return self._stream.completion
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Tokens received so far."""
+        return self._stream.tokens
+
+    @property
+    def num_resumes(self) -> int:
+        """See `AsyncStream.num_resumes`."""
+        return self._stream.num_resumes
+
+    def cancel(self) -> None:
+        """End the generation on all services."""
+        self._run(self._cancel())
+
+    async def _cancel(self) -> None:
+        self._stream.cancel()
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,1 @@
+"""Settings as flags, environment and dataclasses: one class a command, checked when it is built."""

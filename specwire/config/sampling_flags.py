@@ -1,0 +1,86 @@
+"""One command line flag for each field of `SamplingParams`, shared by the commands that generate."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from specwire.config.fields import AUTO
+from specwire.config.flags import flag_name
+from specwire.config.services import RULES, parse_num_draft_tokens
+from specwire.core import SamplingParams
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the flags, except where the command already has one of that name.
+
+    Args:
+        defaults: where the command's differ from those of `SamplingParams`.
+    """
+    group = parser.add_argument_group("sampling")
+    taken = {action.dest for action in parser._actions}
+    for field in dataclasses.fields(SamplingParams):
+        if field.name not in taken:
+            kwargs = _FLAGS[field.name]
+            default = defaults.get(field.name, field.default)
+            if not isinstance(default, bool) and isinstance(default, int | float | str):
+                kwargs = kwargs | {"help": f"{kwargs['help']} (default {default})"}
+            group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, **kwargs)
+    parser.set_defaults(**defaults)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the flags say.
+
+    Raises:
+        InvalidRequestError, ConfigError: naming the parameter and its value.
+    """
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams) if f.name in args}
+    values["logit_bias"] = dict(values.get("logit_bias", ()))
+    if "num_draft_tokens" in values:
+        values["num_draft_tokens"] = parse_num_draft_tokens(values["num_draft_tokens"])
+    if values.get("rule") == AUTO:
+        del values["rule"]
+    return SamplingParams(**values)
+
+
+def token_ids(text: str) -> list[int]:
+    """`1,2,3` to ids, as a type of argparse."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of token ids") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID=BIAS") from None
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to emit"},
+    "temperature": {"type": float, "metavar": "X", "help": "divides the logits; 0 is greedy"},
+    "top_k": {"type": int, "metavar": "N", "help": "keep the N likeliest tokens; 0 keeps all"},
+    "top_p": {"type": float, "metavar": "X", "help": "keep the smallest set with this mass"},
+    "min_p": {"type": float, "metavar": "X", "help": "drop tokens less likely than X times the likeliest"},
+    "repetition_penalty": {"type": float, "metavar": "X", "help": "over 1 disfavours tokens seen before"},
+    "presence_penalty": {"type": float, "metavar": "X", "help": "subtracted once from tokens in the output"},
+    "frequency_penalty": {"type": float, "metavar": "X", "help": "subtracted once per occurrence"},
+    "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X", "help": "add X to a token's logit"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "string that ends the output; may be repeated"},
+    "stop_token_ids": {"type": token_ids, "metavar": "1,2", "help": "token ids that end the output"},
+    "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
+    "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
+    "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
+    "num_draft_tokens": {"metavar": "N|auto", "help": "guesses a round; 0 switches speculation off"},
+    "logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "report log probabilities, and those of the N likeliest",
+    },
+    "cache_salt": {"metavar": "TEXT", "help": "share cached prompts with requests of the same salt only"},
+}

@@ -1,0 +1,1 @@
+"""Attention of many sequences in one pass, over pages."""

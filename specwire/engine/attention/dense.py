@@ -1,0 +1,119 @@
+"""Paged attention from plain tensor operations, for any device: pages are gathered side by side.
+
+    pages of a sequence   ──gather──▶  keys    [num_segments, num_kv_heads, max_keys, head_dim]
+    its queries           ──gather──▶  queries [num_segments, num_kv_heads, group * max_query, head_dim]
+
+Nothing depends on a number that is only known on the device, so all of it can be recorded in a CUDA graph.
+That is what it is for: where torch's paged kernel (`varlen.py`) is not there or does not compute what a
+layer asks for. It copies keys and values once in every layer, which is little beside a large model's weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specwire.engine.attention.varlen import BlockTables
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+
+_MAX_GATHERED_KEYS = 1 << 17
+_MAX_SCORES = 1 << 24
+_ALIGNMENT = 16
+"""Fused kernels want rows of the mask to be multiples of it."""
+
+
+def fits(num_segments: int, max_query: int, max_keys: int) -> bool:
+    """Whether the copies of a step of this size stay small; keys and scores are those of one head."""
+    num_keys = num_segments * max_keys
+    return num_keys <= _MAX_GATHERED_KEYS and num_keys * max_query <= _MAX_SCORES
+
+
+@dataclass
+class DenseStep:
+    """How the queries and keys of a step lie side by side; made once and shared by all layers.
+
+    A token that no segment claims (padding) takes some other token's result; rows and keys that no token
+    stands for are computed like the others, and nobody reads them.
+
+    Attributes:
+        tables: the segments; `max_query` and `max_keys` are what is laid out for each.
+        positions: int64 [num_tokens], each token's index in its own sequence.
+        page_size: slots in a page.
+    """
+
+    tables: BlockTables
+    positions: Tensor
+    page_size: int
+    _rows: Tensor = field(init=False)
+    _slots: Tensor = field(init=False)
+    _places: Tensor = field(init=False)
+    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device, num_tokens = self.positions.device, len(self.positions)
+        offsets, max_query = self.tables.query_offsets.long(), self.tables.max_query
+        starts = offsets[:-1]
+        column = torch.arange(max_query, device=device)
+        self._rows = (starts[:, None] + column).clamp_(max=num_tokens - 1)
+        # Past its end a sequence reads its own last key again: others' stale keys may not be finite.
+        key = torch.arange(self.max_keys, device=device).minimum(self.tables.cache_lens.long()[:, None] - 1)
+        pages = self.tables.pages.long().gather(1, key // self.page_size)
+        self._slots = pages * self.page_size + key % self.page_size
+        token = torch.arange(num_tokens, device=device)
+        segment = torch.searchsorted(offsets[1:], token, right=True).clamp_(max=len(starts) - 1)
+        self._places = segment * max_query + (token - starts[segment]).clamp_(0, max_query - 1)
+
+    @property
+    def max_keys(self) -> int:
+        """Keys laid out for each segment."""
+        num_slots = self.tables.pages.shape[1] * self.page_size
+        return min(num_slots, -(-self.tables.max_keys // _ALIGNMENT) * _ALIGNMENT)
+
+    def attend(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of one layer; query and result as in `views.view_attention`."""
+        num_heads, _, head_dim = query.shape[1:]
+        num_segments, max_query = self._rows.shape
+        num_kv_heads, value_dim = layer.values.shape[1:]
+        group = num_heads // num_kv_heads
+        rows = query[0].transpose(0, 1)[self._rows].view(num_segments, max_query, num_kv_heads, group, -1)
+        rows = rows.permute(0, 2, 3, 1, 4).reshape(num_segments, num_kv_heads, group * max_query, head_dim)
+        keys, values = (pages[self._slots].transpose(1, 2) for pages in (layer.keys, layer.values))
+        mask = self._mask(scoring.sliding_window, group, query.dtype)
+        if scoring.softcap is None and scoring.sinks is None:
+            output = torch.nn.functional.scaled_dot_product_attention(
+                rows, keys, values, attn_mask=mask, scale=scoring.scale
+            )
+        else:
+            output = _weights(rows, keys, mask, scoring).to(values.dtype) @ values
+        output = output.view(num_segments, num_kv_heads, group, max_query, value_dim).permute(0, 3, 1, 2, 4)
+        return output.reshape(-1, num_heads, value_dim)[self._places][None]
+
+    def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        """Additive, [num_segments, 1, group * max_query, max_keys]; every row sees at least one key."""
+        if (window, group) not in self._masks:
+            query_position = self.positions[self._rows][:, :, None]
+            key_position = torch.arange(self.max_keys, device=self.positions.device)
+            hidden = key_position > query_position
+            if window is not None:
+                hidden |= key_position <= query_position - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask = mask.masked_fill_(hidden, -torch.inf).repeat(1, group, 1)
+            self._masks[window, group] = mask[:, None]
+        return self._masks[window, group]
+
+
+def _weights(rows: Tensor, keys: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Attention weights float32 [num_segments, num_kv_heads, group * max_query, max_keys]."""
+    scores = (rows @ keys.transpose(2, 3)).float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores + mask
+    if scoring.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    num_segments, num_kv_heads, num_rows, _ = scores.shape
+    sinks = scoring.sinks.float().view(1, num_kv_heads, -1, 1, 1)
+    group = sinks.shape[2]
+    sinks = sinks.expand(num_segments, -1, -1, num_rows // group, -1).reshape(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]

@@ -1,0 +1,179 @@
+"""Paged attention for any transformers model, through the public `AttentionInterface`.
+
+A step of the engine is one packed row: the new tokens of all sequences, one after another, without
+padding. `model.forward(..., packed=batch)` carries a `PackedBatch` to `paged_attention`, which every
+attention layer calls in place of its own function. There the new keys and values are written into
+the layer's pages, and each sequence attends to its own pages only.
+
+    packed row     | a a a a | b | c c |            queries of three sequences
+    layer's slots  [ b b b . | a a a a a a . . | c c c c ]
+
+On a CPU the pages are read where they lie (`views.py`); on CUDA torch's varlen kernel does (`varlen.py`), or
+plain operations over pages gathered side by side (`dense.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from specwire.engine.attention import dense, varlen, views
+from specwire.engine.batch import Segment
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.errors import UnsupportedError
+from specwire.rule.transfer import to_device
+
+ATTENTION_NAME = "specwire_paged"
+
+# Keywords that some models pass on to the attention function and that change nothing there.
+_HARMLESS_KEYWORDS = frozenset(
+    {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"position_ids", "return_dict", "use_cache", "num_items_in_batch"}
+)
+
+
+class Attend(Protocol):
+    """What travels as `packed=`: it sees each attention layer once, in the model's order."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            module: the layer's attention module.
+            query: [1, num_query_heads, num_tokens, head_dim].
+            key, value: [1, num_kv_heads, num_tokens, head_dim or value_dim] of the new tokens.
+            scoring: how scores become weights.
+
+        Returns:
+            [1, num_tokens, num_query_heads, value_dim].
+        """
+
+
+@dataclass
+class PackedBatch:
+    """One step of the engine, made once and shared by all layers.
+
+    Attributes:
+        slots: int64 [num_tokens] on the model's device, where the row's keys and values go.
+        segments: the sequences in row order; their `num_query` add up to num_tokens.
+        layers: the caches by attention module.
+        page_size: slots in a page.
+    """
+
+    slots: Tensor
+    segments: Sequence[Segment]
+    layers: dict[nn.Module, LayerCache]
+    page_size: int
+    _plans: dict[tuple[int | None, int, bool], views.ReadPlan] = field(init=False, default_factory=dict)
+    _block_tables: varlen.BlockTables | None = field(init=False, default=None)
+    _varlen: varlen.VarlenStep | None = field(init=False, default=None)
+    _dense: dense.DenseStep | None = field(init=False, default=None)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `Attend`."""
+        layer = self.layers[module]
+        layer.write(self.slots, key, value)
+        if query.is_cuda:
+            way = varlen.find_way(layer, self.page_size, query.shape[1], scoring)
+            if way is not None and (way.paged or self._can_gather()):
+                return self._varlen_step().attend(way, layer, query, scoring)
+            if self._can_gather():
+                return self._dense_step().attend(layer, query, scoring)
+        return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+
+    def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
+        """How caches like the layer's are read; made once a step for each kind of layer."""
+        group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
+        kind = scoring.sliding_window, group, fused
+        if kind not in self._plans:
+            self._plans[kind] = views.plan_reads(self.segments, *kind, layer.keys)
+        return self._plans[kind]
+
+    def _tables(self) -> varlen.BlockTables:
+        """The same for kernels that know pages; made once a step."""
+        if self._block_tables is None:
+            self._block_tables = varlen.block_tables(self.segments, self.slots.device)
+        return self._block_tables
+
+    def _can_gather(self) -> bool:
+        """Whether copies of all keys stay small."""
+        tables = self._tables()
+        return dense.fits(len(self.segments), tables.max_query, tables.max_keys)
+
+    def _varlen_step(self) -> varlen.VarlenStep:
+        if self._varlen is None:
+            self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
+        return self._varlen
+
+    def _dense_step(self) -> dense.DenseStep:
+        if self._dense is None:
+            self._dense = dense.DenseStep(self._tables(), self._positions(), self.page_size)
+        return self._dense
+
+    def _positions(self) -> Tensor:
+        parts = [np.arange(s.cache_len - s.num_query, s.cache_len) for s in self.segments]
+        return to_device(np.concatenate(parts), self.slots.device)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Attend | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The attention function as transformers calls it; shapes as in `Attend.attend`.
+
+    Raises:
+        UnsupportedError: anything that changes the result and is not implemented here (a position
+            bias, dropout, a mask of the model's own, attention that is not causal).
+    """
+    if packed is None:
+        raise UnsupportedError("packed", None, f"{ATTENTION_NAME} attention runs inside the engine only")
+    if attention_mask is not None or dropout or is_causal is False or keywords:
+        _refuse_unknown(attention_mask, dropout, is_causal, keywords)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
+    return packed.attend(module, query, key, value, scoring), None
+
+
+def _refuse_unknown(
+    attention_mask: object, dropout: float, is_causal: bool | None, keywords: dict[str, Any]
+) -> None:
+    if attention_mask is not None:
+        raise UnsupportedError("attention_mask", "given", "the model brings an attention mask of its own")
+    if dropout:
+        raise UnsupportedError("dropout", dropout, "attention dropout is for training")
+    if is_causal is False:
+        raise UnsupportedError("is_causal", is_causal, "attention that looks ahead cannot be decoded")
+    for name, value in keywords.items():
+        if name not in _HARMLESS_KEYWORDS and value is not None and value is not False:
+            raise UnsupportedError(name, type(value).__name__, "not implemented by the paged attention")
+
+
+def register() -> None:
+    """Make the attention function known to transformers under `ATTENTION_NAME`; may be repeated.
+
+    No mask function goes with it: for an implementation without one, transformers' mask builders
+    return None at once, which is what `PackedBatch` needs, and skip work of their own.
+    """
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)

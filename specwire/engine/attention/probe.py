@@ -1,0 +1,104 @@
+"""What a model's layers are like, learnt from one forward pass of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from specwire.engine.attention import varlen
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One token's key and value in a layer, [num_kv_heads, dim] each, and how the layer scores them."""
+
+    key: Tensor
+    value: Tensor
+    num_query_heads: int
+    scoring: Scoring
+
+    @property
+    def sliding_window(self) -> int | None:
+        return self.scoring.sliding_window
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+    def allocate(self, num_slots: int) -> LayerCache:
+        return LayerCache(
+            self.key.new_zeros((num_slots, *self.key.shape)),
+            self.value.new_zeros((num_slots, *self.value.shape)),
+        )
+
+
+class Probe:
+    """Stands in for a `PackedBatch` of one token and notes what each layer hands over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[nn.Module, LayerShape] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`. A single token attends to itself, so its value is the result."""
+        name = type(module).__name__
+        if module in self.shapes:
+            raise ModelLoadError(f"{name} attends twice in one pass, which the KV cache cannot tell apart")
+        if getattr(module, "is_causal", True) is False:
+            raise ModelLoadError(f"{name} looks ahead (is_causal is False)")
+        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+            raise ModelLoadError(f"{name} has {query.shape[1]} query and {key.shape[1]} key heads")
+        self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+
+    def attention_path(self, page_size: int) -> str:
+        """How steps on CUDA attend: `paged` or `gathered` with torch's varlen kernel, or `dense`; the least
+        of what the layers can."""
+        ways = [
+            varlen.find_way(shape.allocate(0), page_size, shape.num_query_heads, shape.scoring)
+            for shape in self.shapes.values()
+        ]
+        if None in ways:
+            return "dense"
+        return "paged" if all(way is not None and way.paged for way in ways) else "gathered"
+
+    def check(self, config: Any) -> None:
+        """Refuse a model whose layers do not attend in the way that its config announces.
+
+        Raises:
+            ModelLoadError: naming the first difference.
+        """
+        text = config.get_text_config(decoder=True)
+        if not self.shapes:
+            raise ModelLoadError(
+                f"no layer of {text.model_type!r} calls transformers' attention interface; "
+                "recurrent models and models with attention of their own cannot be served"
+            )
+        windows = [shape.sliding_window for shape in self.shapes.values()]
+        expected = getattr(text, "num_hidden_layers", len(windows))
+        if len(windows) != expected:
+            raise ModelLoadError(f"{len(windows)} of {expected} layers call the attention interface")
+        _check_windows(text, windows)
+
+
+def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
+    """A window that lives only in the model's mask would be lost: the layer must pass it on."""
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelLoadError("chunked attention is not supported")
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        announced = getattr(config, "sliding_window", None)
+        if announced and getattr(config, "use_sliding_window", True) and not any(windows):
+            raise ModelLoadError(f"the sliding window of {announced} does not reach the attention layers")
+        return
+    for index, (layer_type, window) in enumerate(zip(layer_types, windows, strict=False)):
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ModelLoadError(f"layer {index} is of type {layer_type!r}, which cannot be served")
+        if (layer_type == "sliding_attention") != (window is not None):
+            raise ModelLoadError(f"layer {index} is {layer_type!r} but its window is {window}")

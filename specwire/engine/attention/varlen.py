@@ -1,0 +1,274 @@
+"""Attention through torch's varlen CUDA kernel: over pages where it can, else over keys gathered before.
+
+Which of them can be used is found out by using them. Pages came into its signature with torch 2.12, but
+what a call does depends on the flash attention behind it: some releases refuse `num_splits`, some refuse
+pages, and some wrote wrong rows where one sequence's keys were split among blocks (pytorch issue 194167). So
+each kind of layer is tried once, on numbers whose attention is computed in float32 beside it; what raises or
+differs is not used, and where nothing is left `dense.py` takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specwire.engine.batch import Segment
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.rule.transfer import to_device
+
+log = logging.getLogger(__name__)
+
+# FlashAttention-2, which torch carries, reads pages in tiles of this many tokens.
+PAGE_TILE = 256
+_BASE = frozenset({"window_size", "scale"})
+_PAGED = _BASE | {"block_table", "seqused_k"}
+_TOLERANCE = 0.03
+"""Of attention over random numbers of unit size, in half precision: correct kernels stay below 0.01."""
+
+
+class BlockTables(NamedTuple):
+    """What a paged kernel wants to know; all int32 on the device.
+
+    Attributes:
+        query_offsets: [num_segments + 1].
+        cache_lens: [num_segments].
+        pages: [num_segments, most pages], padded with any page.
+        max_query, max_keys: at least the largest of each.
+    """
+
+    query_offsets: Tensor
+    cache_lens: Tensor
+    pages: Tensor
+    max_query: int
+    max_keys: int
+
+
+def block_tables(segments: Sequence[Segment], device: torch.device) -> BlockTables:
+    """Of these sequences, on the device."""
+    offsets = np.zeros(len(segments) + 1, dtype=np.int32)
+    offsets[1:] = [s.query_offset + s.num_query for s in segments]
+    pages = np.zeros((len(segments), max(len(s.pages) for s in segments)), dtype=np.int32)
+    for row, segment in zip(pages, segments, strict=True):
+        row[: len(segment.pages)] = segment.pages
+    return BlockTables(
+        to_device(offsets, device),
+        to_device(np.array([s.cache_len for s in segments], dtype=np.int32), device),
+        to_device(pages, device),
+        max(s.num_query for s in segments),
+        max(s.cache_len for s in segments),
+    )
+
+
+class Way(NamedTuple):
+    """How the kernel is called.
+
+    Attributes:
+        paged: it finds keys through a block table; else they are gathered one after another before.
+        options: further keywords.
+    """
+
+    paged: bool
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class Kind(NamedTuple):
+    """What the kernel's behaviour may depend on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    windowed: bool
+
+
+def find_way(layer: LayerCache, page_size: int, num_query_heads: int, scoring: Scoring) -> Way | None:
+    """How the kernel computes what the layer asks for, None where it does not."""
+    keys = layer.keys
+    if not keys.is_cuda or keys.shape != layer.values.shape:
+        return None
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return None
+    num_kv_heads, head_dim = keys.shape[1:]
+    windowed = scoring.sliding_window is not None
+    kind = (keys.device, keys.dtype, num_query_heads, num_kv_heads, head_dim, page_size, windowed)
+    return _way(Kind(*kind))
+
+
+class VarlenStep:
+    """The sequences of a step as the kernel wants them; made once and shared by all layers.
+
+    Nothing depends on a number that is only known on the device, so it can be recorded in a CUDA graph.
+
+    Args:
+        tables: the segments.
+        page_size: slots in a page.
+    """
+
+    def __init__(self, tables: BlockTables, page_size: int) -> None:
+        self.tables = tables
+        self._page_size = page_size
+        self._gathered: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, way: Way, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of one layer; query and result as in `views.view_attention`.
+
+        The keys of a sequence are never split among blocks, so its result is bitwise the same whatever
+        else is in the batch. Rows that no sequence claims are left as they are.
+        """
+        tables, window, varlen = self.tables, scoring.sliding_window, _varlen()
+        assert varlen is not None
+        keys, values, offsets, keywords = self._keys(way, layer)
+        output = varlen(
+            query[0].transpose(0, 1).contiguous(),
+            keys,
+            values,
+            tables.query_offsets,
+            offsets,
+            # With one query a sequence FlashAttention-2 chooses by the batch how to split the keys.
+            max(2, tables.max_query),
+            tables.max_keys,
+            scale=scoring.scale,
+            # The kernel counts keys to the left of the query, the model counts the query too.
+            window_size=(-1 if window is None else window - 1, 0),
+            **keywords,
+        )
+        return cast(Tensor, output)[None]
+
+    def _keys(self, way: Way, layer: LayerCache) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Keys, values, where each sequence's begin, and the keywords that go with them."""
+        if not way.paged:
+            if self._gathered is None:
+                self._gathered = self._gather()
+            slots, offsets = self._gathered
+            return layer.keys[slots], layer.values[slots], offsets, dict(way.options)
+        shape = (-1, self._page_size, *layer.keys.shape[1:])
+        tables = {"seqused_k": self.tables.cache_lens, "block_table": self.tables.pages}
+        return layer.keys.view(shape), layer.values.view(shape), None, {**tables, **dict(way.options)}
+
+    def _gather(self) -> tuple[Tensor, Tensor]:
+        """Slots of all sequences' keys, int64 [num_segments * max_keys], and int32 [num_segments + 1] their
+        ends. What lies behind the last end is some key again."""
+        tables = self.tables
+        offsets = torch.nn.functional.pad(tables.cache_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        num_segments, num_pages = tables.pages.shape
+        num_keys = num_segments * min(tables.max_keys, num_pages * self._page_size)
+        place = torch.arange(num_keys, device=offsets.device)
+        segment = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=num_segments - 1)
+        last = tables.cache_lens.long()[segment] - 1
+        key = (place - offsets.long()[segment]).minimum(last)
+        page = tables.pages.long()[segment, key // self._page_size]
+        return page * self._page_size + key % self._page_size, offsets
+
+
+# ── finding out ───────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _varlen() -> Callable[..., Any] | None:
+    """torch's varlen attention if its signature has what every way needs, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= _BASE else None
+
+
+@functools.cache
+def _way(kind: Kind) -> Way | None:
+    """The best way that is right for this kind of layer."""
+    if _varlen() is None or kind.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    for way in _ways():
+        try:
+            error = max(_error_on(way, kind, lengths) for lengths in _trials(kind.page_size))
+        except RuntimeError as problem:
+            log.info("varlen attention, %s: %s", way, str(problem).partition("\n")[0])
+            continue
+        if error <= _TOLERANCE:
+            return way
+        log.warning("varlen attention of this torch is wrong by %.2g, %s: not used so", error, way)
+    return None
+
+
+def _ways() -> list[Way]:
+    """What the signature allows, the best first."""
+    known = inspect.signature(_varlen() or _ways).parameters.keys()
+    groups = (("enable_gqa", True),) if "enable_gqa" in known else ()
+    unsplit = ((*groups, ("num_splits", 1)),) if "num_splits" in known else ()
+    kinds = [True, False] if known >= _PAGED else [False]
+    return [Way(paged, options) for paged in kinds for options in (*unsplit, groups)]
+
+
+def _trials(page_size: int) -> list[list[tuple[int, int]]]:
+    """Batches of (queries, keys) that have gone wrong before: verify beside decode, many decodes over long
+    caches, one of each alone."""
+    long = 3 * page_size + 1
+    return [
+        [(3, page_size + 7), (1, 5), (6, long), (2, 2), (1, 1)],
+        [(1, long), (1, 7), (1, 2 * page_size), (1, long - 2)],
+        [(1, long)],
+        [(6, 2 * page_size)],
+    ]
+
+
+def _error_on(way: Way, kind: Kind, lengths: Sequence[tuple[int, int]]) -> float:
+    generator = torch.Generator(kind.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        numbers = torch.randn(shape, generator=generator, device=kind.device)
+        return numbers.to(kind.dtype)
+
+    segments, num_pages = _segments(lengths, kind.page_size)
+    shape = num_pages * kind.page_size, kind.num_kv_heads, kind.head_dim
+    layer = LayerCache(random(*shape), random(*shape))
+    query = random(1, kind.num_query_heads, sum(num_query for num_query, _ in lengths), kind.head_dim)
+    window = kind.page_size // 2 if kind.windowed else None
+    scoring = Scoring(kind.head_dim**-0.5, window)
+    tables = block_tables(segments, kind.device)
+    output = VarlenStep(tables, kind.page_size).attend(way, layer, query, scoring)
+    wanted = [_reference(segment, layer, kind.page_size, query, scoring) for segment in segments]
+    # Largest difference from attention in float32.
+    difference = (output[0].float() - torch.cat(wanted)).abs().max().item()
+    return math.inf if math.isnan(difference) else difference
+
+
+def _segments(lengths: Sequence[tuple[int, int]], page_size: int) -> tuple[list[Segment], int]:
+    """Sequences whose pages lie apart and out of order, and how many pages there are."""
+    counts = [-(-num_keys // page_size) for _, num_keys in lengths]
+    order = list(range(sum(counts)))[::-1]
+    segments, offset = [], 0
+    for (num_query, num_keys), count in zip(lengths, counts, strict=True):
+        pages = [order.pop(len(order) // 2) for _ in range(count)]
+        segments.append(Segment(offset, num_query, num_keys, (), pages))
+        offset += num_query
+    return segments, sum(counts)
+
+
+def _reference(
+    segment: Segment, layer: LayerCache, page_size: int, query: Tensor, scoring: Scoring
+) -> Tensor:
+    """float32 [num_query, num_query_heads, head_dim], straight from the definition."""
+    start, num_query, num_keys = segment.query_offset, segment.num_query, segment.cache_len
+    group = query.shape[1] // layer.keys.shape[1]
+    slots = torch.tensor([page * page_size + i for page in segment.pages for i in range(page_size)])
+    slots = slots[:num_keys].to(query.device)
+    keys, values = (
+        pages[slots].float().repeat_interleave(group, dim=1) for pages in (layer.keys, layer.values)
+    )
+    scores = torch.einsum("hqd,khd->hqk", query[0, :, start : start + num_query].float(), keys)
+    distance = torch.arange(num_keys - num_query, num_keys)[:, None] - torch.arange(num_keys)
+    hidden = distance < 0
+    if scoring.sliding_window is not None:
+        hidden |= distance >= scoring.sliding_window
+    scores = (scores * scoring.scale).masked_fill(hidden.to(query.device), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values)

@@ -1,0 +1,380 @@
+"""Attention that reads pages where they lie: a contiguous run of slots is a view, never a copy.
+
+    sequence in one run              queries ──▶ fused kernel
+    sequence in several runs         queries ──▶ fused kernel for each run ──▶ merge by the parts' weights
+    runs that several sequences share: the queries of all of them at once, so their keys are read once
+
+Parts merge exactly: with out_i and lse_i (the logarithm of the sum of exponentials) of each run's keys, the
+whole is sum(softmax(lse)_i * out_i), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135) and, for shared
+prefixes, Hydragen (Juravsky et al. 2024, arXiv 2402.05099).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specwire.engine.batch import Segment
+from specwire.engine.cache.kv_cache import Run
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+# The same kernel as behind `_sdpa` on a CPU, which also returns lse.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# Up to this many masked queries the heads of a group are stacked as rows of one product, which reads each key
+# once; beyond, the product is bound by arithmetic, and a mask repeated for the group would be large.
+_MAX_STACKED_QUERIES = 64
+_QUERY_BLOCK = 256
+
+
+class Read(NamedTuple):
+    """Queries against one run of keys: one call of the kernel.
+
+    Attributes:
+        rows: the queries' places in the packed row; indices where sequences that share the run lie apart.
+        run: the keys.
+        mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
+            where all keys are seen or `is_causal` says it.
+        is_causal: queries and keys are the same tokens, each seeing itself and those before.
+        hidden: bool [the mask's rows], queries that see none of these keys; None where all see some.
+    """
+
+    rows: slice | Tensor
+    run: Run
+    mask: Tensor | None = None
+    is_causal: bool = False
+    hidden: Tensor | None = None
+
+
+class ScoredRead(NamedTuple):
+    """What the kernel lacks: queries against several runs, with scores made here.
+
+    Attributes:
+        rows: as in `Read`.
+        runs: the keys, in token order.
+        mask: [group or 1, num_query, num_keys] additive; None where all keys are seen.
+    """
+
+    rows: slice
+    runs: Sequence[Run]
+    mask: Tensor | None
+
+
+@dataclass
+class ReadPlan:
+    """How a packed row reads every layer of one kind; made once a step.
+
+    Attributes:
+        whole: sequences in one run each.
+        scored: sequences that the kernel cannot serve.
+        parts: runs of the other sequences.
+        merge: int64 [rows with parts, most parts of a row]; the parts of each row, as places in what all
+            `parts` return one after another. One past their end stands for none.
+        order: int64 [num_tokens], where each token's result is in the results of whole, scored and merged,
+            one after another; None when they are in order.
+    """
+
+    whole: list[Read] = field(default_factory=list)
+    scored: list[ScoredRead] = field(default_factory=list)
+    parts: list[Read] = field(default_factory=list)
+    merge: Tensor | None = None
+    order: Tensor | None = None
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def can_fuse(layer: LayerCache, scoring: Scoring) -> bool:
+    """Whether torch's fused kernel computes what the layer asks for."""
+    return scoring.softcap is None and scoring.sinks is None and layer.keys.shape == layer.values.shape
+
+
+def plan_reads(
+    segments: Sequence[Segment], window: int | None, group: int, fused: bool, keys: Tensor
+) -> ReadPlan:
+    """How these segments read a cache like `keys`.
+
+    Args:
+        window: keys a query may see, itself included; None for all.
+        group: query heads that share a KV head.
+        fused: see `can_fuse`.
+    """
+    plan, split = ReadPlan(), []
+    for segment in segments:
+        view = _View.of(segment, window)
+        if fused and len(view.runs) == 1:
+            plan.whole.append(view.whole(window, group, keys))
+        elif fused and keys.device.type == "cpu":
+            split.append(view)
+        else:
+            plan.scored.append(view.scored(window, group, keys))
+    if split:
+        _plan_parts(plan, split, window, group, keys)
+    rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
+    places = _places(rows + [view.rows for view in split])
+    if bool((places.diff() < 0).any()):
+        plan.order = torch.argsort(places).to(keys.device)
+    return plan
+
+
+class _View(NamedTuple):
+    """The keys that one segment's queries may see: token `first_key` and those after it."""
+
+    segment: Segment
+    first_key: int
+    runs: Sequence[Run]
+
+    @classmethod
+    def of(cls, segment: Segment, window: int | None) -> _View:
+        first_key = 0 if window is None else max(0, segment.cache_len - segment.num_query - window + 1)
+        return cls(segment, first_key, segment.runs if first_key == 0 else _skip(segment.runs, first_key))
+
+    @property
+    def rows(self) -> slice:
+        offset, num_query = self.segment.query_offset, self.segment.num_query
+        return slice(offset, offset + num_query)
+
+    @property
+    def num_keys(self) -> int:
+        return self.segment.cache_len - self.first_key
+
+    def is_causal(self, window: int | None) -> bool:
+        """Queries and keys are the same tokens, and no window cuts them."""
+        num_query, cache_len = self.segment.num_query, self.segment.cache_len
+        return 1 < num_query == cache_len and (window is None or cache_len <= window)
+
+    def mask(self, window: int | None, group: int, keys: Tensor) -> Tensor | None:
+        """[group * num_query or num_query, num_keys]; None for a single query, which sees all of them."""
+        num_query = self.segment.num_query
+        return None if num_query == 1 else _mask(num_query, self.num_keys, window, group, keys)
+
+    def whole(self, window: int | None, group: int, keys: Tensor) -> Read:
+        is_causal = self.is_causal(window)
+        mask = None if is_causal else self.mask(window, group, keys)
+        return Read(self.rows, self.runs[0], mask, is_causal)
+
+    def scored(self, window: int | None, group: int, keys: Tensor) -> ScoredRead:
+        mask = self.mask(window, group, keys)
+        if mask is not None:
+            mask = mask.view(-1, self.segment.num_query, self.num_keys)
+        return ScoredRead(self.rows, self.runs, mask)
+
+    def parts(self, window: int | None, group: int, keys: Tensor) -> list[Read]:
+        mask = self.mask(window, group, keys)
+        ends = list(accumulate(run.num_tokens for run in self.runs))
+        return [self._part(run, end, window, mask) for run, end in zip(self.runs, ends, strict=True)]
+
+    def _part(self, run: Run, end: int, window: int | None, mask: Tensor | None) -> Read:
+        start, num_query = end - run.num_tokens, self.segment.num_query
+        before_all = end <= self.num_keys - num_query + 1
+        inside_window = window is None or start >= self.num_keys - window
+        if mask is None or (before_all and inside_window):
+            return Read(self.rows, run)
+        columns = mask[:, start:end]
+        hidden = torch.isneginf(columns).all(dim=1)
+        return Read(self.rows, run, columns, hidden=hidden if bool(hidden.any()) else None)
+
+
+def _plan_parts(plan: ReadPlan, split: list[_View], window: int | None, group: int, keys: Tensor) -> None:
+    """Fill `parts` and `merge`: runs that all queries of several sequences see whole are read once."""
+    seen_whole: dict[Run, list[slice]] = {}
+    for view in split:
+        for read in view.parts(window, group, keys):
+            if read.mask is None:
+                seen_whole.setdefault(read.run, []).append(view.rows)
+            else:
+                plan.parts.append(read)
+    for run, rows in seen_whole.items():
+        plan.parts.append(Read(rows[0] if len(rows) == 1 else _places(rows), run))
+    plan.merge = _merge_table([_places([view.rows]) for view in split], plan.parts)
+
+
+def _merge_table(rows: list[Tensor], parts: list[Read]) -> Tensor:
+    """`ReadPlan.merge` for these rows of the packed row, in their order."""
+    places: dict[int, list[int]] = {row: [] for of_one in rows for row in of_one.tolist()}
+    num_places = 0
+    for part in parts:
+        for row in _places([part.rows]).tolist():
+            places[row].append(num_places)
+            num_places += 1
+    most = max(map(len, places.values()))
+    return torch.tensor([of_one + [num_places] * (most - len(of_one)) for of_one in places.values()])
+
+
+def _places(rows: Sequence[slice | Tensor]) -> Tensor:
+    """The places that slices and indices name, one after another."""
+    return torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
+
+
+def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
+    """The runs without their first `num_tokens` tokens."""
+    kept = []
+    for run in runs:
+        skipped = min(num_tokens, run.num_tokens)
+        num_tokens -= skipped
+        if skipped < run.num_tokens:
+            kept.append(Run(run.start_slot + skipped, run.num_tokens - skipped))
+    return kept
+
+
+def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
+    """Additive mask as `Read` has it; its last query and last key are the same token.
+
+    Whether a query sees a key depends on their distance only, so one template serves all lengths.
+    """
+    if num_query > _MAX_STACKED_QUERIES:
+        return _build_mask(num_query, num_keys, window, 1, keys.dtype, keys.device)
+    capacity = max(256, 1 << (num_keys - 1).bit_length())
+    template = _mask_template(num_query, capacity, window, group, keys.dtype, keys.device)
+    return template[:, capacity - num_keys :]
+
+
+def _build_mask(
+    num_query: int, num_keys: int, window: int | None, group: int, *dtype_and_device: Any
+) -> Tensor:
+    query_index = torch.arange(num_keys - num_query, num_keys)[:, None]
+    distance = query_index - torch.arange(num_keys)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    mask = torch.zeros(num_query, num_keys).masked_fill_(hidden, -torch.inf)
+    dtype, device = dtype_and_device
+    return mask.repeat(group, 1).to(device, dtype)
+
+
+_mask_template = functools.lru_cache(maxsize=64)(_build_mask)
+
+
+# ── attending ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+    """Attention over views of the pages.
+
+    Args:
+        query: [1, num_query_heads, num_tokens, head_dim].
+
+    Returns:
+        [1, num_tokens, num_query_heads, value_dim].
+    """
+    num_heads, num_tokens, _ = query.shape[1:]
+    num_kv_heads, value_dim = layer.values.shape[1:]
+    # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
+    grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, query.shape[-1])
+    results = [_fused(grouped[read.rows], layer, read, scoring.scale) for read in plan.whole]
+    results += [_scored(grouped[read.rows], layer, read, scoring) for read in plan.scored]
+    if plan.merge is not None:
+        results.append(_merged(grouped, layer, plan, scoring.scale))
+    output = torch.cat(results) if len(results) > 1 else results[0]
+    if plan.order is not None:
+        output = output[plan.order]
+    return output.reshape(1, num_tokens, num_heads, value_dim)
+
+
+def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
+    """One token that sees all of a run. query [1, num_kv_heads, group, head_dim], result alike."""
+    if can_fuse(layer, scoring):
+        return _fused(query, layer, Read(slice(0, 1), run), scoring.scale)
+    return _scored(query, layer, ScoredRead(slice(0, 1), [run], None), scoring)
+
+
+def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
+    """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result alike."""
+    keys, values = _keys_and_values(layer, read.run)
+    num_query, num_kv_heads, group, _ = query.shape
+    if num_query == 1:
+        # All keys are seen, and the group's heads are already the kernel's query rows.
+        return _sdpa(query, keys, values, scale=scale)
+    if read.is_causal or num_query > _MAX_STACKED_QUERIES:
+        # The group as batch; keys broadcast over it with stride 0.
+        keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+        rows = query.permute(2, 1, 0, 3)
+        output = _sdpa(rows, keys, values, attn_mask=read.mask, is_causal=read.is_causal, scale=scale)
+        return output.permute(2, 1, 0, 3)
+    rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
+    output = _sdpa(rows, keys, values, attn_mask=read.mask, scale=scale)
+    return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
+
+
+def _merged(query: Tensor, layer: LayerCache, plan: ReadPlan, scale: float) -> Tensor:
+    """All parts, and from them the results of the rows of `merge`. Shapes as in `_fused`."""
+    assert plan.merge is not None
+    parts = [_part(query[read.rows], layer, read, scale) for read in plan.parts]
+    none = query.new_zeros((1, *query.shape[1:])), torch.full((1, *query.shape[1:3]), -torch.inf)
+    outputs = torch.cat([*(output for output, _ in parts), none[0]])
+    lses = torch.cat([*(lse for _, lse in parts), none[1]])
+    weights = torch.softmax(lses[plan.merge], dim=1)
+    return (outputs[plan.merge] * weights[..., None]).sum(dim=1).to(query.dtype)
+
+
+def _part(query: Tensor, layer: LayerCache, read: Read, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention to one run only: result as in `_fused`, and lse float32 [n, num_kv_heads, group]."""
+    keys, values = _keys_and_values(layer, read.run)
+    num_query, num_kv_heads, group, _ = query.shape
+    stacked = read.mask is None or num_query <= _MAX_STACKED_QUERIES
+    if stacked:
+        rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
+    else:
+        keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+        rows = query.permute(2, 1, 0, 3)
+    output, lse = _flash(rows, keys, values, 0.0, False, attn_mask=read.mask, scale=scale)
+    if read.hidden is not None:
+        lse = lse.masked_fill(read.hidden, -torch.inf)
+    if not stacked:
+        return output.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+    shape = num_kv_heads, group, num_query
+    return output.view(*shape, -1).permute(2, 0, 1, 3), lse.view(shape).permute(2, 0, 1)
+
+
+def _keys_and_values(layer: LayerCache, run: Run) -> tuple[Tensor, Tensor]:
+    """[1, num_kv_heads, num_keys, dim] each, as views."""
+    return layer.keys_by_head.narrow(2, *run), layer.values_by_head.narrow(2, *run)
+
+
+def _scored(query: Tensor, layer: LayerCache, read: ScoredRead, scoring: Scoring) -> Tensor:
+    """Scores made here, block by block of queries. Shapes as in `_fused`."""
+    num_query, mask = query.shape[0], read.mask
+    if num_query <= _QUERY_BLOCK:
+        return _score_block(query, layer, read.runs, mask, scoring)
+    assert mask is not None  # more than one query
+    blocks = [slice(start, start + _QUERY_BLOCK) for start in range(0, num_query, _QUERY_BLOCK)]
+    return torch.cat([_score_block(query[b], layer, read.runs, mask[:, b], scoring) for b in blocks])
+
+
+def _score_block(
+    query: Tensor, layer: LayerCache, runs: Sequence[Run], mask: Tensor | None, scoring: Scoring
+) -> Tensor:
+    num_query, num_kv_heads, group, _ = query.shape
+    rows = query.permute(1, 2, 0, 3).reshape(num_kv_heads, group * num_query, -1)
+    views = [(layer.keys_by_head[0].narrow(1, *run), layer.values_by_head[0].narrow(1, *run)) for run in runs]
+    scores = torch.cat([torch.bmm(rows, keys.transpose(1, 2)) for keys, _ in views], dim=-1)
+    scores = scores.view(num_kv_heads, group, num_query, -1)
+    weights = _softmax(scores, mask, scoring).to(query.dtype)
+    weights = weights.reshape(num_kv_heads, group * num_query, -1)
+    parts = weights.split_with_sizes([run.num_tokens for run in runs], dim=-1)
+    output = torch.bmm(parts[0], views[0][1])
+    for part, (_, values) in zip(parts[1:], views[1:], strict=True):
+        output += torch.bmm(part, values)
+    return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
+    scores *= scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)
+    if mask is not None:
+        scores += mask
+    if scoring.sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    num_kv_heads, group, num_query, _ = scores.shape
+    sinks = scoring.sinks.view(num_kv_heads, group, 1, 1).expand(-1, -1, num_query, -1)
+    with_sinks = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    return torch.softmax(with_sinks, dim=-1, dtype=torch.float32)[..., :-1]

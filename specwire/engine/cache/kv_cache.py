@@ -1,0 +1,528 @@
+"""Bookkeeping of the paged KV cache: which page belongs to whom. No torch, no device.
+
+A *page* is `page_size` consecutive *slots*; a slot holds the keys and values of one token in every
+layer. A sequence owns an ordered table of pages, token i of it lies in slot
+`pages[i // page_size] * page_size + i % page_size`. Pages are counted by reference, so forks of a
+sequence share what they have in common; the first write into a shared, partly filled page copies it.
+
+The allocator keeps the pages of one sequence physically contiguous where it can, because attention
+reads each contiguous run as a view:
+
+    free interval, nobody in front of it    [..........]   start at its first page
+    free interval behind another sequence   A[.........]   start in its middle: A keeps room to grow
+
+A page is *held* by sequences, *free*, or *cached*: nobody holds it, but its tokens are known, so a
+sequence that begins with them can take it as it is (`remember`, `adopt`; the names are in `prefix.py`).
+Cached pages count as free for everyone. They are given up least recently used first when no other page is
+left, and out of turn where a sequence can only grow contiguously into one.
+
+Nothing here is thread-safe; one engine loop owns a pool.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specwire.core import IntArray
+from specwire.engine.cache.prefix import ROOT, PrefixIndex, page_digest
+from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
+
+# A cached page is given up together with cached neighbours, on each side one for so many pages of the pool:
+# contiguous room for several sequences to grow, which single old pages would not be.
+_POOL_PAGES_PER_EVICTION = 64
+
+
+class IntegrityError(InternalError, AssertionError):
+    """The books do not balance; a defect of the engine, never of a caller."""
+
+
+class Run(NamedTuple):
+    """Tokens of one sequence that lie in consecutive slots."""
+
+    start_slot: int
+    num_tokens: int
+
+
+class PageCopy(NamedTuple):
+    """The first `num_tokens` slots of `src_page` must be copied to `dst_page` before anything is written."""
+
+    src_page: int
+    dst_page: int
+    num_tokens: int
+
+
+class Appended(NamedTuple):
+    """What `SequenceCache.append` reserved.
+
+    Attributes:
+        slots: int64 [num_tokens], where the new tokens go.
+        copy: what has to be copied first, None in most cases.
+    """
+
+    slots: IntArray
+    copy: PageCopy | None
+
+
+class _FreeIntervals:
+    """Free pages as maximal intervals, with the largest one at hand.
+
+    Every operation is O(log n) amortised: intervals are found by either end, and the heap by size
+    keeps stale entries until they surface or outnumber the true ones.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self._insert(0, num_pages)
+
+    def _insert(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        self.ends[start] = end
+        self._starts[end] = start
+        if len(self._by_size) > 64 + 4 * len(self.ends):
+            self._by_size = [(s - e, s) for s, e in self.ends.items()]
+            heapq.heapify(self._by_size)
+        else:
+            heapq.heappush(self._by_size, (start - end, start))
+
+    def _remove(self, start: int) -> int:
+        end = self.ends.pop(start)
+        del self._starts[end]
+        return end
+
+    def largest(self) -> tuple[int, int]:
+        """The largest interval as (start, end). Must not be called when nothing is free."""
+        while True:
+            negative_size, start = self._by_size[0]
+            if self.ends.get(start) == start - negative_size:
+                return start, start - negative_size
+            heapq.heappop(self._by_size)
+
+    def take(self, start: int, begin: int, end: int) -> None:
+        """Cut pages [begin, end) out of the interval that starts at `start`."""
+        old_end = self._remove(start)
+        self._insert(start, begin)
+        self._insert(end, old_end)
+
+    def give(self, page: int) -> None:
+        """Return one page, merging it with its neighbours."""
+        start = self._starts.get(page, page)
+        if start != page:
+            self._remove(start)
+        end = self._remove(page + 1) if page + 1 in self.ends else page + 1
+        self._insert(start, end)
+
+
+class PagePool:
+    """A fixed number of pages with reference counts.
+
+    Args:
+        num_pages: at least 1.
+        page_size: slots in a page, at least 1.
+
+    Attributes:
+        num_shared_pages: of the held pages, those that more than one sequence holds.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if value < 1:
+                raise InvalidRequestError(name, value, "must be at least 1")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._references = [0] * num_pages
+        self._num_free = num_pages
+        self.num_shared_pages = 0
+        self._free = _FreeIntervals(num_pages)
+        self._index = PrefixIndex()
+        self._tables: dict[int, SequenceCache] = {}
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds, cached ones included."""
+        return self._num_free + self._index.num_idle
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Of the free pages, those whose content can be found again."""
+        return self._index.num_idle
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages that at least one sequence holds; a shared page counts once."""
+        return self.num_pages - self.num_free_pages
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences not yet released."""
+        return len(self._tables)
+
+    def new_sequence(self) -> SequenceCache:
+        """An empty sequence; it holds no page yet."""
+        return SequenceCache(self)
+
+    def is_shared(self, page: int) -> bool:
+        """True while more than one sequence holds the page."""
+        return self._references[page] > 1
+
+    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
+        """Take pages with one reference each, contiguous where possible and following `after`.
+
+        Raises:
+            ResourceExhaustedError: fewer are free; nothing has been taken then.
+        """
+        if num_pages > self.num_free_pages:
+            raise ResourceExhaustedError(
+                f"the KV cache is full: {num_pages} pages of {self.page_size} tokens are needed, "
+                f"{self.num_free_pages} of {self.num_pages} are free"
+            )
+        if num_pages > self._num_free:
+            self._evict(num_pages)
+        pages: list[int] = []
+        while len(pages) < num_pages:
+            interval = self._interval_for(num_pages - len(pages), after)
+            pages.extend(interval)
+            after = pages[-1]
+        for page in pages:
+            self._references[page] = 1
+        self._num_free -= num_pages
+        return pages
+
+    def _interval_for(self, wanted: int, after: int | None) -> range:
+        """Cut up to `wanted` pages out of one free interval."""
+        if after is not None and after + 1 < self.num_pages and not self._references[after + 1]:
+            self.forget(after + 1)  # if cached: staying contiguous is worth more than a page
+        if after is not None and after + 1 in self._free.ends:
+            start = begin = after + 1
+            end = self._free.ends[start]
+        else:
+            start, end = self._free.largest()
+            # Page 0 has nobody in front; elsewhere leave the one in front half of the room.
+            begin = start if start == 0 else max(start, min((start + end) // 2, end - wanted))
+        end = min(end, begin + wanted)
+        self._free.take(start, begin, end)
+        return range(begin, end)
+
+    def _evict(self, num_free: int) -> None:
+        """Give up cached pages, least recently used first, until so many are free or none is cached."""
+        while self._num_free < num_free and self._index.num_idle:
+            page, reach = self._index.oldest(), self.num_pages // _POOL_PAGES_PER_EVICTION
+            self.forget(page)
+            self._forget_unheld(range(page + 1, min(self.num_pages, page + reach + 1)))
+            self._forget_unheld(range(page - 1, max(-1, page - reach - 1), -1))
+
+    def _forget_unheld(self, pages: Iterable[int]) -> None:
+        """Give up cached pages, as far as nobody holds one of them."""
+        for page in itertools.takewhile(lambda page: self._references[page] == 0, pages):
+            self.forget(page)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page; a cached one is held from now on."""
+        for page in pages:
+            self._references[page] += 1
+            self.num_shared_pages += self._references[page] == 2
+            self._index.wake(page)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Remove one reference from each page; a page without any is free at once, or cached if it is known.
+
+        The first page to be dropped is the first to be evicted: let the deepest of a chain come first.
+        """
+        for page in pages:
+            self._references[page] -= 1
+            self.num_shared_pages -= self._references[page] == 1
+            if self._references[page] == 0:
+                if self._index.knows(page):
+                    self._index.rest(page)
+                else:
+                    self._give(page)
+
+    def _give(self, page: int) -> None:
+        self._free.give(page)
+        self._num_free += 1
+
+    def find(self, digest: bytes) -> int | None:
+        """The page of this name, if there is one; `share` it to keep it."""
+        return self._index.find(digest)
+
+    def remember(self, root: bytes, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Make the complete pages at the start of a sequence known; `digests` names all, from `root`."""
+        start = len(digests)
+        while start > 0 and self._index.find(digests[start - 1]) is None:
+            start -= 1  # what comes before a known page is known, so this ends at the first that is not
+        for i in range(start, len(digests)):
+            self._index.add(digests[i - 1] if i else root, digests[i], pages[i])
+
+    def forget(self, page: int) -> None:
+        """The page's content is about to change: nobody must find it, nor what follows it, any more."""
+        for idle in self._index.forget(page):
+            self._give(idle)
+
+    def forget_all(self) -> None:
+        """The content of every page is gone."""
+        for page in range(self.num_pages):
+            self.forget(page)
+
+    def register(self, table: SequenceCache) -> None:
+        """Count this table in `check_integrity` until `unregister`."""
+        self._tables[id(table)] = table
+
+    def unregister(self, table: SequenceCache) -> None:
+        """Forget a released table."""
+        self._tables.pop(id(table), None)
+
+    def check_integrity(self) -> None:
+        """Check that free + cached + held = total and that each count equals the tables holding the page.
+
+        Raises:
+            IntegrityError: naming what is wrong.
+        """
+        held: Counter[int] = Counter()
+        for table in self._tables.values():
+            table.check_integrity()
+            held.update(table.pages)
+        for page, count in enumerate(self._references):
+            if count != held[page]:
+                raise IntegrityError(f"page {page}: {count} references, {held[page]} tables hold it")
+        if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
+            raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
+        self._check_free(held)
+
+    def _check_free(self, held: Counter[int]) -> None:
+        free = [page for start, end in self._free.ends.items() for page in range(start, end)]
+        if len(free) != self._num_free or len(set(free)) != len(free):
+            raise IntegrityError(f"{self._num_free} pages counted free, {len(free)} listed")
+        if clash := held.keys() & set(free):
+            raise IntegrityError(f"pages {sorted(clash)[:8]} are both free and held")
+        if findable := [page for page in free if self._index.knows(page)]:
+            raise IntegrityError(f"pages {findable[:8]} are both free and findable")
+        if problem := self._index.problem():
+            raise IntegrityError(problem)
+        cached = self._index.num_idle
+        if self._num_free + cached + len(held) != self.num_pages:
+            raise IntegrityError(
+                f"{self._num_free} free + {cached} cached + {len(held)} held pages, not {self.num_pages}"
+            )
+
+
+class SequenceCache:
+    """The pages of one sequence and how many tokens they hold.
+
+    Release it, or use it as a context manager: the pool keeps every sequence until then.
+
+    Attributes:
+        root: what the names of its pages begin from; it finds those of sequences with the same one. To be set
+            while it is empty.
+    """
+
+    __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released", "root")
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._pages: list[int] = []
+        self._runs: list[list[int]] = []  # [first page, number of pages], kept up to date
+        self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
+        self.length = 0
+        self.released = False
+        self.root = ROOT
+        pool.register(self)
+
+    def __enter__(self) -> SequenceCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool whose pages it holds."""
+        return self._pool
+
+    @property
+    def pages(self) -> list[int]:
+        """Page table: page i holds tokens [i * page_size, (i + 1) * page_size). Not to be modified."""
+        return self._pages
+
+    @property
+    def num_pages(self) -> int:
+        """Pages held, shared ones included."""
+        return len(self._pages)
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages that `append(num_tokens)` would take from the pool, a copy on write included."""
+        total = -(-(self.length + num_tokens) // self._pool.page_size)
+        return total - len(self._pages) + (num_tokens > 0 and self._must_copy())
+
+    def _must_copy(self) -> bool:
+        """True when the next token would be written into a page that others read."""
+        return self.length % self._pool.page_size != 0 and self._pool.is_shared(self._pages[-1])
+
+    def append(self, num_tokens: int) -> Appended:
+        """Make room for `num_tokens` more tokens and count them as held.
+
+        Returns:
+            The slots of the new tokens, and the page copy to do before they are written.
+
+        Raises:
+            ResourceExhaustedError: the pool is full; nothing has changed then.
+            InternalError: the sequence was released.
+        """
+        if self.released:
+            raise InternalError("append to a released sequence")
+        if num_tokens < 0:
+            raise InvalidRequestError("num_tokens", num_tokens, "must not be negative")
+        new_pages = self._pool.allocate(
+            self.pages_needed(num_tokens), self._pages[-1] if self._pages else None
+        )
+        copy = None
+        if num_tokens > 0 and self._must_copy():
+            copy = self._copy_on_write(new_pages)
+        elif num_tokens > 0 and self.length % self._pool.page_size:
+            self._pool.forget(
+                self._pages[-1]
+            )  # it may be complete: then this overwrites what was rolled back
+        for page in new_pages:
+            self._push(page)
+        slots = self.slots(self.length, self.length + num_tokens)
+        self.length += num_tokens
+        return Appended(slots, copy)
+
+    def _copy_on_write(self, new_pages: list[int]) -> PageCopy:
+        """Put the first new page in the place of the shared last one."""
+        src_page = self._pop()
+        self._pool.drop([src_page])
+        dst_page = new_pages.pop(0)
+        self._push(dst_page)
+        return PageCopy(src_page, dst_page, self.length % self._pool.page_size)
+
+    def _push(self, page: int) -> None:
+        self._pages.append(page)
+        if self._runs and sum(self._runs[-1]) == page:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([page, 1])
+
+    def _pop(self) -> int:
+        self._runs[-1][1] -= 1
+        if self._runs[-1][1] == 0:
+            self._runs.pop()
+        return self._pages.pop()
+
+    def slots(self, start: int, end: int) -> IntArray:
+        """Slots of tokens [start, end), int64 [end - start]."""
+        size = self._pool.page_size
+        index = np.arange(start, end, dtype=np.int64)
+        first_page = start // size
+        pages = np.array(self._pages[first_page : -(-end // size)], dtype=np.int64)
+        return pages[index // size - first_page] * size + index % size
+
+    def runs(self) -> list[Run]:
+        """Maximal runs of tokens in consecutive slots, in token order."""
+        size, left = self._pool.page_size, self.length
+        runs = []
+        for first_page, num_pages in self._runs:
+            num_tokens = min(num_pages * size, left)
+            runs.append(Run(first_page * size, num_tokens))
+            left -= num_tokens
+        return runs
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on: the whole of rollback. Pages no longer needed are free at once.
+
+        Raises:
+            InvalidRequestError: `length` is negative or more than is held.
+        """
+        if not 0 <= length <= self.length:
+            raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
+        keep = -(-length // self._pool.page_size)
+        while len(self._pages) > keep:
+            self._pool.drop([self._pop()])
+        self.length = length
+        del self._digests[length // self._pool.page_size :]
+
+    def remember(self, token_ids: Sequence[int]) -> None:
+        """Let others find the complete pages; their keys and values must have been computed.
+
+        Args:
+            token_ids: the tokens of this sequence, at least `length` of them.
+        """
+        num_complete = self.length // self._pool.page_size
+        if len(self._digests) < num_complete:
+            self._digests.extend(self._names(token_ids, num_complete))
+            self._pool.remember(self.root, self._digests, self._pages)
+
+    def adopt(self, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Take the known pages that `token_ids` begin with, instead of computing them; returns their tokens.
+
+        Args:
+            token_ids: what the sequence, which must be empty, is to hold.
+            max_tokens: take at most so many, in whole pages.
+
+        Raises:
+            InternalError: the sequence is not empty, or was released.
+        """
+        if self.released or self.length:
+            raise InternalError("only an empty sequence can adopt pages")
+        for digest in self._names(token_ids, max_tokens // self._pool.page_size):
+            page = self._pool.find(digest)
+            if page is None:
+                break
+            self._pool.share([page])
+            self._push(page)
+            self._digests.append(digest)
+        self.length = len(self._pages) * self._pool.page_size
+        return self.length
+
+    def _names(self, token_ids: Sequence[int], num_pages: int) -> Iterator[bytes]:
+        """Digests of the pages up to `num_pages`, after those that are named already."""
+        size, first = self._pool.page_size, len(self._digests)
+        name = self._digests[-1] if first else self.root
+        for start in range(first * size, num_pages * size, size):
+            name = page_digest(name, token_ids[start : start + size])
+            yield name
+
+    def fork(self) -> SequenceCache:
+        """A second sequence with the same tokens; shares all pages, copies nothing.
+
+        Raises:
+            InternalError: the sequence was released.
+        """
+        if self.released:
+            raise InternalError("fork of a released sequence")
+        twin = SequenceCache(self._pool)
+        self._pool.share(self._pages)
+        twin._pages = self._pages.copy()
+        twin._runs = [run.copy() for run in self._runs]
+        twin._digests = self._digests.copy()
+        twin.root = self.root
+        twin.length = self.length
+        return twin
+
+    def release(self) -> None:
+        """Give all pages back; may be called any number of times."""
+        self.truncate(0)
+        self._pool.unregister(self)
+        self.released = True
+
+    def check_integrity(self) -> None:
+        """Check that table, length and runs fit each other.
+
+        Raises:
+            IntegrityError: naming what is wrong.
+        """
+        size = self._pool.page_size
+        if len(self._pages) != -(-self.length // size):
+            raise IntegrityError(f"{len(self._pages)} pages of {size} tokens for length {self.length}")
+        if len(set(self._pages)) != len(self._pages):
+            raise IntegrityError(f"a page occurs twice in {self._pages}")
+        from_runs = [page for first, num in self._runs for page in range(first, first + num)]
+        if from_runs != self._pages:
+            raise IntegrityError(f"runs {self._runs} do not spell the table {self._pages}")

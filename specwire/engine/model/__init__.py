@@ -1,0 +1,1 @@
+"""Loading a model of transformers and running packed passes through it."""

@@ -1,0 +1,68 @@
+"""Attention on a CPU for one token at a time: bitwise the same whatever else is in the pass.
+
+Kernels sum in another order for two queries than for one, and for keys in two runs than in one. So each token
+asks alone, and keys that lie in several runs are copied side by side first. The work is that of decoding, for
+every token of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specwire.engine.attention import views
+from specwire.engine.batch import Segment
+from specwire.engine.cache.kv_cache import Run
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+
+
+@dataclass
+class AloneBatch:
+    """What travels as `packed=`: a row of one fixed length, of which the segments claim the first tokens.
+
+    Attributes:
+        slots: int64 [num_tokens], where the row's keys and values go; those that fill up share a slot that is
+            never read.
+        segments: the sequences in row order.
+        layers: the caches by attention module.
+    """
+
+    slots: Tensor
+    segments: Sequence[Segment]
+    layers: dict[nn.Module, LayerCache]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`; tokens that fill up get zeros."""
+        layer = self.layers[module]
+        layer.write(self.slots, key, value)
+        num_kv_heads, value_dim = layer.values.shape[1:]
+        num_heads, num_tokens, head_dim = query.shape[1:]
+        grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
+        output = query.new_zeros(*grouped.shape[:3], value_dim)
+        for segment in self.segments:
+            memory, start = _side_by_side(layer, segment.runs)
+            for i in range(segment.num_query):
+                run = _seen(segment, i, start, scoring.sliding_window)
+                row = slice(segment.query_offset + i, segment.query_offset + i + 1)
+                output[row] = views.attend_run(grouped[row], memory, run, scoring)
+        return output.reshape(1, num_tokens, num_heads, value_dim)
+
+
+def _side_by_side(layer: LayerCache, runs: Sequence[Run]) -> tuple[LayerCache, int]:
+    """Where a sequence's keys lie in one run, and the slot of the first one: in place, or in a copy."""
+    if len(runs) == 1:
+        return layer, runs[0].start_slot
+    parts = [slice(run.start_slot, run.start_slot + run.num_tokens) for run in runs]
+    return LayerCache(*(torch.cat([of[part] for part in parts]) for of in (layer.keys, layer.values))), 0
+
+
+def _seen(segment: Segment, index: int, start: int, window: int | None) -> Run:
+    """The keys that a segment's token sees, in memory whose first slot is `start`."""
+    num_keys = segment.cache_len - segment.num_query + index + 1
+    first = 0 if window is None else max(0, num_keys - window)
+    return Run(start + first, num_keys - first)

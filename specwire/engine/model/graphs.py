@@ -1,0 +1,147 @@
+"""Padded steps recorded once and replayed: on CUDA, a step is then one launch instead of a thousand.
+
+A bucket (`padded.py`) is recorded when it is met for the second time, up to a bound; until then it runs as it
+is. What could not be recorded (a model that waits for the device inside a pass) goes on without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specwire.engine.batch import Batch
+from specwire.engine.model.padded import Bucket, Buckets, StepInputs
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 96
+_RECORD_AT = 2
+
+
+class Replay(Protocol):
+    """How a computation over fixed memory is made repeatable."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Something that does again what `run` does, whatever then lies in the memory that `run` reads.
+
+        Its result may be overwritten by the next computation that was captured.
+        """
+
+
+class EagerReplay:
+    """Runs it again: for devices without graphs, and for tests."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Replay`."""
+        return run
+
+
+class CudaReplay:
+    """CUDA graphs that share one pool of memory, since no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Replay`. Runs it twice before: libraries set themselves up in first calls."""
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                run()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, a second engine in one process for instance.
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            torch.cuda.set_stream(here)  # a recording that fails may leave its own stream behind
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class PaddedSteps:
+    """Runs packed rows in buckets.
+
+    Args:
+        run_model: the model over the inputs of a bucket: logits [num_tokens, vocab_size], of which the
+            first rows are those that are wanted.
+        buckets: the sizes.
+        replay: how they are made repeatable.
+        scratch_slot: where tokens that fill up write.
+    """
+
+    def __init__(
+        self,
+        run_model: Callable[[StepInputs], Tensor],
+        buckets: Buckets,
+        replay: Replay,
+        device: torch.device,
+        scratch_slot: int,
+    ) -> None:
+        self.buckets = buckets
+        self._run_model = run_model
+        self._replay: Replay | None = replay
+        self._device = device
+        self._scratch_slot = scratch_slot
+        self._inputs: dict[Bucket, StepInputs] = {}
+        self._recorded: dict[Bucket, Callable[[], Tensor]] = {}
+        self._num_met: Counter[Bucket] = Counter()
+
+    @property
+    def num_recorded(self) -> int:
+        """Buckets that are replayed."""
+        return len(self._recorded)
+
+    def run(self, row: Batch) -> Tensor | None:
+        """Logits float32 [len(row.rows), vocab_size], in new memory; None where no bucket holds the row."""
+        bucket = self.buckets.fit(row)
+        if bucket is None:
+            return None
+        self._inputs_of(bucket).fill(row)
+        self._num_met[bucket] += 1
+        if self._num_met[bucket] == _RECORD_AT:
+            self._record(bucket)
+        return self._logits(bucket)[: len(row.rows)].to(torch.float32, copy=True)
+
+    def warm(self) -> None:
+        """Record what one stream needs, so that its first rounds do not wait for it."""
+        for bucket in self.buckets.usual():
+            self._inputs_of(bucket).fill(None)
+            self._num_met[bucket] = _RECORD_AT
+            self._record(bucket)
+
+    def stop_replaying(self) -> None:
+        """Run steps padded, but anew each time, from now on."""
+        self._replay = None
+        self._recorded.clear()
+
+    def _inputs_of(self, bucket: Bucket) -> StepInputs:
+        if bucket not in self._inputs:
+            self._inputs[bucket] = StepInputs(bucket, self._device, self._scratch_slot)
+        return self._inputs[bucket]
+
+    def _record(self, bucket: Bucket) -> None:
+        """Running a step more than once changes nothing: it writes the same keys to the same slots."""
+        if self._replay is None or bucket in self._recorded or len(self._recorded) >= MAX_GRAPHS:
+            return
+        inputs = self._inputs[bucket]
+        try:
+            self._recorded[bucket] = self._replay.capture(lambda: self._run_model(inputs))
+        except Exception as error:
+            log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
+            self._replay = None
+
+    def _logits(self, bucket: Bucket) -> Tensor:
+        replay = self._recorded.get(bucket)
+        return replay() if replay else self._run_model(self._inputs[bucket])

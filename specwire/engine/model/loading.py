@@ -1,0 +1,270 @@
+"""Load a model, or say exactly why it cannot be served: refuse, never approximate.
+
+A model passes three gates: its config must describe a causal language model without recurrent state;
+its weights must all be in the checkpoint; and at last its logits through the paged engine, in pieces
+and after a rollback, must equal its own. The last gate is the one that knows no list of models.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import AutoHfQuantizer
+
+from specwire.engine.attention import paged as attention
+from specwire.engine.batch import Feed
+from specwire.engine.model.graphs import EagerReplay, Replay
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
+from specwire.errors import ModelLoadError, SpecwireError
+
+# Largest root mean square error of a row of logits against the spread of its reference.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+_CHECK_TOKENS = 12
+_MAX_WINDOW_CHECKED = 256
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu") -> Any:
+    """Load a causal language model for the engine, and check that the engine computes what it computes.
+
+    Args:
+        source: directory with config and weights, or the id of a model on the hub.
+        dtype: of the weights: a torch dtype by name, or `auto` for that of the checkpoint; on CUDA `auto`
+            makes bfloat16 of a float32 checkpoint. Quantised weights stay what the checkpoint says.
+        device: where to put it.
+
+    Returns:
+        The transformers model in eval mode, with the engine's attention.
+
+    Raises:
+        ModelLoadError: naming the source and the reason.
+    """
+    source = os.fspath(source)
+    with naming(source):
+        config = read_config(source)
+        model = load_weights(source, weights_dtype(config, dtype, device), **_placement(config, device))
+        if not is_quantised(config):
+            model = model.to(device)
+        pack_linears(model)
+        self_check(model)
+    return model
+
+
+def read_config(source: str) -> Any:
+    """The config of a model that the engine can serve, as far as a config tells.
+
+    Raises:
+        ModelLoadError: there is none, or it describes what cannot be served.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError("no config.json in this directory")
+    elif path.exists() or not _HUB_ID.fullmatch(source):
+        raise ModelLoadError("no such model directory")
+    config = AutoConfig.from_pretrained(source)
+    check_config(config)
+    _check_quantiser(config)
+    return config
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Turn any failure into a ModelLoadError that names the source."""
+    try:
+        yield
+    except SpecwireError as error:
+        raise ModelLoadError(f"{source}: {error}") from error
+    except Exception as error:
+        # Corrupt files surface as whatever the parser of the format raises; its first line says enough.
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise ModelLoadError(f"{source}: {type(error).__name__}: {lines[0]}") from error
+
+
+def check_config(config: Any) -> None:
+    """Refuse by its config what the engine can never serve.
+
+    Raises:
+        ModelLoadError: an encoder-decoder, or layers with recurrent state.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{config.model_type!r} is an encoder-decoder, not a causal language model")
+    refused = set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if refused:
+        raise ModelLoadError(
+            f"{config.model_type!r} has layers of type {', '.join(sorted(refused))}; only full and "
+            "sliding-window attention can be rolled back"
+        )
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether transformers loads the weights through one of its quantisers, which also places them."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _check_quantiser(config: Any) -> None:
+    """transformers would pass over a method that it does not know, and take the stored bits for weights."""
+    wanted = getattr(config, "quantization_config", None)
+    if isinstance(wanted, dict) and not AutoHfQuantizer.supports_quant_method(wanted):
+        method = wanted.get("quant_method")
+        raise ModelLoadError(f"transformers {transformers.__version__} knows no quantisation {method!r}")
+
+
+def weights_dtype(config: Any, dtype: str, device: str) -> str:
+    """What to load the weights in, on this device; see `load_model`."""
+    if dtype != "auto" or is_quantised(config) or torch.device(device).type != "cuda":
+        return dtype
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "auto" if stored in ("bfloat16", "float16") else "bfloat16"
+
+
+def _placement(config: Any, device: str) -> dict[str, Any]:
+    """Where a quantiser puts the weights: many make them on the device, and they cannot be moved then."""
+    on_device = is_quantised(config) and torch.device(device).type != "cpu"
+    return {"device_map": {"": device}} if on_device else {}
+
+
+def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
+    """The model with every weight from the checkpoint; none may be made up.
+
+    Args:
+        dtype: a torch dtype by name, or `auto`.
+        keywords: for `from_pretrained`.
+
+    Raises:
+        ModelLoadError: a weight is missing or has another shape.
+    """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ModelLoadError(f"dtype {dtype!r} is not one of torch's")
+    attention.register()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=attention.ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # to name them below; none is accepted
+        **keywords,
+    )
+    if getattr(model, "_is_stateful", False):
+        raise ModelLoadError(
+            f"{model.config.model_type!r} keeps a recurrent state, which cannot be rolled back"
+        )
+    for name in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
+        if problem := info.get(name):
+            first = ", ".join(str(key) for key in list(problem)[:3])
+            raise ModelLoadError(f"the checkpoint does not fill the model: {len(problem)} {name}: {first}")
+    return model.eval()
+
+
+def self_check(model: Any) -> None:
+    """Compare packed, chunked and rolled back logits with the model's own full forward pass.
+
+    Two sequences share the rows; one of them goes wrong, is truncated and goes right. Sliding windows
+    are exceeded when they are at most 256 tokens.
+
+    Raises:
+        ModelLoadError: the logits differ, so the engine does not compute this model.
+    """
+    attention.register()
+    tokens = _check_ids(model)
+    reference = _own_logits(model, tokens).repeat(2, 1)
+    errors = []
+    for size, replay in _ways_to_run(model):
+        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
+        errors.append(relative_error(_packed_logits(runner, tokens), reference))
+    error = float(np.max(errors))  # not a number if any of them is
+    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
+    if not error <= tolerance:  # also when it is not a number
+        raise ModelLoadError(
+            f"self-check failed: logits through the engine differ from the model's own by {error:.2g} "
+            f"of their spread ({tolerance:g} allowed in {model.dtype})"
+        )
+
+
+def _ways_to_run(model: Any) -> list[tuple[int, Replay | None]]:
+    """Page sizes, and whether steps are padded: on CUDA small and large pages meet different kernels."""
+    if model.device.type != "cuda":
+        return [(4, None)]
+    return [(4, None), (256, None), (256, EagerReplay())]
+
+
+def _check_ids(model: Any) -> list[int]:
+    """Token ids spread over the vocabulary, enough of them to leave a small window."""
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or 0
+    wanted = _CHECK_TOKENS + (window if window <= _MAX_WINDOW_CHECKED else 0)
+    num_tokens = min(wanted, context_length(model.config) or wanted)
+    ids: list[int] = np.random.default_rng(0).integers(num_embeddings(model), size=num_tokens).tolist()
+    return ids
+
+
+def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
+    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two pieces and then in one."""
+    first = len(tokens) // 2
+    with runner.new_sequence() as pieces, runner.new_sequence() as whole:
+        wrong = tokens[first : first + 3][::-1]
+        start = runner.forward([Feed(pieces, tokens[:first] + wrong, first + len(wrong))])[:first]
+        pieces.truncate(first)
+        rest = len(tokens) - first
+        both = runner.forward([Feed(pieces, tokens[first:], rest), Feed(whole, tokens, len(tokens))])
+    return torch.cat([start, both])
+
+
+@torch.inference_mode()
+def _own_logits(model: Any, tokens: list[int]) -> Tensor:
+    """The model's own eager forward without any cache, float32 [num_tokens, vocab_size]."""
+    model.set_attn_implementation("eager")
+    try:
+        ids = torch.tensor([tokens], device=model.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(attention.ATTENTION_NAME)
+    return logits
+
+
+def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
+    """What the handshake tells about a model.
+
+    Returns:
+        `context_len` and `vocab_size` (in tokens; the latter as wide as the logits),
+        `num_parameters`, `dtype` by name, and `eos_token_ids`, a sorted tuple.
+
+    Raises:
+        ModelLoadError: the config names no context length.
+    """
+    context_len = context_length(model.config)
+    if context_len is None:
+        raise ModelLoadError(f"{os.fspath(source)}: the config names no context length")
+    head = model.get_output_embeddings()
+    text = model.config.get_text_config(decoder=True)
+    return {
+        "context_len": context_len,
+        "vocab_size": int(text.vocab_size if head is None else head.weight.shape[0]),
+        "num_parameters": sum(weight.numel() for weight in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "eos_token_ids": _eos_token_ids(model),
+    }
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """From the generation config where there is one, since chat models end their turns with other tokens."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))

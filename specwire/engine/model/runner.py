@@ -1,0 +1,353 @@
+"""One packed forward pass for any transformers causal language model.
+
+`ModelRunner.forward` takes the new tokens of any number of sequences, prefill and verify alike, and
+returns the logits that were asked for. It knows nothing of a model's architecture: a warm-up pass of
+one token shows which layers attend, and with what shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specwire.core import IntArray
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.attention.probe import Probe
+from specwire.engine.batch import Batch, Feed, Packer
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
+from specwire.engine.device import Decide
+from specwire.engine.model.alone import AloneBatch
+from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
+from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.progress import LEAST_LIMIT_S
+from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.rule.transfer import indices, to_device
+
+log = logging.getLogger(__name__)
+
+_RECORDING_S = 10.0
+"""To record a graph of a large model, with two passes before."""
+
+ALONE_TOKENS = 16
+"""Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
+
+_REPLAY_TOLERANCE = 0.1
+"""In half precision kernels for other sizes round otherwise; what is wrong is wrong by about 1."""
+
+
+class ModelRunner:
+    """A model with a paged KV cache.
+
+    Args:
+        model: a transformers causal language model; it is switched to the engine's attention.
+        num_pages: pages of the KV cache, allocated here; or what says it, given the bytes of a page.
+        page_size: tokens a page.
+        replay: run steps padded to a few sizes, made repeatable in this way; None runs each as it is.
+        batch_invariant: pad all steps to one size, so that a row of logits is bitwise the same whatever
+            else is in its step, and whether it was decoded, verified or prefilled. A CPU needs no replay.
+
+    Raises:
+        ModelLoadError: the model's attention cannot be served by the engine.
+
+    Attributes:
+        pool: the bookkeeping of the pages.
+        vocab_size: width of the logits.
+        num_embeddings: tokens that the model can read.
+        context_len: most tokens of one sequence; None when the model does not say.
+        attention_path: `views` on a CPU, else as in `Probe.attention_path`.
+        kv_bytes_per_token: memory a cached token takes in all layers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_pages: int | Callable[[int], int],
+        page_size: int = 16,
+        replay: Replay | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        self.context_len = context_length(model.config)
+        self.num_embeddings = num_embeddings(model)
+        self._batch_invariant = batch_invariant
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        attention.register()
+        if model.config._attn_implementation != attention.ATTENTION_NAME:
+            model.set_attn_implementation(attention.ATTENTION_NAME)
+        probe = self._probe()
+        self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
+        if callable(num_pages):
+            num_pages = num_pages(self.kv_bytes_per_token * page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.on_loss: Callable[[], None] = lambda: None  # never
+        self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
+        self._packer = Packer(self.pool, self.num_embeddings, self.context_len)
+        self.attention_path = (
+            probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"
+        )
+        has_scratch = replay is not None or batch_invariant
+        num_slots = (num_pages + has_scratch) * page_size  # the last page is for scratch
+        self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
+        self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
+
+    def _make_padded(self, replay: Replay, *, batch_invariant: bool) -> PaddedSteps:
+        page_size, num_pages = self.pool.page_size, self.pool.num_pages
+        most_tokens = min(self.context_len or num_pages * page_size, num_pages * page_size)
+        buckets = Buckets(
+            page_size,
+            max_pages=-(-most_tokens // page_size),
+            gathers=self.attention_path != "paged",
+            batch_invariant=batch_invariant,
+        )
+        if batch_invariant and not buckets.allows_invariance():
+            raise ModelLoadError(
+                f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
+                f"torch does not have on {self.device}; lower --num-kv-tokens"
+            )
+        return PaddedSteps(self._run_padded, buckets, replay, self.device, num_pages * page_size)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Get ready for the steps of a single stream; without it the first ones take longer.
+
+        Raises:
+            ModelLoadError: rows were to be batch-invariant, and are not.
+        """
+        if self._padded is not None:
+            self._warm_padded()
+        if self._batch_invariant and not self._is_invariant():
+            raise ModelLoadError(
+                "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
+                "size (experts, or kernels that are not deterministic)"
+            )
+
+    def _warm_padded(self) -> None:
+        assert self._padded is not None
+        self._padded.warm()
+        error = self._replay_error()
+        if not error <= _REPLAY_TOLERANCE:
+            log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
+            self.stop_replaying()
+
+    def _is_invariant(self) -> bool:
+        """Whether some tokens have bitwise the same logits whole, in pieces, and in company."""
+        num_tokens = min(
+            2 * ALONE_TOKENS,
+            self.context_len or 2 * ALONE_TOKENS,
+            self.pool.num_pages * self.pool.page_size // 4,
+        )
+        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        with self.new_sequence() as whole:
+            expected = self.forward([Feed(whole, tokens, num_tokens)])
+        with self.new_sequence() as pieces, self.new_sequence() as company:
+            rows, start = [], 0
+            for size in (num_tokens // 2, 1, num_tokens // 8, num_tokens):
+                mine, theirs = tokens[start : start + size], tokens[::-1][start : start + size]
+                if len(mine):
+                    both = self.forward([Feed(company, theirs, 1), Feed(pieces, mine, len(mine))])
+                    rows.append(both[1:])
+                start += size
+        return torch.equal(torch.cat(rows), expected)
+
+    def stop_replaying(self) -> None:
+        """Run each step anew from now on."""
+        if self._padded is not None:
+            self._padded.stop_replaying()
+
+    def _replay_error(self) -> float:
+        """Of a replayed step's logits, against those of the same step run as it is."""
+        num_tokens = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        with self.new_sequence() as cache:
+            replayed = self.forward([Feed(cache, tokens, num_tokens)])
+            cache.truncate(0)
+            with self._packer.packed([Feed(cache, tokens, num_tokens)]) as batch:
+                plain = self._run_packed(batch)
+        return relative_error(replayed, plain.float())
+
+    @torch.inference_mode()
+    def _probe(self) -> Probe:
+        """Learn the layers' shapes and the vocabulary from a forward pass of one token."""
+        probe = Probe()
+        row = np.zeros(1, dtype=np.int64)
+        try:
+            logits = self._call_model(row, row, probe, [0])
+        except (UnsupportedError, ModelLoadError) as error:
+            raise ModelLoadError(f"the model cannot be served: {error}") from error
+        self.vocab_size = int(logits.shape[-1])
+        probe.check(self.model.config)
+        return probe
+
+    @property
+    def num_graphs(self) -> int:
+        """Sizes of steps that are recorded and replayed."""
+        return self._padded.num_recorded if self._padded is not None else 0
+
+    def new_sequence(self) -> SequenceCache:
+        """An empty sequence of this runner's cache; the caller releases it."""
+        return self.pool.new_sequence()
+
+    def end_step(self) -> None:
+        """Nothing: logits on the host are those of a device that is done."""
+
+    def check(self) -> None:
+        """It is there."""
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """Nothing: it is lost together with this process only."""
+
+    def close(self) -> None:
+        """Nothing: memory goes with the object."""
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed]) -> Tensor:
+        """Append each feed's tokens to its cache and compute the logits asked for.
+
+        Args:
+            feeds: sequences of this runner, none of them twice.
+
+        Returns:
+            float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
+
+        Raises:
+            InvalidRequestError, ContextLengthError, ResourceExhaustedError: see `Packer.packed`. After any
+                error all caches have the lengths they had before.
+        """
+        if not feeds:
+            return torch.empty(0, self.vocab_size)
+        with self._packer.packed(feeds) as batch:
+            return self.compute(batch)
+
+    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        """See `device.Runner`."""
+        logits = self.forward(feeds)
+        return None if question is None else decide(question, logits)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor:
+        """The pass itself, without any bookkeeping; float32 [len(batch.rows), vocab_size]."""
+        size = self.pool.page_size
+        for copy in batch.copies:
+            for layer in self._layers.values():
+                layer.copy(copy.src_page * size, copy.dst_page * size, copy.num_tokens)
+        return self._run_alike(batch) if self._batch_invariant else self._run(batch)
+
+    def _run_alike(self, batch: Batch) -> Tensor:
+        """All of it in passes of one size."""
+        if self._padded is not None:
+            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+        return torch.cat([self._run_alone(part) for part in batch.split(ALONE_TOKENS)])
+
+    def _run_alone(self, batch: Batch) -> Tensor:
+        """On a CPU: a pass of `ALONE_TOKENS`, in which each token attends by itself."""
+        scratch_slot = self.pool.num_pages * self.pool.page_size
+        slots = to_device(_filled(batch.slots, scratch_slot), self.device)
+        packed = AloneBatch(slots, batch.segments, self._layers)
+        rows = to_device(_filled(np.array(batch.rows, np.int64), 0), self.device)
+        token_ids, positions = (_filled(part, 0) for part in (batch.token_ids, batch.positions))
+        logits = self._logits(
+            to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
+        )
+        return logits[: len(batch.rows)].float()
+
+    def _run(self, batch: Batch) -> Tensor:
+        logits = self._padded.run(batch) if self._padded is not None else None
+        return self._run_packed(batch).float() if logits is None else logits
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        """Logits [len(batch.rows), vocab_size] of a batch as it is, in the model's dtype."""
+        slots = to_device(batch.slots, self.device)
+        packed = PackedBatch(slots, batch.segments, self._layers, self.pool.page_size)
+        return self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
+
+    def _run_padded(self, inputs: StepInputs) -> Tensor:
+        """Logits of a padded step; reads what lies on the device only, so that it can be recorded."""
+        parts = inputs.on_device
+        packed = TabledBatch(inputs, self._layers, self.pool.page_size)
+        return self._logits(parts.token_ids, parts.positions, packed, parts.rows)
+
+    def _call_model(
+        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: Sequence[int]
+    ) -> Tensor:
+        """As `_logits`, for numbers on the host."""
+        some = None if len(rows) == len(token_ids) else indices(rows, self.device)
+        return self._logits(
+            to_device(token_ids, self.device), to_device(positions, self.device), packed, some
+        )
+
+    def _logits(
+        self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, rows: Tensor | None
+    ) -> Tensor:
+        """The model's own forward on one packed row.
+
+        Args:
+            token_ids, positions: int64 [num_tokens].
+            rows: int64, those whose logits are wanted; None for all.
+
+        Returns:
+            [number of rows, vocab_size] in the model's dtype.
+        """
+        keywords = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            packed=packed,
+            **keywords,
+        )
+        logits: Tensor = output.logits[0]
+        return logits if rows is None or keywords else logits[rows]
+
+
+def _filled(numbers: IntArray, filling: int) -> IntArray:
+    """int64 [ALONE_TOKENS]."""
+    return np.concatenate([numbers, np.full(ALONE_TOKENS - len(numbers), filling, np.int64)])
+
+
+def num_embeddings(model: Any) -> int:
+    """Tokens that a model can read; its table may be a shard."""
+    table = model.get_input_embeddings()
+    return int(getattr(table, "num_embeddings", table.weight.shape[0]))
+
+
+def relative_error(logits: Tensor, reference: Tensor) -> float:
+    """Largest over rows of the error's root mean square, over that of the reference about its mean."""
+    if logits.shape != reference.shape:
+        return float("inf")
+    spread = reference.std(dim=-1, correction=0).clamp_min(1e-9)
+    error = (logits - reference).square().mean(dim=-1).sqrt() / spread
+    return float(error.max())
+
+
+def context_length(config: Any) -> int | None:
+    """Most tokens of one sequence under a transformers config, None when it names no limit.
+
+    Rotary scalings that depend on the longest sequence seen would let one sequence of a batch change
+    another and outdate cached keys; up to their original length they are constant, so that is the limit.
+    """
+    text = config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+    limit = next((int(v) for n in names if isinstance(v := getattr(text, n, None), int)), None)
+    for rope in _rope_settings(getattr(text, "rope_parameters", None)):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or limit
+            limit = original if limit is None else min(limit, original or limit)
+    return limit
+
+
+def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config, which hold one dict or one for each layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    if "rope_type" in parameters:
+        return [parameters]
+    return [value for value in parameters.values() if isinstance(value, dict)]

@@ -1,0 +1,1 @@
+"""gRPC servers and channels: limits, drain, deadlines, errors as statuses."""

@@ -1,0 +1,128 @@
+"""The client's side of doors: a channel that shows a token, and is renewed when its files change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from specwire.security.tls import Credentials, Shown
+
+_LONGEST_CALL_S = 7 * 24 * 3600.0
+
+Options = Sequence[tuple[str, Any]]
+
+
+def open_channel(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel to HOST:PORT; plaintext when there are no credentials.
+
+    Raises:
+        InvalidRequestError: a token would travel in plaintext beyond this machine.
+        ConfigError: a file that cannot be used.
+    """
+    if credentials.none:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials.check(address)
+    return _CredentialChannel(address, options, credentials)
+
+
+class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
+    """Looks at its files before each call. When they changed, the call goes over a new connection, and
+    the old one is closed after its last call."""
+
+    def __init__(self, address: str, options: Options, credentials: Credentials) -> None:
+        self._address = address
+        self._options = [*options]
+        self._tls = credentials.tls
+        if self._tls and self._tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        self._shown = credentials.watched()
+        self._current = self._connect()
+        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+
+    def current(self) -> grpc.aio.Channel:
+        """The channel for a new call."""
+        if self._shown.refresh() and self._tls:
+            old, self._current = self._current, self._connect()
+            self._retired[old] = asyncio.create_task(self._retire(old))
+        return self._current
+
+    def metadata(self) -> list[tuple[str, str]]:
+        """What a call shows."""
+        token = self._shown.value.token
+        return [("authorization", f"Bearer {token}")] if token else []
+
+    def _connect(self) -> grpc.aio.Channel:
+        if not self._tls:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
+        shown: Shown = self._shown.value
+        tls = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
+        return grpc.aio.secure_channel(self._address, tls, options=self._options)
+
+    async def _retire(self, channel: grpc.aio.Channel) -> None:
+        await channel.close(grace=_LONGEST_CALL_S)
+        del self._retired[channel]
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close this connection and those before it; see `grpc.aio.Channel`."""
+        for channel, task in [*self._retired.items()]:
+            task.cancel()
+            await channel.close(grace)
+        self._retired.clear()
+        await self._current.close(grace)
+
+    async def __aenter__(self) -> _CredentialChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """See `grpc.aio.Channel`."""
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """See `grpc.aio.Channel`."""
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """See `grpc.aio.Channel`."""
+        await self.current().channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return _Method(self, lambda channel: channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return _Method(self, lambda channel: channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return _Method(self, lambda channel: channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return _Method(self, lambda channel: channel.stream_stream(*args, **kwargs))
+
+
+class _Method:
+    """A method of a stub, made anew for each new connection."""
+
+    def __init__(self, channel: _CredentialChannel, make: Callable[[grpc.aio.Channel], Any]) -> None:
+        self._channel = channel
+        self._make = make
+        self._made_for: grpc.aio.Channel | None = None
+        self._method: Any = None
+
+    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        channel = self._channel.current()
+        if channel is not self._made_for:
+            self._made_for, self._method = channel, self._make(channel)
+        metadata = list(metadata or ())
+        if all(key != "authorization" for key, _ in metadata):  # the call's own token comes first
+            metadata += self._channel.metadata()
+        return self._method(*args, metadata=metadata, **kwargs)

@@ -1,0 +1,245 @@
+"""What every call passes before its method, in this order and in one interceptor:
+
+    token ─▶ limits of its caller ─▶ first message, within 10 s ─▶ drain ─▶ method ─▶ status
+
+gRPC is told that every method takes a stream. The bytes on the wire are the same, and limits begin when a
+call opens; the message of a unary call grpc.aio itself awaits without a limit. Bytes that are no message are
+refused as INVALID_ARGUMENT; grpc.aio itself answers them with UNKNOWN and the name of a Python class.
+
+A method, `async def (self, request or requests, context)`, raises our errors, which become the call's status.
+One that streams writes through `context.write` rather than yield: a cancelled generator is only finalised
+when it is collected, while a cancelled coroutine runs its `finally` at once.
+
+Health needs no token, since probes have none, and has limits of its own: a `Check` is answered whatever else
+is going on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health
+
+from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
+from specwire.rpc import listening as doors
+from specwire.rpc.draining import Drain
+from specwire.rpc.places import Places
+from specwire.security.bearer import Holder, Tokens, bearer_token
+
+_OURS = "/specwire."
+_HEALTH = f"/{health.SERVICE_NAME}/"
+_CHECK, _WATCH = f"{_HEALTH}Check", f"{_HEALTH}Watch"
+
+_FIRST_MESSAGE_S = 10.0
+# Beside the streams that a service serves or keeps waiting: handshakes, and streams that it will refuse.
+NUM_PASSING_STREAMS = 64
+_NUM_BUSY_CALLERS = 4
+"""Callers with all the streams that one may have, for which there is room in total."""
+
+_MAX_HEALTH_BYTES = 1 << 10
+# A probe's message comes with its call: of more calls without one, the oldest is not a probe's.
+_MAX_SILENT_PROBES = 256
+# A coordinator has a watch for each replica, gRPC's own health checking one for each connection; 25 kB each.
+_MAX_WATCHES_OF_A_CONNECTION = 32
+_MAX_WATCHES_OF_A_CALLER = 128
+_MAX_WATCHES_WITHOUT_TOKEN = 1_024
+
+Abort = Callable[[Any, Exception], Awaitable[None]]
+
+
+class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The one interceptor of a server."""
+
+    def __init__(self, tokens: Tokens | None, drain: Drain, capacity: tuple[int, int], abort: Abort) -> None:
+        """For one server.
+
+        Args:
+            tokens: one of them must be shown; None asks for none.
+            drain: calls of our own methods run as its requests; health and reflection answer to the very end.
+            capacity: most streams that the service serves at a time, and most that it keeps waiting.
+            abort: ends a call, given its context, with an error.
+        """
+        self._tokens = tokens
+        self._drain = drain
+        self._capacity = capacity
+        self._max_streams = _NUM_BUSY_CALLERS * (sum(capacity) + NUM_PASSING_STREAMS)
+        self._abort = abort
+        self._streams, self._watches = Places("streams"), Places("health watches")
+        self._opened = _FirstMessages(self._max_streams)
+        self._probed = _FirstMessages(_MAX_SILENT_PROBES)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, as its method does."""
+        details, handler = handler_call_details, await continuation(handler_call_details)
+        is_health = details.method.startswith(_HEALTH)
+        serve = self._serve_health if is_health else self._serve
+
+        async def served(_: Any, context: Any) -> Any:
+            try:
+                return await serve(handler, details, context)
+            except Exception as error:
+                await self._abort(context, error)
+
+        if handler is None:
+            return grpc.stream_stream_rpc_method_handler(served)
+        responses = "stream" if handler.response_streaming else "unary"
+        max_bytes = _MAX_HEALTH_BYTES if is_health else None
+        return getattr(grpc, f"stream_{responses}_rpc_method_handler")(
+            served,
+            request_deserializer=functools.partial(_parse, handler.request_deserializer, max_bytes),
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _serve(self, handler: Any, details: Any, context: Any) -> Any:
+        holder = self._tokens.check(_shown_token(details)) if self._tokens else None
+        doors.holder.set(holder)
+        if handler is None:
+            await _refuse_unknown(context)
+        caller = holder or Holder(name=_address(context))
+        with self._streams.held(self._stream_limits(caller)):
+            first = await self._opened.of(context)
+            with self._drained(details.method):
+                return await _run(handler, first, context)
+
+    def _stream_limits(self, caller: Holder) -> dict[str, int]:
+        own = caller.capacity(self._capacity) + NUM_PASSING_STREAMS
+        return {caller.name: own, "all callers": self._max_streams}
+
+    def _drained(self, method: str) -> AbstractContextManager[None]:
+        return self._drain.request() if method.startswith(_OURS) else contextlib.nullcontext()
+
+    async def _serve_health(self, handler: Any, details: Any, context: Any) -> Any:
+        if handler is None or details.method not in (_CHECK, _WATCH):
+            await _refuse_unknown(context)
+        watching = details.method == _WATCH
+        with self._watches.held(self._watch_limits(details, context) if watching else {}):
+            return await _run(handler, await self._probed.of(context), context)
+
+    def _watch_limits(self, details: Any, context: Any) -> dict[str, int]:
+        """Callers that show a token of ours do not share a limit with strangers."""
+        connection = {context.peer(): _MAX_WATCHES_OF_A_CONNECTION}
+        holder = None
+        if self._tokens:
+            with contextlib.suppress(UnauthenticatedError):
+                holder = self._tokens.check(_shown_token(details))
+        if holder is not None:
+            return connection | {holder.name: _MAX_WATCHES_OF_A_CALLER}
+        strangers = {"callers without a token": _MAX_WATCHES_WITHOUT_TOKEN}
+        return connection | strangers | {_address(context): _MAX_WATCHES_OF_A_CALLER}
+
+
+class _FirstMessages:
+    """Waits for the first messages of calls.
+
+    Args:
+        most: calls that are waited for at a time; one more ends the wait for the oldest.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waits: dict[asyncio.Timeout, None] = {}
+
+    async def of(self, context: Any) -> Any:
+        """The first message of a call; `grpc.aio.EOF` when it has none.
+
+        Raises:
+            DeadlineExceededError: it has not come in time.
+        """
+        timeout = asyncio.timeout(_FIRST_MESSAGE_S)
+        try:
+            async with timeout:
+                self._add(timeout)
+                return await context.read()
+        except TimeoutError:
+            problem = f"first message: not received within {_FIRST_MESSAGE_S:g} s"
+            raise DeadlineExceededError(problem) from None
+        finally:
+            self._waits.pop(timeout, None)
+
+    def _add(self, timeout: asyncio.Timeout) -> None:
+        self._waits[timeout] = None
+        if len(self._waits) > self._most:
+            oldest = next(iter(self._waits))
+            del self._waits[oldest]
+            if not oldest.expired():
+                oldest.reschedule(0)
+
+
+class _Requests:
+    """All messages of a stream, of which the first was read before.
+
+    No generator: a stream that ends early would leave one to be finalised whenever it is collected.
+    """
+
+    def __init__(self, first: Any, context: Any) -> None:
+        self._read_before = [first]
+        self._context = context
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = self._read_before.pop() if self._read_before else await self._context.read()
+        if message is grpc.aio.EOF:
+            self._read_before.append(message)
+            raise StopAsyncIteration
+        return _readable(message)
+
+
+async def _run(handler: Any, first: Any, context: Any) -> Any:
+    """Call a method of any of the four kinds; returns its response if it has one, and raises its errors."""
+    streams = handler.request_streaming, handler.response_streaming
+    behaviour = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in streams))
+    request = _Requests(first, context) if handler.request_streaming else _readable(first)
+    if not inspect.isasyncgenfunction(behaviour):
+        return await behaviour(request, context)
+    async with contextlib.aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
+    return None
+
+
+def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) -> Any:
+    """The message, or what is wrong with the bytes: a deserialiser that raises is grpc.aio's own defect."""
+    if max_bytes is not None and len(data) > max_bytes:
+        return InvalidRequestError("request", f"{len(data)} bytes", f"is over the limit of {max_bytes} bytes")
+    try:
+        return parse(data)
+    except DecodeError:
+        return InvalidRequestError("request", f"{len(data)} bytes", "is not a message of this method's type")
+
+
+def _readable(message: Any) -> Any:
+    """A message that `_parse` made of bytes.
+
+    Raises:
+        InvalidRequestError: it is none, or the call ended without one.
+    """
+    if message is grpc.aio.EOF:
+        raise InvalidRequestError("request", "none", "the method needs one message")
+    if isinstance(message, InvalidRequestError):
+        raise message
+    return message
+
+
+async def _refuse_unknown(context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+
+
+def _shown_token(details: Any) -> str:
+    headers = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+    return bearer_token(headers[0]) if len(headers) == 1 and isinstance(headers[0], str) else ""
+
+
+def _address(context: Any) -> str:
+    """Of the caller's machine: `ipv4:10.0.0.1`, without the connection's port."""
+    return str(context.peer()).rpartition(":")[0]

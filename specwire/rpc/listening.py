@@ -1,0 +1,86 @@
+"""The server's side of doors: TLS from files that may be replaced, and whose token a request shows."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from specwire.config.services import DoorConfig
+from specwire.security.bearer import Holder, Tokens
+from specwire.security.reloading import Watched
+from specwire.security.tls import read_authorities, read_pair
+
+log = logging.getLogger(__name__)
+
+holder: ContextVar[Holder | None] = ContextVar("holder", default=None)
+"""Of the token that the call being served shows; None where no tokens are asked for."""
+
+
+class _Pem(NamedTuple):
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+def check(config: DoorConfig) -> None:
+    """Read all files now, rather than after a model was loaded.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    if config.tls_cert:
+        _read_pem(config)
+    if config.tokens:
+        Tokens(config.tokens)
+
+
+def add_port(server: grpc.aio.Server, config: DoorConfig) -> int:
+    """Listen at the config's address, behind TLS if it has files for that.
+
+    Returns:
+        The port; 0 when the address cannot be bound.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    try:
+        if config.tls_cert:
+            return int(server.add_secure_port(config.address, _server_credentials(config)))
+        return int(server.add_insecure_port(config.address))
+    except RuntimeError:
+        return 0
+
+
+def _server_credentials(config: DoorConfig) -> grpc.ServerCredentials:
+    """gRPC asks at every new connection; those that are open keep what they began with."""
+    files = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
+    watched = Watched(files, lambda: _read_pem(config))
+
+    def newer() -> Any:
+        if not watched.refresh():
+            return None
+        log.warning("TLS files changed: new connections are served with them")
+        return _configuration(watched.value)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(watched.value), newer, require_client_authentication=bool(config.tls_client_ca)
+    )
+
+
+def _read_pem(config: DoorConfig) -> _Pem:
+    cert, key = read_pair("--tls-cert", config.tls_cert, "--tls-key", config.tls_key)
+    ca = config.tls_client_ca
+    return _Pem(cert, key, read_authorities("--tls-client-ca", ca) if ca else None)
+
+
+def _configuration(pem: _Pem) -> Any:
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.client_ca)
+
+
+def caller(context: Any) -> Holder:
+    """Whose request it is: a token's holder, or, where no tokens are asked for, an address without limits."""
+    return holder.get() or Holder(name=context.peer())

@@ -1,0 +1,154 @@
+"""The accept rules: what of a proposal is kept, and which token follows. numpy only.
+
+Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3; Chen et al. 2023, arXiv
+2302.01318, algorithm 2) is applied to a draft law that is zero outside a small support S. There the
+residual equals the target, so the target's mass outside S and one token drawn from it are all that the
+rule needs of the rest of the vocabulary: the full rule, at the price of the support.
+
+Matching (greedy decoding; Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv 2408.07978, algorithm 2)
+compares token ids: the emitted token is always the target's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire.core import Outcome, Proposal, SamplingParams, Support, Verdict
+from specwire.errors import InternalError
+from specwire.rule.random import DoubleArray, Stream, uniforms
+
+_Probs = npt.NDArray[np.floating[Any]]
+
+
+def acceptance_probability(token_prob_draft: float, token_prob_target: float) -> float:
+    """min(1, target / draft): how likely a draft token is kept (Leviathan et al., section 2.3).
+
+    Args:
+        token_prob_draft: probability of the token under the law it was sampled from, positive.
+        token_prob_target: its probability under the target.
+    """
+    return min(token_prob_target / token_prob_draft, 1.0)  # in this order NaN stays NaN, which rejects
+
+
+def residual(draft_support: Support, target_probs: _Probs, tail_mass: float) -> tuple[DoubleArray, float]:
+    """The law after a rejection, unnormalised: max(0, target - draft) (Leviathan et al., section 2.3).
+
+    Args:
+        draft_support: the draft's law; normalised here in float64.
+        target_probs: [support_size], the target's law on the support.
+        tail_mass: the target's mass outside the support, where the draft is zero.
+
+    Returns:
+        float64 weights [support_size], and the weight of everything outside the support. Together they
+        sum to the probability of a rejection.
+    """
+    draft_probs = draft_support.probs.astype(np.float64)
+    draft_probs /= draft_probs.sum()
+    return np.maximum(target_probs - draft_probs, 0.0), max(float(tail_mass), 0.0)
+
+
+def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
+    """Apply the rule that `params` name; draw its numbers by absolute position.
+
+    Raises:
+        InternalError: proposal and verdict do not fit each other.
+    """
+    if params.matches_tokens:
+        return accept_by_match(proposal, verdict)
+    positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
+    return accept_by_rejection(
+        proposal,
+        verdict,
+        uniforms(seed, Stream.ACCEPT, positions),
+        uniforms(seed, Stream.RESIDUAL, positions),
+    )
+
+
+def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
+    """Keep the longest prefix that equals the target's own tokens, then take the target's next one.
+
+    Raises:
+        InternalError: proposal and verdict do not fit each other.
+    """
+    _check_fit(proposal, verdict)
+    num_accepted = 0
+    for draft_token, target_token in zip(proposal.token_ids, verdict.target_token_ids, strict=False):
+        if draft_token != target_token:
+            break
+        num_accepted += 1
+    return Outcome(num_accepted, int(verdict.target_token_ids[num_accepted]))
+
+
+def accept_by_rejection(
+    proposal: Proposal, verdict: Verdict, accept_uniforms: DoubleArray, residual_uniforms: DoubleArray
+) -> Outcome:
+    """Keep draft tokens until one is rejected, then draw the recovered token; else add the bonus token.
+
+    Token x is kept if u · draft_probs[x] < target_probs[x], written as u < `acceptance_probability`:
+    strictly, for u may be 0 and a token that the target excludes must go.
+
+    Args:
+        proposal: γ draft tokens, each with the support it was sampled from.
+        verdict: the target on these supports, with its tail tokens and the bonus token.
+        accept_uniforms: float64 [γ] in [0, 1), independent of what sampled the draft tokens.
+        residual_uniforms: float64 [γ] in [0, 1), independent of both.
+
+    Raises:
+        InternalError: proposal and verdict do not fit each other, or are not probabilities.
+    """
+    _check_fit(proposal, verdict)
+    num_draft_tokens = len(proposal.token_ids)
+    if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
+        raise InternalError(f"{num_draft_tokens} draft tokens, but not as many supports and judgements")
+    for i in range(num_draft_tokens):
+        if not _keeps(proposal, verdict, i, accept_uniforms[i]):
+            return Outcome(i, _recover(proposal, verdict, i, residual_uniforms[i]))
+    return Outcome(num_draft_tokens, int(verdict.target_token_ids[-1]))
+
+
+def _check_fit(proposal: Proposal, verdict: Verdict) -> None:
+    if verdict.base_len != proposal.base_len:
+        raise InternalError(f"verdict at {verdict.base_len} for a proposal at {proposal.base_len}")
+    if len(verdict.target_token_ids) != len(proposal.token_ids) + 1:
+        raise InternalError(
+            f"{len(verdict.target_token_ids)} target tokens for {len(proposal.token_ids)} draft tokens"
+        )
+
+
+def _keeps(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> bool:
+    support, target_probs, token_id = proposal.supports[i], verdict.target_probs[i], proposal.token_ids[i]
+    if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
+        raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
+    slot = (support.token_ids == token_id).argmax()
+    if support.token_ids[slot] != token_id or not support.probs[slot] > 0:
+        raise InternalError(f"draft token {token_id} is not in the support it was sampled from")
+    # The draft drew from its float32 numbers over their sum, so these quotients are its exact law.
+    token_prob_draft = float(support.probs[slot]) / float(support.probs.sum(dtype=np.float64))
+    return bool(uniform < acceptance_probability(token_prob_draft, float(target_probs[slot])))
+
+
+def _recover(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> int:
+    """Draw from the residual of draft position i: a token of its support, or the tail token."""
+    support, target_probs = proposal.supports[i], verdict.target_probs[i]
+    tail_token = int(verdict.target_token_ids[i])
+    weights, tail_weight = residual(support, target_probs, verdict.tail_mass[i] if tail_token >= 0 else 0.0)
+    law = np.append(weights, tail_weight)
+    if not law.any():
+        # Draft and target agree to the last bit, up to rounding. A rejection then has a probability of
+        # the order of that rounding (1e-7 in float32); the target's own law is right within it.
+        law = np.append(target_probs, tail_weight)
+    slot = _draw(law, uniform)
+    return tail_token if slot == len(weights) else int(support.token_ids[slot])
+
+
+def _draw(weights: _Probs, uniform: float) -> int:
+    """Invert the cumulative weights; never an index of weight zero, whatever `uniform` rounds to."""
+    cumulative = weights.cumsum(dtype=np.float64)
+    total = cumulative[-1]
+    if not 0 < total < np.inf:
+        raise InternalError(f"the target's probabilities sum to {total}")
+    threshold = min(uniform * total, np.nextafter(total, 0.0))
+    return int(cumulative.searchsorted(threshold, side="right"))

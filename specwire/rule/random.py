@@ -1,0 +1,238 @@
+"""Random numbers as a pure function of (seed, stream, position, token id).
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
+1, 2, 3", section 3.3). It has no state: a draw is addressed, never consumed, so a service that
+restarts, a draft that comes late or a batch of another shape sees the same numbers. One body serves
+Python integers, numpy and torch, and its words agree bit for bit on every machine and device.
+
+An address is a 64-bit key, the request's seed, and four 32-bit counter words:
+
+    (position, low half) (position, high half) (block of token ids) (stream)
+
+A position that was drafted and then thrown away is drafted again later with the same numbers. That is
+sound as long as nothing that was thrown away decides how the position is treated the next time.
+
+Neither torch nor any device is touched at import; only a request for a torch device imports torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+DoubleArray = npt.NDArray[np.float64]
+Words = tuple[Any, Any, Any, Any]
+"""Four 32-bit words a lane, each held in 64 bits: int64 arrays or tensors, or packed integers."""
+
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_NUM_ROUNDS = 10
+
+_MAX_PACKED_LANES = 96
+"""Above this many numbers numpy is faster than packed integers."""
+_NUMPY_BLOCKS = 16_384
+"""Blocks worked on at a time by numpy: temporaries stay in the cache of a core."""
+_DEVICE_BLOCKS = 1 << 24
+"""Blocks worked on at a time on a device: bounds temporaries to 128 MiB each."""
+
+
+class Stream(enum.IntEnum):
+    """What a random number is for. Uses of one position must never share a stream.
+
+    The accept rule is exact only if its coin is independent of the draft token it judges, and the
+    recovered token independent of both: a draft token and its coin drawn from the same number make
+    acceptance depend on *which* token came up, and the output is no longer the target's.
+    """
+
+    DRAFT = 0
+    """Sampling a draft token."""
+    ACCEPT = 1
+    """The coin that accepts or rejects it."""
+    RESIDUAL = 2
+    """Drawing the recovered token."""
+    TARGET = 3
+    """The target's own draws in verify: tail tokens and the bonus token."""
+    GUMBEL = 4
+    """Noise of the Gumbel coupling, shared by draft and target on purpose."""
+
+
+def philox(counter: Words, key: tuple[Any, Any], *, mask: int = _MASK32, ones: int = 1) -> Words:
+    """Philox4x32-10 on many lanes at once, each lane a 32-bit word in 64 bits.
+
+    Lanes are the elements of int64 numpy arrays or torch tensors that broadcast together (at least
+    one-dimensional: numpy warns about overflow in scalars), or the 64-bit digits of a Python integer
+    of any length, where `ones` has a 1 in each digit and `mask` 32 ones.
+
+    A product of two 32-bit words fills 64 bits. As int64 it may wrap to a negative number; its bits are
+    still right, and the mask drops the copies of the sign that the arithmetic shift brings in. Words
+    1 and 3 are only ever XORed, so what lies above their 32 bits is dropped one round later.
+
+    Returns:
+        Four words, in the shape the arguments broadcast to or fewer dimensions of it.
+    """
+    word0, word1, word2, word3 = counter
+    key0, key1 = key
+    weyl0, weyl1 = _WEYL[0] * ones, _WEYL[1] * ones
+    for _ in range(_NUM_ROUNDS):
+        product0 = word0 * _MULTIPLIERS[0]
+        product1 = word2 * _MULTIPLIERS[1]
+        word0 = ((product1 >> 32) ^ word1 ^ key0) & mask
+        word2 = ((product0 >> 32) ^ word3 ^ key1) & mask
+        word1, word3 = product1, product0
+        key0 = (key0 + weyl0) & mask
+        key1 = (key1 + weyl1) & mask
+    return word0, word1 & mask, word2, word3 & mask
+
+
+def uniform(seed: int, stream: Stream, position: int) -> float:
+    """One uniform number in [0, 1) with 53 random bits; see `uniforms`."""
+    counter = position & _MASK32, position >> 32, 0, int(stream)
+    high, low, _, _ = philox(counter, (seed & _MASK32, seed >> 32))
+    return float(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
+
+
+def uniforms(seeds: int | Sequence[int], stream: Stream, positions: Sequence[int]) -> DoubleArray:
+    """Uniform numbers in [0, 1) with 53 random bits.
+
+    Args:
+        seeds: one seed in [0, 2**63) for all, or [n].
+        stream: what they are for.
+        positions: [n] absolute token positions, from 0.
+
+    Returns:
+        float64 [n].
+    """
+    num = len(positions)
+    if num == 0:
+        return np.empty(0)
+    columns = np.zeros((4, num), dtype=np.int64)
+    columns[0], columns[1] = seeds, positions
+    columns[2:] = columns[:2] >> 32
+    columns[:2] &= _MASK32
+    high, low = _first_words(columns, int(stream))
+    return np.asarray(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
+
+
+def _first_words(columns: npt.NDArray[np.int64], stream: int) -> tuple[Any, Any]:
+    """Words 0 and 1 of block 0, int64 [n] each; `columns` [4, n]: seed and position low, then high."""
+    num = columns.shape[1]
+    if num > _MAX_PACKED_LANES:
+        seed_low, low, seed_high, high = columns
+        return philox((low, high, np.zeros_like(low), np.full_like(low, stream)), (seed_low, seed_high))[:2]
+    # A round or two needs a handful of numbers. numpy would spend a microsecond on each of over a
+    # hundred operations; one long integer with a lane in every 64-bit digit does all lanes at once:
+    # a 32-bit digit times a 32-bit constant never carries into the next.
+    ones, mask = _packed_constants(num)
+    seed_low, low, seed_high, high = (int.from_bytes(row.tobytes(), "little") for row in columns)
+    words = philox((low, high, 0, stream * ones), (seed_low, seed_high), mask=mask, ones=ones)
+    word0, word1 = (np.frombuffer(word.to_bytes(8 * num, "little"), "<i8") for word in words[:2])
+    return word0, word1
+
+
+def _packed_constants(num: int) -> tuple[int, int]:
+    ones = int.from_bytes(b"\x01\0\0\0\0\0\0\0" * num, "little")
+    return ones, ones * _MASK32
+
+
+@overload
+def gumbel_noise(
+    seeds: int | Sequence[int], positions: Sequence[int], vocab_size: int, device: None = None
+) -> DoubleArray: ...
+
+
+@overload
+def gumbel_noise(
+    seeds: int | Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str
+) -> torch.Tensor: ...
+
+
+def gumbel_noise(
+    seeds: int | Sequence[int],
+    positions: Sequence[int],
+    vocab_size: int,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Standard Gumbel noise, -log(-log(u)), for every token id at some positions.
+
+    u lies strictly inside (0, 1): 52 random bits and a half, so that the noise spans [-3.6, 36.7] in
+    steps a float64 can tell apart. With 32-bit numbers it would end at 22.9, and tokens rarer than
+    about 1e-9 against the likeliest one could never win. The noise of a token depends on its id alone,
+    so vocabularies padded to different sizes agree. The words under the logarithms are the same
+    everywhere; the logarithms may differ in the last place between mathematics libraries.
+
+    Args:
+        seeds: one seed in [0, 2**63) for all, or [n].
+        positions: [n] absolute token positions, from 0.
+        vocab_size: in tokens.
+        device: None for numpy, or the torch device the noise is made on.
+
+    Returns:
+        float64 [n, vocab_size], a numpy array or a tensor on `device`.
+    """
+    rows = np.empty((2, len(positions)), dtype=np.int64)
+    rows[0], rows[1] = seeds, positions
+    if device is None:
+        return _gumbel_numpy(rows, vocab_size)
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(_gumbel_numpy(rows, vocab_size))
+    return _gumbel_torch(rows, vocab_size, torch.device(device))
+
+
+def _gumbel_words(rows: Any, blocks: Any, zeros: Any) -> Words:
+    """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; each lane serves two token ids."""
+    key, position = rows[0][:, None], rows[1][:, None]
+    counter = position & _MASK32, position >> 32, blocks[None, :], zeros + int(Stream.GUMBEL)
+    return philox(counter, (key & _MASK32, key >> 32))
+
+
+def _odd_53_bits(high: Any, low: Any) -> Any:
+    """52 bits and a half, in units of 2**-53: an odd integer, so neither 0 nor rounded up to 2**53."""
+    return (high >> 6) << 27 | (low >> 6) << 1 | 1
+
+
+def _gumbel_numpy(rows: npt.NDArray[np.int64], vocab_size: int) -> DoubleArray:
+    num_blocks = (vocab_size + 1) // 2
+    out = np.empty((rows.shape[1], num_blocks, 2))
+    _fill_gumbel(out, rows, np.arange(num_blocks), np.zeros((1, 1), dtype=np.int64), np.log, _NUMPY_BLOCKS)
+    return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
+
+
+def _gumbel_torch(rows: npt.NDArray[np.int64], vocab_size: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    from specwire.rule.transfer import to_device
+
+    num_blocks = (vocab_size + 1) // 2
+    out = torch.empty((rows.shape[1], num_blocks, 2), dtype=torch.float64, device=device)
+    zeros = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    blocks = torch.arange(num_blocks, device=device)
+    _fill_gumbel(out, to_device(rows, device), blocks, zeros, torch.log, _DEVICE_BLOCKS)
+    return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
+
+
+def _fill_gumbel(out: Any, rows: Any, blocks: Any, zeros: Any, log: Any, max_blocks: int) -> None:
+    """Fill `out` [n, b, 2], an array or a tensor, at most `max_blocks` Philox blocks at a time."""
+    rows_at_once = max(1, max_blocks // max(1, len(blocks)))
+    for row in range(0, len(out), rows_at_once):
+        some_rows = slice(row, row + rows_at_once)
+        for block in range(0, len(blocks), max_blocks):
+            some_blocks = slice(block, block + max_blocks)
+            words = _gumbel_words(rows[:, some_rows], blocks[some_blocks], zeros)
+            part = out[some_rows, some_blocks]
+            part[..., 0] = _odd_53_bits(words[0], words[1])
+            part[..., 1] = _odd_53_bits(words[2], words[3])
+            part *= 2.0**-53
+            log(part, out=part)
+            part *= -1.0
+            log(part, out=part)
+            part *= -1.0

@@ -1,0 +1,334 @@
+"""From logits to tokens: processors, warps, draws and supports, for rows of many requests at once.
+
+Every function takes and returns tensors and draws no random numbers of its own. One row is one position
+of one sequence; the rows of a batch have different parameters, and a feature that no row asks for costs
+nothing. Nothing here waits for the device: no value is read back to the host.
+
+The order is that of transformers' `generate`: `apply_history` (logit bias, penalties), `apply_warps`
+(temperature, top-k, top-p, min-p), then a draw. The draft cuts its law down *before* it samples
+(`truncate_support`); the target is reported on that support (`judge_support`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from specwire.core import IntArray, SamplingParams
+from specwire.errors import InvalidRequestError
+from specwire.rule.transfer import indices, to_device
+
+_MIN_TEMPERATURE = 1e-30
+"""Colder is the same law, but logits divided by it would overflow float32."""
+
+
+class Row(NamedTuple):
+    """The request behind one row of logits.
+
+    Attributes:
+        params: how to sample.
+        prompt_len: tokens of `history` that belong to the prompt.
+        history: all tokens before this position: prompt, output and earlier draft tokens. Read only
+            where `params.needs_history`; an integer array is read faster than a list.
+        position: absolute index of the token to be drawn.
+        seed: fixes the request's random choices.
+    """
+
+    params: SamplingParams
+    prompt_len: int
+    history: Sequence[int]
+    position: int
+    seed: int
+
+
+def apply_history(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Add logit biases, then apply the repetition, presence and frequency penalties.
+
+    The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
+    prompt and output; the other two count the output only. Tokens that the vocabulary lacks, which a
+    padded draft vocabulary may bring in, are skipped.
+
+    Args:
+        logits: [num_rows, vocab_size], left as it is.
+        rows: [num_rows].
+
+    Returns:
+        `logits` itself if no row asks for any of this, else a new float32 tensor.
+
+    Raises:
+        InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request
+            when it opens, since an error here fails the whole batch.
+    """
+    if not any(row.params.logit_bias or row.params.needs_history for row in rows):
+        return logits
+    scores = logits.to(torch.float32, copy=True)
+    _add_biases(scores, rows)
+    _apply_repetition(scores, rows)
+    _apply_counts(scores, rows)
+    return scores
+
+
+def _add_biases(scores: Tensor, rows: Sequence[Row]) -> None:
+    edits = [_bias_edits(index, row.params, scores.shape[1]) for index, row in enumerate(rows)]
+    _edit(scores, [edit for edit in edits if edit is not None], torch.add)
+
+
+def _bias_edits(index: int, params: SamplingParams, vocab_size: int) -> _Edit | None:
+    if not params.logit_bias:
+        return None
+    token_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+    if token_ids.max() >= vocab_size:
+        raise InvalidRequestError(
+            f"logit_bias[{token_ids.max()}]",
+            params.logit_bias[int(token_ids.max())],
+            f"is outside the vocabulary of {vocab_size} tokens",
+        )
+    return _Edit(index, token_ids, np.fromiter(params.logit_bias.values(), np.float64))
+
+
+def _apply_repetition(scores: Tensor, rows: Sequence[Row]) -> None:
+    edits = []
+    for index, row in enumerate(rows):
+        if row.params.repetition_penalty != 1:
+            token_ids = np.unique(np.asarray(row.history, dtype=np.int64))
+            token_ids = token_ids[token_ids < scores.shape[1]]
+            edits.append(
+                _Edit(index, token_ids, np.full(len(token_ids), float(row.params.repetition_penalty)))
+            )
+    _edit(scores, edits, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
+
+
+def _apply_counts(scores: Tensor, rows: Sequence[Row]) -> None:
+    edits = []
+    for index, row in enumerate(rows):
+        presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
+        if presence != 0 or frequency != 0:
+            output = np.asarray(row.history[row.prompt_len :], dtype=np.int64)
+            token_ids, counts = np.unique(output[output < scores.shape[1]], return_counts=True)
+            edits.append(_Edit(index, token_ids, presence + frequency * counts))
+    _edit(scores, edits, torch.sub)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """A number for each of some tokens, distinct, of one row."""
+
+    row: int
+    token_ids: IntArray
+    values: npt.NDArray[np.floating[Any]]
+
+
+def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Replace scores by `combine(score, value)`, in place, all rows in one transfer and one scatter."""
+    if not edits:
+        return
+    lengths = [len(edit.token_ids) for edit in edits]
+    where = np.stack(
+        [np.repeat([edit.row for edit in edits], lengths), np.concatenate([edit.token_ids for edit in edits])]
+    )
+    at_row, at_token = to_device(where, scores.device)
+    values = to_device(np.concatenate([edit.values for edit in edits]), scores.device).to(scores.dtype)
+    scores[at_row, at_token] = combine(scores[at_row, at_token], values)
+
+
+def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
+
+    Greedy rows pass through: only their argmax counts, and log probabilities are rounded, so that close
+    logits would become equal.
+
+    Args:
+        logits: [num_rows, vocab_size], left as it is.
+        rows: [num_rows].
+
+    Returns:
+        float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
+        logits. A row has no finite maximum where its logits are no numbers, or too large for them.
+    """
+    scores = logits.float()
+    params = [row.params for row in rows]
+    num_greedy = sum(p.greedy for p in params)
+    if num_greedy == len(rows):
+        return scores
+    temperatures = [1.0 if p.greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params]
+    if any(temperature != 1 for temperature in temperatures):
+        scores = scores / _column(temperatures, scores)
+    vocab_size = scores.shape[1]
+    top_ks = [p.top_k if 0 < p.top_k < vocab_size and not p.greedy else None for p in params]
+    top_ps = [p.top_p if p.top_p < 1 and not p.greedy else None for p in params]
+    min_ps = [p.min_p if p.min_p > 0 and not p.greedy else None for p in params]
+    scores = _exclude(scores, top_ks, _outside_top_k)
+    scores = _exclude(scores, top_ps, _outside_top_p)
+    scores = _exclude(scores, min_ps, _below_min_p)
+    log_probs = torch.log_softmax(scores, dim=-1)
+    if not num_greedy:
+        return log_probs
+    greedy_rows = indices([i for i, p in enumerate(params) if p.greedy], scores.device)
+    return log_probs.index_copy(0, greedy_rows, scores[greedy_rows])
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[num_rows, 1] in the device and type of `like`."""
+    return to_device(np.array(values, dtype=np.float64), like.device).to(like.dtype)[:, None]
+
+
+def _exclude(
+    scores: Tensor,
+    settings: Sequence[float | None],
+    rule: Callable[[Tensor, Sequence[float]], Tensor],
+) -> Tensor:
+    """Set to -inf what `rule` excludes in the rows that have a setting; the others are not looked at."""
+    used = [value for value in settings if value is not None]
+    if not used:
+        return scores
+    if len(used) == len(settings):
+        return scores.masked_fill(rule(scores, used), -torch.inf)
+    chosen = indices([i for i, value in enumerate(settings) if value is not None], scores.device)
+    part = scores[chosen]
+    return scores.index_copy(0, chosen, part.masked_fill(rule(part, used), -torch.inf))
+
+
+def _outside_top_k(scores: Tensor, top_ks: Sequence[float]) -> Tensor:
+    """Below the k-th largest score; ties with it stay."""
+    counts = [int(top_k) for top_k in top_ks]
+    largest = torch.topk(scores, max(counts), dim=-1).values
+    last = indices(counts, scores.device)[:, None] - 1
+    return scores < largest.gather(1, last)
+
+
+def _outside_top_p(scores: Tensor, top_ps: Sequence[float]) -> Tensor:
+    """The least likely tokens that together hold at most 1 - p; the likeliest one always stays."""
+    ordered, order = torch.sort(scores, dim=-1)
+    excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= _column([1 - p for p in top_ps], scores)
+    excluded[:, -1] = False
+    return torch.zeros_like(excluded).scatter(1, order, excluded)
+
+
+def _below_min_p(scores: Tensor, min_ps: Sequence[float]) -> Tensor:
+    """Less likely than min_p times the likeliest token."""
+    probs = scores.softmax(dim=-1)
+    return probs < _column(min_ps, scores) * probs.amax(dim=-1, keepdim=True)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample by inverting the cumulative distribution in float64.
+
+    A token of probability zero is never drawn: not at u = 0, not where u times the total rounds up to
+    the total, and not where a parallel sum on a device is not quite monotone.
+
+    Args:
+        probs: [num_rows, n], not negative, normalised or not.
+        uniforms: float64 [num_rows] in [0, 1).
+
+    Returns:
+        int64 [num_rows]: indices into the rows; 0 for a row of zeros.
+    """
+    cumulative = probs.double().cumsum(dim=-1).masked_fill_(probs <= 0, 0)
+    total = cumulative.amax(dim=-1, keepdim=True)
+    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (cumulative > threshold).to(torch.uint8).argmax(dim=-1)
+
+
+def truncate_support(probs: Tensor, mass: float, max_support: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut each law down to few tokens; the draft samples afterwards, from exactly what this returns.
+
+    Keeps the smallest set of likeliest tokens that holds `mass`, at most `max_support` of them. A
+    vocabulary no larger than `max_support` keeps all that is not zero.
+
+    Args:
+        probs: float32 [num_rows, vocab_size].
+        mass: in (0, 1], as a share of each row's total.
+        max_support: in tokens, at least 1.
+
+    Returns:
+        Token ids, int64 [num_rows, k], likeliest first, padded with -1; their probabilities, float32
+        [num_rows, k], renormalised, 0 at the padding; and int64 [num_rows], how many are kept. k is
+        `min(vocab_size, max_support)`.
+    """
+    vocab_size = probs.shape[1]
+    likeliest, token_ids = torch.topk(probs, min(vocab_size, max_support), dim=-1)
+    kept = likeliest.double()
+    if vocab_size > max_support:
+        wanted = mass * probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        held_before = kept.cumsum(dim=-1) - kept
+        beyond = held_before >= wanted
+        beyond[:, 0] = False  # rounding must not leave a row empty
+        kept = kept.masked_fill(beyond, 0)
+    declared = (kept / kept.sum(dim=-1, keepdim=True)).float()
+    present = declared > 0
+    return token_ids.masked_fill(~present, -1), declared, present.sum(dim=-1)
+
+
+def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Report the target's law on a draft's support, and draw one token from what lies outside it.
+
+    An empty support leaves everything outside: its tail token is a draw from the whole law, which is
+    the bonus token, so draft rows and the last row go through one call. Ids that the vocabulary lacks
+    have probability zero.
+
+    Args:
+        probs: float32 [num_rows, vocab_size], the target's law.
+        support_ids: int64 [num_rows, k], distinct, padded with -1.
+        uniforms: float64 [num_rows] in [0, 1), of the stream `TARGET`.
+
+    Returns:
+        `target_probs`, float32 [num_rows, k], 0 at the padding; `tail_mass`, float64 [num_rows]; and
+        `tail_token`, int64 [num_rows], -1 where no mass lies outside. The sums are normalised in
+        float64, so that `target_probs` and `tail_mass` add up to 1.
+    """
+    vocab_size = probs.shape[1]
+    total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    known = (support_ids >= 0) & (support_ids < vocab_size)
+    slots = support_ids.masked_fill(~known, vocab_size)
+    outside = F.pad(probs, (0, 1))  # the extra column takes the padding
+    target_probs = outside.gather(1, slots).double() / total
+    outside.scatter_(1, slots, 0)
+    # Summed over the tokens outside: 1 minus the mass inside would lose a small tail to cancellation.
+    tail_mass = outside.sum(dim=-1, dtype=torch.float64) / total[:, 0]
+    tail_token = draw(outside, uniforms).masked_fill(tail_mass <= 0, -1)
+    return target_probs.float(), tail_mass, tail_token
+
+
+def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """What a Gumbel-max draw takes the highest of (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+
+    Args:
+        log_probs: [num_rows, vocab_size]; -inf is never chosen.
+        noise: float64 [num_rows, vocab_size], from `random.gumbel_noise`.
+
+    Returns:
+        float64 [num_rows, vocab_size]; `greedy` of it is the token.
+    """
+    return log_probs.double() + noise
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row [num_rows, vocab_size], int64 [num_rows]; the lowest id of equals."""
+    return logits.argmax(dim=-1)
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities (nats) of given tokens and of the likeliest ones, before warps and penalties.
+
+    Args:
+        logits: [num_rows, vocab_size], raw.
+        token_ids: int64 [num_rows, k]; ids outside the vocabulary, such as padding, report -inf.
+        num_top: likeliest tokens wanted; 0 for none.
+
+    Returns:
+        float32 [num_rows, k] for `token_ids`; then int64 ids and float32 values, both
+        [num_rows, min(num_top, vocab_size)], best first.
+    """
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    vocab_size = log_probs.shape[1]
+    known = (token_ids >= 0) & (token_ids < vocab_size)
+    values = log_probs.gather(1, token_ids.masked_fill(~known, 0)).masked_fill(~known, -torch.inf)
+    top = torch.topk(log_probs, min(num_top, vocab_size), dim=-1)
+    return values, top.indices, top.values

@@ -1,0 +1,1 @@
+"""Certificates, bearer tokens, and the files that they are reloaded from."""

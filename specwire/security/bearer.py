@@ -1,0 +1,203 @@
+"""Bearer tokens: who may come in, and how much at a time. Knows no grpc.
+
+A tokens file has a JSON object a line; empty lines and lines that begin with # are passed over:
+
+    {"name": "alice", "sha256": "5e88...", "max_running": 4, "max_waiting": 16, "expires": "2027-01-31"}
+
+Only hashes are kept. A token is 32 random bytes, so that nothing could be gained from a slow hash: SHA-256
+it is. Two lines may have one name: that is how a token is replaced, and both count as one client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from specwire.core import SamplingParams
+from specwire.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from specwire.security.reloading import Watched, read_file
+
+_PREFIX = "sw_"
+_NUM_RANDOM_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_WAITING_FOR_EACH_RUNNING = 16
+_LIMITS = ("max_running", "max_waiting", "max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """A client, by the name of its token, or by its address where no tokens are asked for.
+
+    Attributes:
+        name: generations of one name are one client's, and share the limits.
+        max_running: most generations of it at a time; more wait. None for no limit of its own.
+        max_waiting: most that wait; more are told when to come back.
+        max_tokens: most that one generation may ask for.
+        expires: from then on the token is refused.
+    """
+
+    name: str
+    max_running: int | None = None
+    max_waiting: int | None = None
+    max_tokens: int | None = None
+    expires: datetime | None = None
+
+    def capacity(self, most: tuple[int, int]) -> int:
+        """How many streams it may have open, where at most so many generations run, and so many wait.
+
+        One that says how many run, and not how many wait, has a number of waiting ones for each running one.
+        """
+        most_running, most_waiting = most
+        running = most_running if self.max_running is None else min(self.max_running, most_running)
+        waiting = self.max_waiting
+        if waiting is None:
+            waiting = most_waiting if self.max_running is None else running * _WAITING_FOR_EACH_RUNNING
+        return running + min(waiting, most_waiting)
+
+    def check(self, params: SamplingParams) -> None:
+        """Whether it may ask for that.
+
+        Raises:
+            InvalidRequestError: more tokens than it may.
+        """
+        most = self.max_tokens
+        if most is not None and params.max_tokens is not None and params.max_tokens > most:
+            problem = f"is over the {most} that the bearer token allows"
+            raise InvalidRequestError("max_tokens", params.max_tokens, problem)
+
+
+class Tokens:
+    """The tokens of a file, as fresh as it is."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigError: naming file and line.
+        """
+        self._watched = Watched([path], lambda: _read(path))
+
+    def check(self, token: str) -> Holder:
+        """Whose token this is. It is compared with all of them, in a time that does not depend on it.
+
+        Args:
+            token: as its holder shows it; empty for none.
+
+        Raises:
+            UnauthenticatedError: none, unknown, or expired.
+        """
+        if not token:
+            raise UnauthenticatedError("a bearer token is required")
+        self._watched.refresh()
+        digest = _digest(token)
+        found = None
+        for known, holder in self._watched.value:
+            if hmac.compare_digest(known, digest):
+                found = holder
+        if found is None:
+            raise UnauthenticatedError("the bearer token is not known")
+        if found.expires is not None and found.expires <= datetime.now(UTC):
+            raise UnauthenticatedError(f"the bearer token expired at {found.expires.isoformat()}")
+        return found
+
+
+def bearer_token(header: str) -> str:
+    """The token in the value of an `authorization` header; empty when it is of another kind."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def make_token(name: str, **limits: Any) -> tuple[str, str]:
+    """A fresh token, and its line for a tokens file.
+
+    Args:
+        limits: `max_running`, `max_waiting`, `max_tokens`, `expires`; None for none.
+
+    Raises:
+        ConfigError: a name or limit that cannot be used.
+    """
+    token = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    given = {key: value for key, value in limits.items() if value is not None}
+    line = {"name": name, "sha256": _digest(token).hex(), **given}
+    _parse(line)
+    return token, json.dumps(line)
+
+
+def add_line(path: str, line: str) -> None:
+    """Add a line to a tokens file, which only its owner may read when it is new.
+
+    Raises:
+        ConfigError: the file cannot be read and written.
+    """
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_whole = file.read() in (b"", b"\n")  # an editor may have left the last line open
+            file.write(f"{'' if is_whole else chr(10)}{line}\n".encode())
+    except OSError as error:
+        raise ConfigError(f"--tokens {path}: cannot be written ({error.strerror})") from None
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
+
+
+def _read(path: str) -> list[tuple[bytes, Holder]]:
+    try:
+        lines = read_file("tokens file", path).decode().splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"tokens file {path}: is not text") from None
+    known = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.startswith("#"):
+            try:
+                known.append(_parse(json.loads(line)))
+            except ConfigError as error:
+                raise ConfigError(f"tokens file {path}, line {number}: {error}") from None
+            except json.JSONDecodeError:
+                raise ConfigError(f"tokens file {path}, line {number}: is not JSON") from None
+    return known
+
+
+def _parse(line: Any) -> tuple[bytes, Holder]:
+    """A line's hash and holder; errors never repeat a hash, or a token that was put in its place."""
+    if not isinstance(line, dict):
+        raise ConfigError("is not a JSON object")
+    unknown = set(line) - {"name", "sha256", "expires", *_LIMITS}
+    if unknown:
+        raise ConfigError(f"does not know {', '.join(sorted(unknown))}")
+    name, digest = line.get("name"), line.get("sha256")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError("name must be 1 to 64 letters, digits or ._@-")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError("sha256 must be 64 hexadecimal digits; make a line with `specwire token`")
+    limits = {key: _limit(key, line[key]) for key in _LIMITS if key in line}
+    return bytes.fromhex(digest), Holder(name=name, expires=_expiry(line.get("expires")), **limits)
+
+
+def _limit(key: str, value: object) -> int:
+    least = 0 if key == "max_waiting" else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} must be a whole number, at least {least}")
+    return value
+
+
+def _expiry(text: object) -> datetime | None:
+    """A date is its beginning; without an offset a time is UTC."""
+    if text is None:
+        return None
+    try:
+        parsed = datetime.fromisoformat(text) if isinstance(text, str) else None
+    except ValueError:
+        parsed = None
+    if parsed is None:
+        raise ConfigError("expires must be a date or time, as 2027-01-31 or 2027-01-31T18:00Z")
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)

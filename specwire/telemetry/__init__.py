@@ -1,0 +1,1 @@
+"""Traces, metrics, and the stacks of a process that hangs."""

@@ -1,0 +1,287 @@
+"""What a service counts, for Prometheus: metrics declared in tables, and the endpoint that shows them.
+
+    a service's own counts ──▶ table of metrics ──▶ families ──▶ text of `GET /metrics`
+    (plain numbers)            name, help, reader   on the event loop    on another thread
+
+Nothing is counted twice: a metric is a name, what it means, and how to read it off counts that the service
+keeps anyway. They are read when somebody asks, all of them at once and on the event loop, so that they fit
+each other; turning them into text, which takes longer, is left to a thread. Label values come from the code,
+never from a client.
+
+Without an address nothing listens, and nothing of prometheus_client is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from specwire.config.fields import split_address
+from specwire.errors import ConfigError
+from specwire.telemetry import tracing
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+PATH = "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_MAX_CONNECTIONS = 8
+_MAX_HEAD_BYTES = 8192
+_TIMEOUT_S = 5.0
+log = logging.getLogger(__name__)
+
+Source = TypeVar("Source")
+Labelled = Mapping[tuple[str, ...], float]
+"""Numbers by the values of a metric's labels, in their order."""
+
+
+class Distribution:
+    """How often a value was within each of some bounds: what a histogram shows.
+
+    Args:
+        bounds: ascending; a value counts to the first bound that it does not exceed.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Each bound, infinity last, and how many values do not exceed it."""
+        return list(zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True))
+
+
+class Kind(enum.StrEnum):
+    """How Prometheus treats a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[Source]):
+    """One metric of a service.
+
+    Attributes:
+        name: as it is scraped; a counter's ends in `_total`, and a unit stands before that.
+        help: what it is, in one sentence.
+        read: its value; by label values where it has labels, and a `Distribution` if it is a histogram.
+        labels: their names.
+    """
+
+    kind: Kind
+    name: str
+    help: str
+    read: Callable[[Source], float | Labelled | Distribution]
+    labels: tuple[str, ...] = ()
+
+    def family(self, source: Source, fixed: Mapping[str, str]) -> Family:
+        """What it is now, with these labels on every sample."""
+        from prometheus_client.metrics_core import Metric as Family
+
+        family = Family(self.name.removesuffix("_total"), self.help, self.kind)
+        for suffix, labels, value in self._samples(self.read(source)):
+            family.add_sample(self.name + suffix, {**fixed, **labels}, value)
+        return family
+
+    def _samples(
+        self, reading: float | Labelled | Distribution
+    ) -> Iterator[tuple[str, dict[str, str], float]]:
+        if isinstance(reading, Distribution):
+            from prometheus_client.utils import floatToGoString
+
+            for bound, count in reading.cumulative:
+                yield "_bucket", {"le": floatToGoString(bound)}, count  # type: ignore[no-untyped-call]
+            yield "_count", {}, sum(reading.counts)
+            yield "_sum", {}, reading.sum
+        elif isinstance(reading, Mapping):
+            for values, value in reading.items():
+                yield "", dict(zip(self.labels, values, strict=True)), value
+        else:
+            yield "", {}, reading
+
+
+class Group(Generic[Source]):
+    """A table of metrics and what they are read off.
+
+    Args:
+        take: called once for each scrape, on the event loop.
+        fixed: labels that all samples get.
+    """
+
+    def __init__(
+        self,
+        table: Sequence[Metric[Source]],
+        take: Callable[[], Source],
+        fixed: Mapping[str, str] | None = None,
+    ) -> None:
+        self._table = table
+        self._take = take
+        self._fixed = fixed or {}
+
+    def families(self) -> list[Family]:
+        """All of them now."""
+        source = self._take()
+        return [metric.family(source, self._fixed) for metric in self._table]
+
+
+TRACING: tuple[Metric[tracing.SpanCounts], ...] = (
+    Metric(
+        Kind.COUNTER,
+        "specwire_spans_dropped_total",
+        "Spans that no collector will see: the queue was full, or their export failed.",
+        lambda counts: {("queue_full",): counts.num_dropped, ("export_failed",): counts.num_failed},
+        ("reason",),
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_spans_exported_total",
+        "Spans that a collector has taken.",
+        lambda counts: counts.num_exported,
+    ),
+    Metric(
+        Kind.COUNTER,
+        "specwire_generations_untraced_total",
+        "Generations that were not traced, in none of the services, because the queue was full.",
+        lambda counts: counts.num_untraced,
+    ),
+    Metric(
+        Kind.GAUGE,
+        "specwire_spans_queued",
+        "Spans that wait for their export or are in it.",
+        lambda counts: counts.num_queued,
+    ),
+)
+"""Of every service, traced or not."""
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
+) -> AsyncIterator[None]:
+    """Show these metrics, those of tracing and those of the process at `http://HOST:PORT/metrics` meanwhile.
+
+    Args:
+        address: HOST:PORT; empty shows nothing.
+        role: of the service; a label of the metrics that all services have.
+
+    Raises:
+        ConfigError: prometheus_client is not installed, or the address cannot be bound.
+    """
+    if not address:
+        yield
+        return
+    spans = Group(TRACING, lambda: tracer.counts, {"role": role})
+    async with Endpoint(address, [*groups, spans]) as endpoint:
+        log.info("metrics at http://%s%s", endpoint.address, PATH)
+        yield
+
+
+class Endpoint:
+    """`GET /metrics`, while the `async with` lasts. A scrape takes what a few hundred numbers take to read.
+
+    Attributes:
+        address: HOST:PORT where it listens.
+    """
+
+    def __init__(self, address: str, groups: Sequence[Group[Any]]) -> None:
+        """Raises:
+        ConfigError: prometheus_client is not installed.
+        """
+        try:
+            from prometheus_client import CollectorRegistry, ProcessCollector
+        except ImportError as error:
+            raise ConfigError(
+                f"--metrics-address {address}: prometheus_client is not installed ({error}): "
+                'pip install "specwire[metrics]"'
+            ) from error
+        self.address = address
+        self._groups = groups
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._num_connections = 0
+
+    async def __aenter__(self) -> Endpoint:
+        """Raises:
+        ConfigError: the address cannot be bound.
+        """
+        host, port = split_address("metrics_address", self.address)
+        try:
+            self._server = await asyncio.start_server(
+                self._connected, host.strip("[]"), port, limit=_MAX_HEAD_BYTES
+            )
+        except OSError as error:
+            problem = error.strerror or error
+            raise ConfigError(f"--metrics-address {self.address}: cannot be bound ({problem})") from None
+        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def text(self) -> bytes:
+        """All metrics now, in Prometheus' text format."""
+        families = [family for group in self._groups for family in group.families()]
+        return await asyncio.to_thread(self._format, families)
+
+    def _format(self, families: Iterable[Family]) -> bytes:
+        from prometheus_client import generate_latest
+        from prometheus_client.registry import Collector
+
+        process = self._process
+
+        class Found(Collector):
+            def collect(self) -> Iterator[Family]:
+                yield from families
+                yield from process.collect()
+
+        return generate_latest(Found())
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        try:
+            if self._num_connections <= _MAX_CONNECTIONS:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(await self._answer(head))
+                    await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # whoever asked is gone, or does not speak HTTP
+        finally:
+            self._num_connections -= 1
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if path != PATH.encode():
+            return _response("404 Not Found", f"metrics are at {PATH}\n".encode())
+        if method != b"GET":
+            return _response("405 Method Not Allowed", b"GET only\n", "Allow: GET")
+        return _response("200 OK", await self.text())
+
+
+def _response(status: str, body: bytes, *headers: str) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {CONTENT_TYPE}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

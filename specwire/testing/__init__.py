@@ -1,0 +1,1 @@
+"""A proxy that delays, degrades and cuts connections."""

@@ -1,0 +1,301 @@
+"""Messages between clients and the coordinator to nouns and back; `wire.py` has the rest. No I/O."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specwire.completion import Chunk, Completion, FinishReason, ResumeInfo, Speculation, Timing, Token, Usage
+from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, SamplingParams
+from specwire.errors import InvalidRequestError
+from specwire.v1 import generation_pb2
+from specwire.wire import model as wire
+
+MAX_MESSAGES = 4096
+
+_FATES = {
+    Fate.ACCEPTED: generation_pb2.FATE_ACCEPTED,
+    Fate.REJECTED: generation_pb2.FATE_REJECTED,
+    Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
+    Fate.BONUS: generation_pb2.FATE_BONUS,
+    Fate.GIVEN: generation_pb2.FATE_GIVEN,
+}
+_FATE_NAMES = {number: fate for fate, number in _FATES.items()}
+_FINISH_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
+
+
+def generate_request(
+    prompt: str | None,
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int] | None = None,
+    messages: Iterable[dict[str, str]] | None = None,
+    *,
+    credit_tokens: int = 0,
+    report_progress: bool = False,
+) -> generation_pb2.GenerateRequest:
+    """A client's first request; exactly one of the three prompt forms must be given.
+
+    Args:
+        credit_tokens: how far, in tokens, the generation may be ahead of acknowledgements; 0 without limit.
+        report_progress: whether chunks say what speculation did so far.
+    """
+    given = [form is not None for form in (prompt, prompt_token_ids, messages)]
+    if sum(given) != 1:
+        raise InvalidRequestError(
+            "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
+        )
+    request = generation_pb2.GenerateRequest(
+        sampling=wire.sampling_to_proto(params),
+        stop_conditions=generation_pb2.StopConditions(
+            max_tokens=params.max_tokens or 0,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        num_draft_tokens=params.num_draft_tokens,
+        credit_tokens=credit_tokens,
+        report_progress=report_progress,
+        cache_salt=params.cache_salt,
+    )
+    if prompt is not None:
+        request.text = prompt
+    elif prompt_token_ids is not None:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(_checked_ids(prompt_token_ids))
+    elif messages is not None:
+        request.messages.SetInParent()
+        request.messages.messages.extend(_messages(messages))
+    return request
+
+
+def resuming_request(
+    original: generation_pb2.GenerateRequest, info: ResumeInfo, token_ids: Sequence[int]
+) -> generation_pb2.GenerateRequest:
+    """The same request for another coordinator, after these tokens."""
+    request = generation_pb2.GenerateRequest()
+    request.CopyFrom(original)
+    request.sampling.seed = info.seed
+    request.sampling.rule = wire.RULES[info.rule]
+    request.context_digest = info.context_digest
+    request.generated_token_ids.extend(token_ids)
+    return request
+
+
+def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
+    """What the first message of a stream says of it."""
+    return generation_pb2.ResumeInfo(
+        seed=info.seed, rule=wire.RULES[info.rule], context_digest=info.context_digest
+    )
+
+
+def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
+    """The same, read."""
+    return ResumeInfo(
+        seed=message.seed, rule=wire.RULE_NAMES[message.rule], context_digest=message.context_digest
+    )
+
+
+def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 2**31:
+        return token_ids  # a long prompt has 100,000 of them
+    checked = []
+    for i, token_id in enumerate(token_ids):
+        try:
+            checked.append(operator.index(token_id))  # numpy integers are as good as Python's
+        except TypeError:
+            raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id") from None
+        if isinstance(token_id, bool) or not 0 <= checked[-1] < 2**31:
+            raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id")
+    return checked
+
+
+def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message]:
+    out = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise InvalidRequestError(f"messages[{i}]", message, "must have exactly role and content")
+        if not all(isinstance(value, str) for value in message.values()):
+            raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
+        out.append(generation_pb2.Message(**message))
+    return out
+
+
+def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -> None:
+    """Whether the prompt's text is worth encoding, which takes time that others wait.
+
+    Raises:
+        InvalidRequestError: naming the form of the prompt.
+    """
+    form = request.WhichOneof("prompt")
+    messages = request.messages.messages
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError("messages", len(messages), f"more than {MAX_MESSAGES} messages")
+    num_bytes = {"text": len(request.text.encode()), "messages": request.messages.ByteSize()}.get(
+        form or "", 0
+    )
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(str(form), f"{num_bytes} bytes", f"is over the limit of {max_bytes} bytes")
+
+
+def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
+    """All parameters of a client's request."""
+    stops = request.stop_conditions
+    fields = wire.law_from_proto(request.sampling)
+    if stops.HasField("max_tokens"):
+        fields["max_tokens"] = stops.max_tokens or None
+    if request.HasField("num_draft_tokens"):
+        fields["num_draft_tokens"] = request.num_draft_tokens
+    return SamplingParams(
+        **fields,
+        stop=tuple(stops.stop),
+        stop_token_ids=tuple(stops.stop_token_ids),
+        ignore_eos=stops.ignore_eos,
+        cache_salt=request.cache_salt,
+    )
+
+
+def opening_credit(request: generation_pb2.GenerateRequest) -> int:
+    """How far, in tokens, the generation may be ahead of its client; 0 is without limit.
+
+    Raises:
+        InvalidRequestError: out of range.
+    """
+    credit = request.credit_tokens
+    if credit and not MIN_CREDIT_TOKENS <= credit <= MAX_CREDIT_TOKENS:
+        problem = f"must be 0 or lie in [{MIN_CREDIT_TOKENS}, {MAX_CREDIT_TOKENS}]"
+        raise InvalidRequestError("credit_tokens", credit, problem)
+    return credit
+
+
+def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
+    """So many more tokens are consumed: a request that is not the first of its stream."""
+    return generation_pb2.GenerateRequest(credit_tokens=num_tokens)
+
+
+def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
+    """What a request that is not the first of its stream acknowledges, at least 1 token.
+
+    Raises:
+        InvalidRequestError: a count below 1, or any other field; the first that is set is named.
+    """
+    for field, _ in request.ListFields():
+        if field.name != "credit_tokens":
+            raise InvalidRequestError(field.name, "set", "only the first request of a stream may set it")
+    if request.credit_tokens < 1:
+        raise InvalidRequestError("credit_tokens", request.credit_tokens, "must be at least 1")
+    return request.credit_tokens
+
+
+def token_to_proto(token: Token) -> generation_pb2.Token:
+    """A token on its way to a client."""
+    return generation_pb2.Token(
+        id=token.token_id,
+        text=token.text,
+        fate=_FATES[token.fate],
+        logprob=token.logprob,
+        top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
+    )
+
+
+def token_from_proto(message: generation_pb2.Token) -> Token:
+    """A token as a client sees it."""
+    return Token(
+        token_id=message.id,
+        text=message.text,
+        fate=_FATE_NAMES[message.fate],
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
+    """A chunk; its text is that of its tokens."""
+    return generation_pb2.Chunk(
+        first_index=chunk.first_index,
+        tokens=[token_to_proto(token) for token in chunk.tokens],
+        rejected=[token_to_proto(token) for token in chunk.rejected],
+        speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
+        timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
+        held=[token_to_proto(token) for token in chunk.held],
+    )
+
+
+def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
+    """A chunk as a client sees it."""
+    tokens = tuple(token_from_proto(token) for token in message.tokens)
+    return Chunk(
+        text="".join(token.text for token in tokens),
+        tokens=tokens,
+        rejected=tuple(token_from_proto(token) for token in message.rejected),
+        first_index=message.first_index,
+        speculation=_noun(Speculation, message.speculation) if message.HasField("speculation") else None,
+        timing=_noun(Timing, message.timing) if message.HasField("timing") else None,
+        held=tuple(token_from_proto(token) for token in message.held),
+    )
+
+
+def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
+    """The end of a stream; text and ids went before, in the chunks."""
+    reason = completion.stop_reason
+    return generation_pb2.Completion(
+        finish_reason=_FINISH_REASONS[completion.finish_reason],
+        stop_string=reason if isinstance(reason, str) else None,
+        stop_token_id=reason if isinstance(reason, int) else None,
+        seed=completion.seed,
+        rule=wire.RULES[completion.rule],
+        model=completion.model,
+        usage=generation_pb2.Usage(**_fields(completion.usage)),
+        speculation=_speculation_to_proto(completion.speculation),
+        timing=_timing_to_proto(completion.timing),
+        reproducible=completion.reproducible,
+    )
+
+
+def completion_from_proto(
+    message: generation_pb2.Completion, tokens: Sequence[Token], num_resumes: int = 0
+) -> Completion:
+    """The completion of a generation that brought these tokens, and was resumed so many times."""
+    which = message.WhichOneof("stop_reason")
+    return Completion(
+        text="".join(token.text for token in tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=_FINISH_REASON_NAMES[message.finish_reason],
+        usage=_noun(Usage, message.usage),
+        speculation=_noun(Speculation, message.speculation),
+        timing=_noun(Timing, message.timing),
+        stop_reason=getattr(message, which) if which else None,
+        seed=message.seed,
+        rule=wire.RULE_NAMES[message.rule],
+        model=message.model,
+        tokens=tuple(tokens),
+        num_resumes=num_resumes,
+        reproducible=message.reproducible,
+    )
+
+
+def _speculation_to_proto(speculation: Speculation) -> generation_pb2.Speculation:
+    return generation_pb2.Speculation(**_fields(speculation))
+
+
+def _timing_to_proto(timing: Timing) -> generation_pb2.GenerationTiming:
+    return generation_pb2.GenerationTiming(**_fields(timing))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _noun(kind: Any, message: Any) -> Any:
+    """A dataclass from the message with the same field names; repeated fields become tuples."""
+    return kind(
+        **{
+            name: value if isinstance(value, str | int | float) else tuple(value)
+            for name in kind.__dataclass_fields__
+            for value in [getattr(message, name)]
+        }
+    )
