@@ -21,7 +21,7 @@ from specwire import SamplingParams
 from specwire.cli.supervisor import Service
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
-from specwire.rpc import server as rpc
+from specwire.rpc.channel import open_channel
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
 from verify_service.verifier import Verifier, VerifyJob
@@ -59,7 +59,7 @@ async def alone(service: boot.ModelService, num_streams: int, num_rounds: int) -
 async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
     """The same rounds through the service, each stream at its own pace."""
     forward_ms: list[float] = []
-    async with rpc.open_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub: Any = verify_pb2_grpc.VerifyServiceStub(channel)
         calls = [stub.Verify() for _ in range(num_streams)]
         for i, call in enumerate(calls):

@@ -10,7 +10,7 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
 from specwire.config.services import EMBEDDED, CoordinatorConfig
-from specwire.rpc import server as rpc
+from specwire.rpc.server import Server
 from specwire.telemetry import metrics, tracing
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
@@ -41,7 +41,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIte
         await draft.connect()
         text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        server = rpc.Server(config, [name])
+        server = Server(config, [name])
         servicer = GenerationServicer(config, verify, draft, text, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         shown = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")

@@ -9,7 +9,7 @@ import sys
 from specwire.config import flags
 from specwire.config import services as config
 from specwire.rpc import listening as doors
-from specwire.rpc import server as rpc
+from specwire.rpc import process
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,18 +17,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="specwire draft", description="Run one draft service.")
     flags.add_flags(parser, config.DraftConfig)
     args = parser.parse_args(argv)
-    return rpc.run_service(lambda: _serve(args))
+    return process.run_service(lambda: _serve(args))
 
 
 async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.DraftConfig, args, os.environ)
-    rpc.set_up_logging(settings.log_level)
+    process.set_up_logging(settings.log_level)
     doors.check(settings)
-    rpc.end_at_once_by_signals()
+    process.end_at_once_by_signals()
     from draft_service.service import serving  # loads torch: after the flags were checked
 
-    await rpc.run_until_signal(serving(settings))
+    await process.run_until_signal(serving(settings))
 
 
 if __name__ == "__main__":

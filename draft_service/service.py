@@ -10,7 +10,7 @@ from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
-from specwire.rpc import server as rpc
+from specwire.rpc.server import Server
 from specwire.telemetry import metrics, tracing
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
@@ -30,7 +30,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         stack.callback(service.close)
         group = engine_metrics.group(service, "draft")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "draft"))
-        server = rpc.Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
+        server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         draft_pb2_grpc.add_DraftServiceServicer_to_server(
             DraftServicer(service, tracer, max_outcomes=config.max_outcomes, max_support=config.max_support),

@@ -26,7 +26,7 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import (
     common_pb2,
     draft_pb2,

@@ -20,9 +20,10 @@ import verify_service.service
 from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.rpc import interceptor as calls
-from specwire.rpc import server as rpc
+from specwire.rpc import server as rpc_server
 from specwire.rpc.places import Places
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.server import Server
+from specwire.rpc.statuses import from_rpc_error
 from tests.certificates import Authority
 from tests.harness import LocalStack, local_stack
 
@@ -204,10 +205,10 @@ async def test_a_connection_that_says_nothing_is_closed(
 ) -> None:
     """Behind TLS, too, where gRPC itself waits for two minutes."""
     name = "grpc.server_handshake_timeout_ms"
-    assert dict(rpc._LIMITS)[name] <= 10_000
-    monkeypatch.setattr(rpc, "_LIMITS", [(name, 200), *rpc._LIMITS])
+    assert dict(rpc_server._LIMITS)[name] <= 10_000
+    monkeypatch.setattr(rpc_server, "_LIMITS", [(name, 200), *rpc_server._LIMITS])
     pair = Authority(tmp_path).pair("server")
-    server = rpc.Server(VerifyConfig(model=MODEL, grace_s=0.0, tls_cert=pair.cert, tls_key=pair.key), [])
+    server = Server(VerifyConfig(model=MODEL, grace_s=0.0, tls_cert=pair.cert, tls_key=pair.key), [])
     host, _, port = (await server.start()).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     assert await asyncio.wait_for(reader.read(), 20) == b""

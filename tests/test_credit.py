@@ -33,7 +33,7 @@ from specwire.cli.supervisor import Stack
 from specwire.completion import Completion, Speculation
 from specwire.config.services import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS, MAX_LOGPROBS, MIN_CREDIT_TOKENS
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc
 from specwire.wire import client as client_wire
 from tests.harness import LocalStack, local_stack

@@ -33,7 +33,7 @@ from specwire import (
 )
 from specwire.cli import main as cli
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.rpc import server as rpc
+from specwire.rpc.channel import open_channel
 from specwire.security.bearer import make_token
 from specwire.security.tls import PLAINTEXT, Credentials, is_loopback
 from specwire.v1 import (
@@ -209,7 +209,7 @@ async def status_of(call: Any) -> grpc.StatusCode:
 async def statuses(service: str, address: str, credentials: Credentials) -> dict[str, grpc.StatusCode]:
     """What a service says to its handshake and to its stream, which has no request."""
     stub_type, stream, request = METHODS[service]
-    async with rpc.open_channel(address, credentials=credentials) as channel:
+    async with open_channel(address, credentials=credentials) as channel:
         stub = stub_type(channel)
         unary = await status_of(stub.GetModelInfo(request, timeout=10))
         call = getattr(stub, stream)(timeout=10)
@@ -248,7 +248,7 @@ async def test_health_needs_no_token_and_reflection_does(
     worlds: dict[str, dict[str, str]], keys: Keys, service: str
 ) -> None:
     without = Credentials(tls=keys.tls(keys.client))
-    async with rpc.open_channel(worlds["locked"][service], credentials=without) as channel:
+    async with open_channel(worlds["locked"][service], credentials=without) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -348,7 +348,9 @@ class TestRotation:
             for _ in range(2):
                 async with AsyncClient(stack.address, tls=keys.tls(), token=keys.token) as client:
                     await client.get_model_info()
-        messages = [record.getMessage() for record in caplog.records if record.name == "specwire.security.reloading"]
+        messages = [
+            record.getMessage() for record in caplog.records if record.name == "specwire.security.reloading"
+        ]
         assert len(messages) == 2  # once for each, not at every connection
         assert keys.token not in str(messages)
 

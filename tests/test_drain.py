@@ -23,8 +23,9 @@ from specwire import (
 )
 from specwire.cli.supervisor import Service, wait_ready
 from specwire.config.services import VerifyConfig
-from specwire.rpc import server as rpc
+from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain
+from specwire.rpc.server import Server
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
@@ -64,8 +65,8 @@ class TestDrain:
 async def test_calls_that_grpc_cannot_end_hold_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rpc, "_HUNG_S", 0.05)
-    server = rpc.Server(VerifyConfig(model="emulated:", address="127.0.0.1:0", grace_s=0.0), [])
+    monkeypatch.setattr(rpc_server, "_HUNG_S", 0.05)
+    server = Server(VerifyConfig(model="emulated:", address="127.0.0.1:0", grace_s=0.0), [])
     await server.start()
     ends = server.grpc.stop
 

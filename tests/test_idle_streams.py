@@ -18,7 +18,9 @@ from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, Str
 from specwire.client.streaming import AsyncStream
 from specwire.config.services import VerifyConfig
 from specwire.core import MAX_LOGPROBS, MIN_CREDIT_TOKENS
-from specwire.rpc import server as rpc
+from specwire.rpc import server as rpc_server
+from specwire.rpc import statuses
+from specwire.rpc.server import Server
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.harness import LocalStack, local_stack
 from tests.test_credit import DRAFT, PROMPT, TARGET, opening, params, received
@@ -64,7 +66,7 @@ def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
         responses: list[generation_pb2.GenerateResponse] = []
         with pytest.raises(grpc.RpcError) as caught:
             responses.extend(call)
-        assert isinstance(rpc.from_rpc_error(caught.value), StreamIdleError)
+        assert isinstance(statuses.from_rpc_error(caught.value), StreamIdleError)
         token_ids = received(responses)
         assert len(expected) > len(token_ids) > MIN_CREDIT_TOKENS
         assert tuple(token_ids) == expected[: len(token_ids)]
@@ -117,7 +119,7 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The status follows what the client has not read; gRPC keeps it, and the call's task ends."""
-    ended, abort = asyncio.Event(), rpc._abort
+    ended, abort = asyncio.Event(), rpc_server._abort
 
     async def noted(context: Any, error: Exception) -> None:
         try:
@@ -132,8 +134,8 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
                     await context.write(bytes(1000))
         raise InvalidRequestError("x", 1, "is wrong")
 
-    monkeypatch.setattr(rpc, "_abort", noted)
-    server = rpc.Server(VerifyConfig(model=TARGET, grace_s=0.0), [])
+    monkeypatch.setattr(rpc_server, "_abort", noted)
+    server = Server(VerifyConfig(model=TARGET, grace_s=0.0), [])
     method = grpc.stream_stream_rpc_method_handler(write_on, request_deserializer=bytes)
     server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
     address = await server.start()
@@ -146,7 +148,7 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
         await asyncio.wait_for(ended.wait(), 10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [message async for message in call]
-        assert isinstance(rpc.from_rpc_error(caught.value), InvalidRequestError)
+        assert isinstance(statuses.from_rpc_error(caught.value), InvalidRequestError)
 
 
 def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:

@@ -30,7 +30,7 @@ from specwire.cli.supervisor import Service
 from specwire.client.resume import Progress
 from specwire.config.services import Link
 from specwire.core import ModelInfo
-from specwire.rpc import server as rpc
+from specwire.rpc import channel, statuses
 from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from specwire.wire import client as client_wire
@@ -63,7 +63,7 @@ class Wire:
     """The protocol itself: streams that a test cuts where it likes."""
 
     def __init__(self, address: str) -> None:
-        self._channel = rpc.open_channel(address)
+        self._channel = channel.open_channel(address)
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -203,7 +203,7 @@ class TestRefused:
         request.context_digest = digest
         with pytest.raises(grpc.RpcError) as caught:
             messages_of(stack.address, request)
-        return rpc.from_rpc_error(caught.value)
+        return statuses.from_rpc_error(caught.value)
 
     @pytest.mark.parametrize("token_id", [-1, texts.VOCAB_SIZE])
     def test_ids_outside_the_vocabulary(self, stack: LocalStack, token_id: int) -> None:

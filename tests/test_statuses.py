@@ -13,7 +13,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from specwire import SamplingParams, ServiceUnavailableError, SpecwireError, errors
 from specwire.config.services import VerifyConfig
-from specwire.rpc.server import Server, from_rpc_error, open_channel
+from specwire.rpc.channel import open_channel
+from specwire.rpc.server import Server
+from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from tests.harness import local_stack
 from verify_service.servicer import VerifyServicer

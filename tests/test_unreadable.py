@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from specwire.errors import InvalidRequestError
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, verify_pb2
 from tests.harness import LocalStack, local_stack
 

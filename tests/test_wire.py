@@ -12,7 +12,7 @@ from specwire import errors
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
 from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
-from specwire.rpc.server import from_rpc_error, to_status
+from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
 from specwire.wire import model as wire

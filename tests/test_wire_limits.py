@@ -24,7 +24,7 @@ from specwire.core import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import (
     common_pb2,
     draft_pb2,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
-from specwire.rpc import server as rpc
+from specwire.rpc.server import Server
 from specwire.telemetry import metrics, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.servicer import VerifyServicer
@@ -30,7 +30,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         stack.callback(service.close)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))
-        server = rpc.Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
+        server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer), server.grpc)
         address = await server.start()

@@ -19,7 +19,7 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import Call, GrpcCall, peer_error
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
-from specwire.rpc import server as rpc
+from specwire.rpc import channel
 from specwire.security.tls import PLAINTEXT, Credentials
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
@@ -131,7 +131,7 @@ class RemoteReplica(Replica):
         super().__init__(role.name, address)
         self._role = role
         self._check = check
-        self._channel = rpc.open_channel(address, credentials=credentials)
+        self._channel = channel.open_channel(address, credentials=credentials)
         self._stub = role.stub(self._channel)
         self._health_stub = health_pb2_grpc.HealthStub(self._channel)
         self._news = asyncio.Event()

@@ -12,13 +12,13 @@ from coordinator.generation import Cost
 from specwire.core import Proposal
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
-from specwire.rpc import server as rpc
+from specwire.rpc import private, statuses
 from specwire.telemetry import tracing
 
 
 def peer_error(error: grpc.RpcError) -> SpecwireError:
     """Why a peer's stream failed; a cancel that is not ours is a service that shuts down."""
-    ours = rpc.from_rpc_error(error)
+    ours = statuses.from_rpc_error(error)
     text = str(ours)
     if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
         return ServiceUnavailableError(f"nothing serves there ({text.rpartition(': ')[2]})")
@@ -66,7 +66,7 @@ class GrpcCall:
 
     async def send(self, request: Any) -> None:
         """See `Call`."""
-        await rpc.send(self._call, request)
+        await private.send(self._call, request)
 
     async def read(self) -> Any:
         """See `Call`."""

@@ -6,7 +6,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire.config.client import ClientConfig
-from specwire.rpc import server as rpc
+from specwire.rpc import statuses
+from specwire.rpc.channel import open_channel
 from specwire.security.tls import Credentials
 
 SERVING = "SERVING"
@@ -22,10 +23,10 @@ async def status(settings: ClientConfig, service: str) -> str:
         SpecwireError: there is no answer, or no such service.
     """
     request = health_pb2.HealthCheckRequest(service=service)
-    async with rpc.open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:
+    async with open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
         except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
+            raise statuses.from_rpc_error(error) from None
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name

@@ -271,7 +271,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 
 def _http(args: argparse.Namespace) -> int:
-    from specwire.rpc import server as rpc
+    from specwire.rpc import process
 
     settings = read_config(HttpConfig, args, os.environ)
     try:
@@ -280,7 +280,6 @@ def _http(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
         ) from None
-    rpc.set_up_logging(settings.log_level)
-    asyncio.run(rpc.run_until_signal(server.serving(settings)))
+    process.set_up_logging(settings.log_level)
+    asyncio.run(process.run_until_signal(server.serving(settings)))
     return 0
-

@@ -25,7 +25,7 @@ from specwire.completion import Completion
 from specwire.config.fields import split_address
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledError, SpecwireError
-from specwire.rpc import server as rpc
+from specwire.rpc import channel
 from specwire.security.tls import TLS, Credentials
 from specwire.v1 import generation_pb2
 from specwire.wire import client as client_wire
@@ -72,7 +72,7 @@ class AsyncClient:
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
-        return rpc.open_channel(address, credentials=self._credentials)
+        return channel.open_channel(address, credentials=self._credentials)
 
     async def __aenter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from specwire.errors import (
     SpecwireError,
     StreamIdleError,
 )
-from specwire.rpc import server as rpc
+from specwire.rpc import statuses
 from specwire.v1 import generation_pb2_grpc
 
 
@@ -40,12 +40,14 @@ class Endpoint:
         ours = self._explain(error)
         if not may_serve_elsewhere(ours):
             return ours
-        is_silent = isinstance(ours, RequestCancelledError | StreamIdleError) or not rpc.was_reported(error)
+        is_silent = isinstance(ours, RequestCancelledError | StreamIdleError) or not statuses.was_reported(
+            error
+        )
         return NotServedError(ours, may_come_back=is_silent and not isinstance(ours, ResourceExhaustedError))
 
     def _explain(self, error: grpc.RpcError) -> SpecwireError:
         """What gRPC reports by itself, in terms of the caller: which server, which argument."""
-        ours = rpc.from_rpc_error(error)
+        ours = statuses.from_rpc_error(error)
         text = str(ours)
         if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
             return ServiceUnavailableError(_why_not_connected(self.address, text))

@@ -16,7 +16,7 @@ from specwire.client.resume import NotServedError, Progress, RetryPolicy, Search
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
-from specwire.rpc import server as rpc
+from specwire.rpc import private
 from specwire.v1 import generation_pb2
 from specwire.wire import client as client_wire
 
@@ -48,7 +48,7 @@ class Part:
         with contextlib.suppress(grpc.RpcError):
             await self._call.wait_for_connection()
             self._is_connected = True
-        await rpc.send(self._call, request)
+        await private.send(self._call, request)
 
     def has_begun(self, refusal: NotServedError) -> bool:
         """Whether this failure ended something that ran, rather than refused it."""
@@ -104,7 +104,7 @@ class Part:
         if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
             self._acknowledged_s = now_s
             num_tokens, self._num_kept_back = self._num_kept_back, 0
-            await rpc.send(self._call, client_wire.acknowledgement(num_tokens))
+            await private.send(self._call, client_wire.acknowledgement(num_tokens))
 
     def cancel(self) -> None:
         """End it; harmless when it has ended."""

@@ -22,7 +22,7 @@ from specwire.cli.supervisor import Stack
 from specwire.client.streaming import AsyncStream
 from specwire.config.services import Link
 from specwire.core import MIN_CREDIT_TOKENS
-from specwire.rpc.server import from_rpc_error
+from specwire.rpc.statuses import from_rpc_error
 from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2_grpc
 from specwire.wire import client as client_wire

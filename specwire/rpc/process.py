@@ -1,0 +1,81 @@
+"""The life of a service's process: signals, logging, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from specwire.errors import SpecwireError
+from specwire.rpc import descriptors
+from specwire.telemetry import stacks
+
+
+async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
+    """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
+
+    A second signal cuts off what the first one left running.
+    """
+    descriptors.set_up()
+    stopping, hurrying = asyncio.Event(), False
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        nonlocal hurrying
+        if stopping.is_set():
+            hurrying = True
+            task.cancel()
+        stopping.set()
+
+    try:
+        await _serve_until(serving, stopping, stop)
+    except asyncio.CancelledError:
+        if not hurrying:
+            raise
+
+
+async def _serve_until(
+    serving: AbstractAsyncContextManager[str], stopping: asyncio.Event, stop: Callable[[], None]
+) -> None:
+    async with serving as address:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        # What was loaded stays: to look through all of it again in every full collection stops the service
+        # for over 100 ms.
+        gc.collect()
+        gc.freeze()
+        print(f"ready {address}", flush=True)
+        await stopping.wait()
+
+
+def end_at_once_by_signals() -> None:
+    """Until a service serves there is nothing to finish: SIGINT and SIGTERM end it, whatever it waits for.
+    Left to itself, asyncio would put SIGINT off until a model is loaded."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def set_up_logging(level: str) -> None:
+    """Records of this level and above, on standard error."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a service to its end; a SpecwireError becomes one line on standard error and exit status 2."""
+    stacks.show_on_signal()
+    try:
+        asyncio.run(main())
+    except SpecwireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

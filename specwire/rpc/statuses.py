@@ -1,0 +1,110 @@
+"""Errors as gRPC statuses, and back.
+
+An error travels as its status code plus a `google.rpc.ErrorInfo` whose `reason` names the type and
+whose metadata carries the fields, so both sides raise the same class (`specwire.errors`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from specwire import errors
+from specwire.errors import SpecwireError
+
+_DOMAIN = "specwire"
+_BY_REASON: dict[str, type[SpecwireError]] = {
+    error.reason: error
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, SpecwireError) and error is not SpecwireError
+}
+_BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.ServiceUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
+}
+# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with three bytes for one at
+# worst, and with the fields in base64.
+_MAX_MESSAGE_BYTES = 1_000
+_MAX_FIELDS_BYTES = 1_500
+_CUT = "..."
+
+
+def to_status(error: SpecwireError) -> Any:
+    """The gRPC status that an error travels as; what is too long for that is cut."""
+    fields = error.details()
+    room = _MAX_FIELDS_BYTES // max(1, len(fields))
+    metadata = {name: _cut(value, room) for name, value in fields.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=metadata)
+    message = _cut(str(error), _MAX_MESSAGE_BYTES)
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=message)
+    status.details.add().Pack(info)
+    retry_after_ms = getattr(error, "retry_after_ms", None)
+    if retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(retry_after_ms)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return rpc_status.to_status(status)
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
+
+
+def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
+    """The error that the peer raised, or the one that the status or the failed transport stands for."""
+    info = _error_info(error)
+    if info is not None:
+        with contextlib.suppress(KeyError, ValueError):  # no error of ours, or other fields than that has
+            return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
+    kind = _BY_STATUS.get(error.code(), errors.InternalError)
+    return kind(f"{error.code().name}: {error.details()}")
+
+
+def was_reported(error: grpc.RpcError) -> bool:
+    """Whether the peer itself said what is wrong; else it is gone, or whatever lies between is."""
+    return _error_info(error) is not None
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    """What the peer says of its error; None if that is nothing, or bytes that are no such message."""
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == "grpc-status-details-bin":
+            with contextlib.suppress(DecodeError):
+                for detail in status_pb2.Status.FromString(value).details:
+                    info = error_details_pb2.ErrorInfo()
+                    if detail.Unpack(info) and info.domain == _DOMAIN:
+                        return info
+    return None
+
+
+def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
+    """Raises:
+    KeyError, ValueError: a field is missing, or is no number.
+    """
+    if issubclass(kind, errors.InvalidRequestError):
+        return kind(fields["field"], fields["value"], fields["problem"])
+    if kind is errors.PrefixMismatchError:
+        return errors.PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
+    if issubclass(kind, errors.ResourceExhaustedError | errors.ServiceUnavailableError):
+        return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
+    return kind(message)
+
+
+def _count(text: str) -> int:
+    """A number of a peer's; any other text, and one that has no end, is a ValueError."""
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise ValueError
+    return int(text)
