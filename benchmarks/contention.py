@@ -24,7 +24,7 @@ from specwire.engine import boot
 from specwire.rpc.channel import open_channel
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
-from verify_service.verifier import Verifier, VerifyJob
+from verify_service.verifier import VerifyDecider, VerifyJob
 
 _PROMPT_LEN = 100
 _PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=1)
@@ -84,7 +84,7 @@ async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
 def compare(num_streams: int, num_rounds: int, repetitions: int) -> dict[str, list[Found]]:
     """Both ways by turns."""
     found: dict[str, list[Found]] = {"alone": [], "over gRPC": []}
-    engine = boot.start(VerifyConfig(**_MODEL), "verify", Verifier())  # type: ignore[arg-type]
+    engine = boot.start(VerifyConfig(**_MODEL), "verify", VerifyDecider())  # type: ignore[arg-type]
     service = Service(
         "verify_service", ["--dtype", "float32", "--num-threads", "1", "--address", "127.0.0.1:0"]
     )

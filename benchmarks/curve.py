@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks import windows
-from specwire.cli.bench.metrics import Distribution, RequestRecord
+from specwire.cli.bench.metrics import LatencySummary, RequestRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Series:
         """Note one repetition."""
         num_tokens = sum(len(ids) for burst in bursts for ids in burst.token_ids)
         self.tokens_per_s.append(num_tokens / sum(burst.elapsed_s for burst in bursts))
-        of_all = Distribution.of([tpot for burst in bursts for tpot in burst.tpots_ms])
+        of_all = LatencySummary.of([tpot for burst in bursts for tpot in burst.tpots_ms])
         assert of_all is not None
         self.p99_tpot_ms.append(of_all.percentiles[99])
 

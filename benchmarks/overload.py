@@ -21,7 +21,7 @@ from benchmarks.processes import Devices
 from specwire import AsyncClient, ResourceExhaustedError, Rule, SamplingParams
 from specwire.cli.bench.metrics import OK, RequestRecord
 from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.serve import Load, Measurement
+from specwire.cli.bench.serve import Measurement, OfferedLoad
 from specwire.cli.supervisor import Stack
 
 PROMPT = Prompt(token_ids=(3, 1, 4, 1, 5, 9, 2, 6))
@@ -96,14 +96,14 @@ async def measure(address: str, plan: Plan) -> Overload:
         await closed.run()
         capacity = steady_rate(closed.records, plan.max_running)
         rate = plan.factor * capacity / plan.num_tokens
-        load = Load(num_requests=round(rate * plan.seconds), rate=rate)
+        load = OfferedLoad(num_requests=round(rate * plan.seconds), rate=rate)
         opened = Measurement(client, [PROMPT], params, load)
         await opened.run()
     return judge(opened.records, capacity, rate, plan.seconds)
 
 
-def _closed(plan: Plan) -> Load:
-    return Load(num_requests=plan.num_waves * plan.max_running, concurrency=plan.max_running)
+def _closed(plan: Plan) -> OfferedLoad:
+    return OfferedLoad(num_requests=plan.num_waves * plan.max_running, concurrency=plan.max_running)
 
 
 def steady_rate(records: Sequence[RequestRecord], concurrency: int) -> float:

@@ -14,7 +14,7 @@ from benchmarks.measure import Plan
 from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline.receiver import Receiver
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import DraftConfig, UpConfig
 from specwire.core import Proposal, Rule, Support, Verdict
 from specwire.rule import sampling
@@ -81,7 +81,7 @@ def _generate(client: Client, mode: str, plan: Plan) -> list[int]:
     return sizes
 
 
-def _volume(spans: Sequence[Span], traces: dict[str, int], chunk_bytes: Sequence[int]) -> Volume:
+def _volume(spans: Sequence[RecordedSpan], traces: dict[str, int], chunk_bytes: Sequence[int]) -> Volume:
     later = [
         span
         for span in spans

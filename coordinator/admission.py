@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specwire.errors import ResourceExhaustedError, StreamIdleError
-from specwire.security.bearer import Holder
+from specwire.security.bearer import Principal
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 50, 10_000
 _SMOOTHING = 0.1
@@ -32,15 +32,15 @@ _SMOOTHING = 0.1
 
 @dataclass(eq=False)
 class _Entry:
-    client: Holder
+    client: Principal
     has_begun: bool
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Place:
+class AdmissionSlot:
     """What a generation needs to run. Given by `Admission.place`; for one task."""
 
-    def __init__(self, admission: Admission, client: Holder) -> None:
+    def __init__(self, admission: Admission, client: Principal) -> None:
         self._admission = admission
         self.client = client
         self._taken_s: float | None = None
@@ -86,7 +86,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
         self._waiting: list[_Entry] = []
-        self._paused: list[Place] = []  # the one that has been for the longest time comes first
+        self._paused: list[AdmissionSlot] = []  # the one that has been for the longest time comes first
         self._last_turn: dict[str, int] = {}
         self._num_turns = 0
         self._mean_turn_s = 1.0
@@ -107,22 +107,22 @@ class Admission:
         return len(self._paused)
 
     @contextlib.asynccontextmanager
-    async def place(self, client: Holder) -> AsyncIterator[Place]:
+    async def place(self, client: Principal) -> AsyncIterator[AdmissionSlot]:
         """Hold a place while the body runs, after waiting for it if need be.
 
         Raises:
             ResourceExhaustedError: the queue, or the client's part of it, is full; says when to try again.
         """
-        place = Place(self, client)
+        place = AdmissionSlot(self, client)
         await place.take(has_begun=False)
         try:
             yield place
         finally:
             place.leave()
 
-    # --- for `Place` ----------------------------------------------------------------------------------
+    # --- for `AdmissionSlot` -----------------------------------------------------------------------------
 
-    async def wait(self, client: Holder, *, has_begun: bool) -> None:
+    async def wait(self, client: Principal, *, has_begun: bool) -> None:
         """Until one more generation of the client may run. Errors as for `place`."""
         if self._may_start(client):  # who waits in spite of a free place has reached a limit of its own
             self._start(client.name)
@@ -131,13 +131,13 @@ class Admission:
             self._make_room(client)
         await self._line_up(_Entry(client, has_begun))
 
-    def release(self, client: Holder, turn_s: float) -> None:
+    def release(self, client: Principal, turn_s: float) -> None:
         """One that has run for so long, in seconds, does not any more."""
         self._mean_turn_s += _SMOOTHING * (turn_s - self._mean_turn_s)
         self._release(client.name)
 
     @contextlib.contextmanager
-    def paused(self, place: Place) -> Iterator[None]:
+    def paused(self, place: AdmissionSlot) -> Iterator[None]:
         """Count one more as paused while the body runs, if need be in place of another."""
         self._paused.append(place)
         if self.num_paused > self._max_running + self._max_waiting:
@@ -150,11 +150,11 @@ class Admission:
 
     # --------------------------------------------------------------------------------------------------
 
-    def _may_start(self, client: Holder) -> bool:
+    def _may_start(self, client: Principal) -> bool:
         within_own = client.max_running is None or self._running[client.name] < client.max_running
         return within_own and self.num_running < self._max_running
 
-    def _make_room(self, client: Holder) -> None:
+    def _make_room(self, client: Principal) -> None:
         """For one more that waits."""
         new = [entry for entry in self._waiting if not entry.has_begun]
         if client.max_waiting is not None:

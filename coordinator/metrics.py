@@ -10,10 +10,10 @@ from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.pool import Pool
 from coordinator.totals import Totals
 from specwire.config.services import CoordinatorConfig
-from specwire.telemetry.metrics import Kind, Labelled, Metric
+from specwire.telemetry.metrics import Labelled, Metric, MetricKind
 
 
-class Snapshot(NamedTuple):
+class CoordinatorSnapshot(NamedTuple):
     """What a coordinator's metrics are read off."""
 
     totals: Totals
@@ -28,7 +28,7 @@ def _by_position(counts: Sequence[int]) -> Labelled:
     return {(str(position),): count for position, count in enumerate(counts)}
 
 
-def _replicas(now: Snapshot) -> Labelled:
+def _replicas(now: CoordinatorSnapshot) -> Labelled:
     return {
         (pool.role, state): len(pool.available) if there else len(pool.replicas) - len(pool.available)
         for pool in (now.verify, now.draft)
@@ -36,129 +36,129 @@ def _replicas(now: Snapshot) -> Labelled:
     }
 
 
-TABLE: tuple[Metric[Snapshot], ...] = (
+TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     # requests
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_requests_total",
         "Requests that have ended, by gRPC status; finish_reason is empty unless the status is OK.",
         lambda now: now.totals.requests,
         ("status", "finish_reason"),
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_requests_running",
         "Requests that generate now.",
         lambda now: now.admission.num_running,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_requests_running_limit",
         "Most requests that may generate at a time (--max-running).",
         lambda now: now.config.max_running,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_requests_waiting",
         "Requests that wait for a place.",
         lambda now: now.admission.num_waiting,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_requests_paused",
         "Requests without a place, whose clients have read nothing for a second.",
         lambda now: now.admission.num_paused,
     ),
     Metric(
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "specwire_request_wait_seconds",
         "Time from a request's arrival to the start of its generation.",
         lambda now: now.totals.wait_s,
     ),
     Metric(
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "gen_ai_server_request_duration_seconds",
         "Time of requests that ended well, from their arrival to the end.",
         lambda now: now.totals.duration_s,
     ),
     Metric(
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "gen_ai_server_time_to_first_token_seconds",
         "Time of requests that ended well, from their arrival to the first token.",
         lambda now: now.totals.first_token_s,
     ),
     Metric(
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "gen_ai_server_time_per_output_token_seconds",
         "Mean time between tokens after the first, of each request that ended well.",
         lambda now: now.totals.per_token_s,
     ),
     # tokens
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_prompt_tokens_total",
         "Tokens of prompts.",
         lambda now: now.totals.prompt_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_generation_tokens_total",
         "Tokens sent to clients.",
         lambda now: now.totals.output_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_prefix_cache_hit_tokens_total",
         "Tokens that the verify service found in its KV cache instead of running them.",
         lambda now: now.totals.hit_tokens,
     ),
     # rounds
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_rounds_total",
         "Rounds, plain ones included; each takes one verify call.",
         lambda now: now.totals.rounds,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spec_decode_num_drafts_total",
         "Rounds that had draft tokens.",
         lambda now: now.totals.drafts,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spec_decode_num_draft_tokens_total",
         "Draft tokens that were verified.",
         lambda now: now.totals.draft_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spec_decode_num_accepted_tokens_total",
         "Draft tokens that were accepted.",
         lambda now: now.totals.accepted_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spec_decode_num_draft_tokens_per_pos_total",
         "Draft tokens that were verified, by their position in the round, from 0.",
         lambda now: _by_position(now.totals.drafted_per_position),
         ("position",),
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spec_decode_num_accepted_tokens_per_pos_total",
         "Draft tokens that were accepted, by their position in the round, from 0.",
         lambda now: _by_position(now.totals.accepted_per_position),
         ("position",),
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_prepared_rounds_total",
         "Rounds whose proposal was there before it was asked for.",
         lambda now: now.totals.prepared,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_stage_seconds_total",
         "Time of rounds by stage: forward passes of draft and verify, their queues, the rule, and the rest.",
         lambda now: {(stage,): ms / 1e3 for stage, ms in now.totals.stage_ms.items()},
@@ -166,39 +166,39 @@ TABLE: tuple[Metric[Snapshot], ...] = (
     ),
     # choices
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_chosen_draft_tokens",
         "Draft tokens in the latest rounds that had any, on the average.",
         lambda now: now.measured.chosen.num_draft_tokens,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
         lambda now: now.measured.chosen.cap,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_chosen_outcomes",
         "Outcomes of a round that the draft prepares for.",
         lambda now: now.measured.chosen.num_outcomes,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_trials_total",
         "Trials of another cap or another number of outcomes that have begun.",
         lambda now: now.measured.chosen.num_trials,
     ),
     # peers
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_replicas",
         "Draft and verify services that new streams may go to, or may not.",
         _replicas,
         ("role", "state"),
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_requests_without_draft_total",
         "Requests that had to do without a draft service, for a while at least.",
         lambda now: now.totals.without_draft,

@@ -17,7 +17,7 @@ from coordinator.credit import Credit
 from specwire.errors import StreamIdleError
 
 
-class Reader:
+class CreditReader:
     """Writes messages one after the other, and says when the client is ready for another round.
 
     As a context manager it writes what was sent, whatever ends its body; but nothing more after a

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from coordinator import metrics
-from coordinator.admission import Admission, Place
+from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Planner
 from coordinator.length.draft_length import AdaptiveLength, FixedLength
@@ -22,7 +22,7 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted
-from coordinator.reader import Reader
+from coordinator.reader import CreditReader
 from coordinator.resuming import Seam, find_seam
 from coordinator.session import Session
 from coordinator.totals import Totals, counted, watch
@@ -66,9 +66,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._num_finished = 0
         self.totals = Totals()
 
-    def metrics(self) -> Group[metrics.Snapshot]:
+    def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """What it counts, for Prometheus."""
-        now = metrics.Snapshot(
+        now = metrics.CoordinatorSnapshot(
             self.totals, self._admission, self._measured, self._verify, self._draft, self._config
         )
         return Group(metrics.TABLE, lambda: now)
@@ -91,7 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         planner = self._planner(params)
         credit = Credit(window, planner.limit + 1)
         async with (
-            Reader(context.write, credit, self._config.idle_timeout_s) as reader,
+            CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
             self._admission.place(caller) as place,
             acknowledged(requests, reader),
         ):
@@ -123,8 +123,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt: list[int],
         params: SamplingParams,
         planner: Planner,
-        reader: Reader,
-        place: Place,
+        reader: CreditReader,
+        place: AdmissionSlot,
         context: Any,
         *,
         seam: Seam,
@@ -250,7 +250,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def wait_for(reader: Reader, place: Place, *peers: RemoteDrafter | RemoteVerifier) -> None:
+async def wait_for(
+    reader: CreditReader, place: AdmissionSlot, *peers: RemoteDrafter | RemoteVerifier
+) -> None:
     """Wait until a round may start. A longer wait is without the place, and without memory at the peers: they
     keep what they computed as known prefixes, as long as there is room for that.
 
@@ -270,7 +272,7 @@ async def wait_for(reader: Reader, place: Place, *peers: RemoteDrafter | RemoteV
 
 @contextlib.asynccontextmanager
 async def acknowledged(
-    requests: AsyncIterator[generation_pb2.GenerateRequest], reader: Reader
+    requests: AsyncIterator[generation_pb2.GenerateRequest], reader: CreditReader
 ) -> AsyncIterator[None]:
     """Take in acknowledgements while the body generates; one that cannot be used ends the generation."""
 

@@ -20,7 +20,7 @@ import grpc.aio
 from specwire import errors
 from specwire.completion import Completion, FinishReason
 from specwire.estimate import clock
-from specwire.telemetry.metrics import Distribution
+from specwire.telemetry.metrics import HistogramData
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ class Totals:
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
         self.stage_ms = dict.fromkeys(("draft", "verify", "queue", "rule", "network"), 0.0)
-        self.duration_s = Distribution(_DURATION_BOUNDS)
-        self.first_token_s = Distribution(_FIRST_TOKEN_BOUNDS)
-        self.per_token_s = Distribution(_PER_TOKEN_BOUNDS)
-        self.wait_s = Distribution(_WAIT_BOUNDS)
+        self.duration_s = HistogramData(_DURATION_BOUNDS)
+        self.first_token_s = HistogramData(_FIRST_TOKEN_BOUNDS)
+        self.per_token_s = HistogramData(_PER_TOKEN_BOUNDS)
+        self.wait_s = HistogramData(_WAIT_BOUNDS)
 
     def add(self, status: str, seconds: float, done: Completion | None) -> None:
         """A request has ended.

@@ -17,7 +17,7 @@ from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
-from specwire.rule.random import Stream
+from specwire.rule.random import Purpose
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
 from specwire.rule.sampling import Row
 from specwire.rule.transfer import indices, to_host
@@ -123,7 +123,7 @@ class Question(NamedTuple):
     num_ranked: int
 
 
-class Drafter:
+class DraftDecider:
     """Draws draft tokens for all jobs of a step at once."""
 
     def __init__(self, config: DraftConfig) -> None:
@@ -180,7 +180,7 @@ class Drafter:
             return []
         probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        uniforms = uniforms_for([question.rows[i] for i in places], Stream.DRAFT, probs.device)
+        uniforms = uniforms_for([question.rows[i] for i in places], Purpose.DRAFT, probs.device)
         columns = sampling.draw(support_probs, uniforms)
         return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
 

@@ -32,7 +32,7 @@ MIN_WORTH = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedBranch:
     """A proposal for whoever commits `path` after the tokens that the stream's last request committed.
 
     Attributes:
@@ -47,7 +47,7 @@ class Prepared:
     finished_ns: int
 
 
-class Answer(NamedTuple):
+class DraftAnswer(NamedTuple):
     """To one request.
 
     Attributes:
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
     was_prepared: bool
 
 
-Push = Callable[[int, Sequence[Prepared]], Awaitable[None]]
+Push = Callable[[int, Sequence[PreparedBranch]], Awaitable[None]]
 """Takes the committed length that the paths begin at, and proposals, likeliest first."""
 
 
@@ -158,7 +158,7 @@ class Lookahead:
         token_ids: Sequence[int],
         num_draft_tokens: int,
         preparation: Preparation | None,
-    ) -> Answer:
+    ) -> DraftAnswer:
         """Commit tokens and draft what follows; then work ahead if asked to, until the next request.
 
         Args:
@@ -182,7 +182,7 @@ class Lookahead:
             self._go_ahead(preparation)
         if proposal is not None:
             proposal = proposal.first(num_draft_tokens) if num_draft_tokens else None
-        return Answer(root.job, proposal, was_prepared)
+        return DraftAnswer(root.job, proposal, was_prepared)
 
     def close(self) -> None:
         """End the work and close all forks; the stream's own sequence is its opener's."""
@@ -286,7 +286,7 @@ class Lookahead:
             while (root := self._root) and (prepared := self._take_ready()):
                 await self._push(root.job.committed_len, prepared)
 
-    def _take_ready(self) -> list[Prepared]:
+    def _take_ready(self) -> list[PreparedBranch]:
         """What is ready and was not handed over yet, likeliest first; nothing while a request is served."""
         if self._preparation is None:
             return []
@@ -296,7 +296,7 @@ class Lookahead:
                 branch.pushed = True
                 job = branch.job
                 prepared.append(
-                    Prepared(
+                    PreparedBranch(
                         branch.path, branch.proposal, job.num_draft_tokens, job.started_ns, job.finished_ns
                     )
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from draft_service.drafter import Drafter
+from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
 from specwire.engine import boot
@@ -26,7 +26,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
-        service = boot.start(config, "draft", Drafter(config))
+        service = boot.start(config, "draft", DraftDecider(config))
         stack.callback(service.close)
         group = engine_metrics.group(service, "draft")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "draft"))

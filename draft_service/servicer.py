@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from draft_service.drafter import DraftJob
-from draft_service.lookahead import Answer, Lookahead, Prepared
+from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
 from specwire.core import Preparation, Proposal, SamplingParams
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
@@ -113,7 +113,7 @@ class _Answers:
         self._turn = asyncio.Lock()
         self.traceparent = ""
 
-    async def answer(self, request: draft_pb2.DraftRequest, answer: Answer) -> None:
+    async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer) -> None:
         """Of a request; what was prepared before it came cost it nothing."""
         job, proposal, was_prepared = answer
         proposals = [self._message(proposal, (), request.num_draft_tokens)] if proposal else []
@@ -128,7 +128,7 @@ class _Answers:
             )
         )
 
-    async def push(self, base_len: int, prepared: Sequence[Prepared]) -> None:
+    async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
         """Ahead of a request."""
         if self.traceparent:
             self._tracer.record(

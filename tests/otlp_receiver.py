@@ -10,11 +10,13 @@ from typing import Self
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from specwire.cli.timeline.receiver import Receiver, Store
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 
 
 class _Waiting(Store):
-    def wait_for(self, predicate: Callable[[list[Span]], object], timeout_s: float = 10) -> list[Span]:
+    def wait_for(
+        self, predicate: Callable[[list[RecordedSpan]], object], timeout_s: float = 10
+    ) -> list[RecordedSpan]:
         """Return the spans as soon as the predicate holds for them; AssertionError after the timeout."""
         held = self.wait(predicate, timeout_s)
         assert held, f"after {timeout_s} s only {[span.name for span in self.spans]}"

@@ -15,7 +15,7 @@ from specwire.rule.acceptance import (
     acceptance_probability,
     residual,
 )
-from specwire.rule.random import Stream, uniforms
+from specwire.rule.random import Purpose, uniforms
 from specwire.rule.sampling import judge_support, truncate_support
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -206,7 +206,7 @@ def test_accept_addresses_its_coins_by_absolute_position():
         proposal = Proposal(base_len, [3, 2, 1], [draft] * 3)
         verdict = Verdict(base_len, [-1, -1, -1, 5], [target_probs] * 3, [0.0] * 3)
         positions = range(base_len, base_len + 3)
-        coins = (uniforms(11, stream, positions) for stream in (Stream.ACCEPT, Stream.RESIDUAL))
+        coins = (uniforms(11, stream, positions) for stream in (Purpose.ACCEPT, Purpose.RESIDUAL))
         expected = accept_by_rejection(proposal, verdict, *coins)
         assert accept(proposal, verdict, SamplingParams(), seed=11) == expected
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.admission import Admission
 from specwire import ResourceExhaustedError, StreamIdleError
-from specwire.security.bearer import Holder
+from specwire.security.bearer import Principal
 
 
 class Work:
@@ -19,7 +19,7 @@ class Work:
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.started: list[str] = []
-        self.limits: dict[str, Holder] = {}
+        self.limits: dict[str, Principal] = {}
         self.finish: dict[str, asyncio.Event] = {}
 
     def submit(self, client: str, name: str) -> asyncio.Task[None]:
@@ -27,7 +27,7 @@ class Work:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(self.limits.get(client, Holder(name=client))):
+        async with self.admission.place(self.limits.get(client, Principal(name=client))):
             self.started.append(name)
             await self.finish[name].wait()
 
@@ -119,7 +119,7 @@ async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place():
 
 async def test_a_client_with_limits_of_its_own_waits_while_others_pass():
     work = Work(Admission(max_running=4, max_waiting=8))
-    work.limits["few"] = Holder(name="few", max_running=1, max_waiting=2)
+    work.limits["few"] = Principal(name="few", max_running=1, max_waiting=2)
     few = [work.submit("few", f"f{i}") for i in range(3)]
     await settle()
     assert work.started == ["f0"]
@@ -142,7 +142,7 @@ async def test_a_client_with_limits_of_its_own_waits_while_others_pass():
 
 async def test_a_client_that_may_not_wait_is_refused_at_once():
     work = Work(Admission(max_running=4, max_waiting=8))
-    work.limits["one"] = Holder(name="one", max_running=1, max_waiting=0)
+    work.limits["one"] = Principal(name="one", max_running=1, max_waiting=0)
     first = work.submit("one", "1")
     await settle()
     with pytest.raises(ResourceExhaustedError):
@@ -167,7 +167,7 @@ class Reading:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(Holder(name=client)) as place:
+        async with self.admission.place(Principal(name=client)) as place:
             self.log.append(f"{name} runs")
             await self.pause[name].wait()
             async with place.left():

@@ -15,7 +15,7 @@ from specwire import ConfigError, ModelInfo, Speculation
 from specwire.cli.bench import prompts, report
 from specwire.cli.bench.metrics import (
     METRICS,
-    Distribution,
+    LatencySummary,
     RequestRecord,
     output_rate,
     running_requests,
@@ -23,7 +23,7 @@ from specwire.cli.bench.metrics import (
     total_speculation,
 )
 from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.serve import Load, arrival_times
+from specwire.cli.bench.serve import OfferedLoad, arrival_times
 from tests.statistics import FALSE_ALARM_RATE
 from tests.test_layering import GRPC, ROOT, imports, packages
 
@@ -81,7 +81,7 @@ class TestOneRequest:
 
 class TestDistribution:
     def test_percentiles_interpolate(self) -> None:
-        of = Distribution.of([float(value) for value in range(1, 101)])
+        of = LatencySummary.of([float(value) for value in range(1, 101)])
         assert of is not None
         assert of.mean == of.median == of.percentiles[50] == 50.5
         assert of.percentiles[90] == pytest.approx(90.1)  # 1 + 0.9 * 99
@@ -89,10 +89,10 @@ class TestDistribution:
         assert of.std == pytest.approx(math.sqrt((100**2 - 1) / 12))
 
     def test_of_one_value_and_of_none(self) -> None:
-        of = Distribution.of([7.0])
+        of = LatencySummary.of([7.0])
         assert of is not None
         assert (of.mean, of.median, of.std, set(of.percentiles.values())) == (7, 7, 0, {7})
-        assert Distribution.of([]) is None
+        assert LatencySummary.of([]) is None
 
 
 class TestSummary:
@@ -204,26 +204,26 @@ class TestArrivalTimes:
     @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
     def test_gaps_follow_the_gamma_law(self, burstiness: float) -> None:
         n, rate = 4_000, 20.0
-        times = arrival_times(Load(num_requests=n, rate=rate, burstiness=burstiness, seed=3))
+        times = arrival_times(OfferedLoad(num_requests=n, rate=rate, burstiness=burstiness, seed=3))
         assert times[-1] == pytest.approx(n / rate)
         law = stats.gamma(burstiness, scale=1 / (rate * burstiness))
         assert stats.kstest(np.diff(times, prepend=0.0), law.cdf).pvalue > FALSE_ALARM_RATE
         assert stats.kstest(np.diff(times), stats.expon(scale=2 / rate).cdf).pvalue < FALSE_ALARM_RATE
 
     def test_poisson_counts_have_variance_equal_to_mean(self) -> None:
-        times = arrival_times(Load(num_requests=10_000, rate=100.0, seed=1))
+        times = arrival_times(OfferedLoad(num_requests=10_000, rate=100.0, seed=1))
         counts = np.bincount(times.astype(int))[:-1]
         assert counts.var() / counts.mean() == pytest.approx(1, abs=0.5)  # 3.5 standard errors at 100 bins
 
     def test_the_seed_fixes_them(self) -> None:
-        one, same, other = (arrival_times(Load(num_requests=9, rate=2.0, seed=s)) for s in (1, 1, 2))
+        one, same, other = (arrival_times(OfferedLoad(num_requests=9, rate=2.0, seed=s)) for s in (1, 1, 2))
         np.testing.assert_array_equal(one, same)
         assert not np.array_equal(one, other)
 
     def test_the_limits(self) -> None:
-        at_once = arrival_times(Load(num_requests=3, rate=math.inf))
+        at_once = arrival_times(OfferedLoad(num_requests=3, rate=math.inf))
         np.testing.assert_array_equal(at_once, 0)
-        even = arrival_times(Load(num_requests=4, rate=2.0, burstiness=math.inf))
+        even = arrival_times(OfferedLoad(num_requests=4, rate=2.0, burstiness=math.inf))
         np.testing.assert_allclose(even, [0.5, 1, 1.5, 2])
 
 

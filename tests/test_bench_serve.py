@@ -20,8 +20,8 @@ from specwire import AsyncClient, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli.bench.metrics import METRICS, RequestRecord, summarize
 from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.report import Progress
-from specwire.cli.bench.serve import Load, Measurement
+from specwire.cli.bench.report import ProgressBar
+from specwire.cli.bench.serve import Measurement, OfferedLoad
 from tests.harness import LocalStack, local_stack
 from tests.test_cli import one_line_error, usage_error
 
@@ -47,7 +47,7 @@ def narrow() -> Iterator[LocalStack]:
         yield running
 
 
-def measured(address: str, load: Load, prompts: list[Prompt] | None = None) -> Measurement:
+def measured(address: str, load: OfferedLoad, prompts: list[Prompt] | None = None) -> Measurement:
     async def measure() -> Measurement:
         async with AsyncClient(address, timeout_s=20) as client:
             measurement = Measurement(client, prompts or [PROMPT], PARAMS, load)
@@ -63,7 +63,7 @@ def bench(stack: LocalStack, *flags: object) -> int:
 
 class TestLoops:
     def test_closed_loop_keeps_so_many_running(self, stack: LocalStack) -> None:
-        done = measured(stack.address, Load(num_requests=12, concurrency=3))
+        done = measured(stack.address, OfferedLoad(num_requests=12, concurrency=3))
         summary = summarize(done.records, done.duration_s)
         assert summary.completed == 12
         assert summary.max_concurrent_requests == 3
@@ -72,7 +72,7 @@ class TestLoops:
         assert summary.max_send_delay_ms is None
 
     def test_open_loop_sends_on_schedule_whether_answered_or_not(self, stack: LocalStack) -> None:
-        done = measured(stack.address, Load(num_requests=20, rate=50.0, seed=4))
+        done = measured(stack.address, OfferedLoad(num_requests=20, rate=50.0, seed=4))
         starts = sorted(record.start_s for record in done.records)
         scheduled = sorted(record.scheduled_s or 0.0 for record in done.records)
         assert scheduled[-1] == pytest.approx(20 / 50)
@@ -83,7 +83,7 @@ class TestLoops:
         assert summary.max_concurrent_requests > 1
 
     def test_an_infinite_rate_sends_all_at_once(self, stack: LocalStack) -> None:
-        done = measured(stack.address, Load(num_requests=24, rate=math.inf))
+        done = measured(stack.address, OfferedLoad(num_requests=24, rate=math.inf))
         assert summarize(done.records, done.duration_s).max_concurrent_requests > 16
 
     def test_latencies_are_those_of_the_devices(self, stack: LocalStack) -> None:
@@ -91,7 +91,7 @@ class TestLoops:
 
         What a slow machine adds is the same in each of them.
         """
-        done = measured(stack.address, Load(num_requests=6, concurrency=1))
+        done = measured(stack.address, OfferedLoad(num_requests=6, concurrency=1))
         summary = summarize(done.records, done.duration_s)
         ttft, itl, whole = (summary.latencies[name] for name in ("ttft", "itl", "e2el"))
         assert ttft is not None
@@ -106,9 +106,9 @@ class TestLoops:
 
     def test_each_request_has_its_own_seed_and_prompts_take_turns(self, stack: LocalStack) -> None:
         prompts = [PROMPT, Prompt(token_ids=(5, 6), max_tokens=4)]
-        done = measured(stack.address, Load(num_requests=4, concurrency=1), prompts)
+        done = measured(stack.address, OfferedLoad(num_requests=4, concurrency=1), prompts)
         assert [record.num_output_tokens for record in done.records] == [16, 4, 16, 4]
-        again = measured(stack.address, Load(num_requests=4, concurrency=1), prompts)
+        again = measured(stack.address, OfferedLoad(num_requests=4, concurrency=1), prompts)
         assert [r.chunk_tokens for r in again.records] == [r.chunk_tokens for r in done.records]
         stack.assert_idle_within(1.0)
 
@@ -116,7 +116,7 @@ class TestLoops:
 class TestFailures:
     def test_are_counted_by_status(self, stack: LocalStack) -> None:
         bad = [PROMPT, Prompt(text="no tokenizer here"), Prompt(token_ids=(99_999,))]
-        done = measured(stack.address, Load(num_requests=6, concurrency=2), bad)
+        done = measured(stack.address, OfferedLoad(num_requests=6, concurrency=2), bad)
         summary = summarize(done.records, done.duration_s)
         assert (summary.completed, summary.failed) == (2, 4)
         assert sum(summary.errors.values()) == 4
@@ -124,14 +124,14 @@ class TestFailures:
         assert all(record.error for record in done.records if not record.completed)
 
     def test_refused_requests_are_counted(self, narrow: LocalStack) -> None:
-        done = measured(narrow.address, Load(num_requests=5, rate=math.inf))
+        done = measured(narrow.address, OfferedLoad(num_requests=5, rate=math.inf))
         summary = summarize(done.records, done.duration_s)
         assert summary.completed >= 1
         assert summary.errors == {"RESOURCE_EXHAUSTED": 5 - summary.completed}
         assert summary.num_refusals == 5 - summary.completed
 
     def test_and_sent_again_when_the_server_says(self, narrow: LocalStack) -> None:
-        done = measured(narrow.address, Load(num_requests=3, rate=math.inf, retries=8))
+        done = measured(narrow.address, OfferedLoad(num_requests=3, rate=math.inf, retries=8))
         summary = summarize(done.records, done.duration_s)
         assert summary.completed == 3
         assert summary.num_refusals >= 2
@@ -256,7 +256,7 @@ def test_the_bar_moves_on_a_terminal_and_is_silent_elsewhere() -> None:
     terminal, pipe = Terminal(), io.StringIO()
     clock = iter(float(second) for second in range(100))
     for out in (terminal, pipe):
-        progress = Progress(out, 4, clock=lambda: next(clock))
+        progress = ProgressBar(out, 4, clock=lambda: next(clock))
         for status in ("OK", "UNAVAILABLE", "OK", "OK"):
             progress.update(RequestRecord(start_s=0, end_s=1, status=status))
         progress.close()

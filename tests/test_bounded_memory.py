@@ -16,7 +16,7 @@ from specwire.engine import boot
 from specwire.engine.model.memory import _cgroup_bytes, free_bytes
 from tests.harness import local_stack, started_services
 from tests.pairs import save_good_draft, save_target
-from verify_service.verifier import Verifier
+from verify_service.verifier import VerifyDecider
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_TOKENS = 75
@@ -68,7 +68,7 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
     """Of the memory that is free with the model loaded, and no page more."""
     free = free_bytes(torch.device("cpu"))
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
-    service = boot.start(config, "verify", Verifier())
+    service = boot.start(config, "verify", VerifyDecider())
     try:
         pool, per_token = service.runner.pool, service.runner.kv_bytes_per_token
         assert pool.num_pages * PAGE_SIZE * per_token == pytest.approx(0.01 * free, rel=0.2)
@@ -80,7 +80,7 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
 def test_a_fraction_too_small_for_a_page_is_refused(pair):
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=1e-12)
     with pytest.raises(ModelLoadError, match=r"--kv-cache-memory 1e-12 is 0 bytes on cpu, less than a page"):
-        boot.start(config, "verify", Verifier())
+        boot.start(config, "verify", VerifyDecider())
 
 
 def test_a_container_s_limit_counts(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 
 import coordinator.servicer
 from benchmarks.stalled import Plan, measure, p99
-from coordinator.reader import Reader
+from coordinator.reader import CreditReader
 from specwire import (
     AsyncClient,
     Client,
@@ -56,7 +56,7 @@ def rounds(done: Completion) -> Speculation:
     return replace(done.speculation, num_prepared=0)
 
 
-class WatchedReader(Reader):
+class WatchedReader(CreditReader):
     """Tells other threads when its generation pauses."""
 
     def __init__(self, *args: Any) -> None:
@@ -94,7 +94,7 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WatchedReader]
         found.put(reader := WatchedReader(*args))
         return reader
 
-    monkeypatch.setattr(coordinator.servicer, "Reader", watched)
+    monkeypatch.setattr(coordinator.servicer, "CreditReader", watched)
     return found
 
 

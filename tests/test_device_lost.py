@@ -14,7 +14,7 @@ from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from tests.harness import LoopThread
-from verify_service.verifier import Verifier, VerifyJob
+from verify_service.verifier import VerifyDecider, VerifyJob
 
 PARAMS = SamplingParams(temperature=0, seed=1)
 PROMPT = list(range(3, 43))
@@ -58,7 +58,7 @@ class Losing:
         self.runner = LosableRunner()
         self.engine = Engine(
             self.runner,
-            Verifier(),
+            VerifyDecider(),
             max_num_tokens=256,
             max_prefill_tokens=256,
             context_len=256,

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.rule.acceptance import accept, accept_by_rejection
-from specwire.rule.random import Stream, gumbel_noise, uniforms
+from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
     Row,
     apply_history,
@@ -92,7 +92,7 @@ class Pair:
             if self.params.matches_tokens:
                 token_ids = self.choose(log_probs, seeds, positions).tolist()
             else:
-                coins = torch.from_numpy(uniforms(seeds, Stream.DRAFT, positions))
+                coins = torch.from_numpy(uniforms(seeds, Purpose.DRAFT, positions))
                 sampled, *law = self.sample(log_probs.exp(), coins)
                 token_ids = sampled.tolist()
                 for held, support_ids, probs, length in zip(supports, *(x.numpy() for x in law), strict=True):
@@ -123,7 +123,7 @@ class Pair:
         if self.params.matches_tokens:
             chosen = self.choose(log_probs, row_seeds, positions).reshape(per_proposal).tolist()
             return [Verdict(p.base_len, ids) for p, ids in zip(proposals, chosen, strict=True)]
-        coins = torch.from_numpy(uniforms(row_seeds, Stream.TARGET, positions))
+        coins = torch.from_numpy(uniforms(row_seeds, Purpose.TARGET, positions))
         probs, tail_mass, tails = judge_support(
             log_probs.exp(), torch.from_numpy(np.stack(support_ids)), coins
         )
@@ -322,7 +322,7 @@ class RawProbabilitiesDeclared(Pair):
 class NoiseSharedWithResidual(Pair):
     """Draws the recovered token from the number that drew the draft token."""
 
-    coin_streams = Stream.ACCEPT, Stream.DRAFT
+    coin_streams = Purpose.ACCEPT, Purpose.DRAFT
 
     def decide(self, proposal, verdict, seed):
         positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
@@ -333,7 +333,7 @@ class NoiseSharedWithResidual(Pair):
 class NoiseSharedWithAcceptance(NoiseSharedWithResidual):
     """Flips the coin that drew the draft token."""
 
-    coin_streams = Stream.DRAFT, Stream.RESIDUAL
+    coin_streams = Purpose.DRAFT, Purpose.RESIDUAL
 
 
 class TemperatureOnOneSide(Pair):

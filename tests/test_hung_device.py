@@ -22,7 +22,7 @@ import verify_service.service
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
-from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Progress
+from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Heartbeat
 from tests.harness import LocalStack, LoopThread, local_stack, started_services
 
 PASS_MS = 10.0
@@ -84,7 +84,7 @@ def wait_until_health(address: str, wanted: int, timeout_s: float = 30.0) -> Non
 
 
 def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
-    progress = Progress()
+    progress = Heartbeat()
     progress.look(has_work=True)
     progress.beat(usual_s=0.01)
     num_looks = round(LEAST_LIMIT_S / LOOK_EVERY_S)

@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from draft_service.drafter import Drafter, DraftJob
-from draft_service.lookahead import Answer, Lookahead, Prepared
+from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
 from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
@@ -204,7 +204,7 @@ class SlowPush:
     def __init__(self) -> None:
         self.began, self.may_end = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, base_len: int, prepared: Sequence[Prepared]) -> None:
+    async def __call__(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
         self.began.set()
         await self.may_end.wait()
 
@@ -212,7 +212,7 @@ class SlowPush:
 def test_a_push_that_outlives_its_round_leaves_nothing_behind():
     """Its branches would begin at tokens that were not committed, and draft with judged random numbers."""
     config = DraftConfig(model="emulated:step_ms=1")
-    service, thread = boot.start(config, "draft", Drafter(config)), LoopThread()
+    service, thread = boot.start(config, "draft", DraftDecider(config)), LoopThread()
     sequence = service.engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
 
     async def miss_during_a_push() -> tuple[int, list[tuple[int, int]]]:
@@ -272,7 +272,7 @@ class TestBackgroundJobs:
     @pytest.fixture
     def service(self) -> Iterator[boot.ModelService]:
         config = DraftConfig(model="emulated:step_ms=20", num_kv_tokens=160)
-        running = boot.start(config, "draft", Drafter(config))
+        running = boot.start(config, "draft", DraftDecider(config))
         yield running
         running.engine.close()
         running.runner.pool.check_integrity()
@@ -373,7 +373,7 @@ class TestBackgroundJobs:
         async def push(*_: Any) -> None:
             pass
 
-        async def follow_a_branch() -> tuple[Answer, Proposal]:
+        async def follow_a_branch() -> tuple[DraftAnswer, Proposal]:
             ahead = Lookahead(engine, stream, vocab_limit=0, forecast=forecast, push=push)
             await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
             await asyncio.sleep(0)  # it begins to work ahead

@@ -30,7 +30,15 @@ from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
-from specwire.telemetry.metrics import PATH, TRACING, Distribution, Endpoint, Group, Kind, Metric
+from specwire.telemetry.metrics import (
+    PATH,
+    TRACING,
+    Group,
+    HistogramData,
+    Metric,
+    MetricKind,
+    MetricsEndpoint,
+)
 from tests.harness import LOOPBACK, LocalStack, local_stack
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -266,7 +274,7 @@ class Numbers:
     calls = 0
 
 
-TABLE = (Metric(Kind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),)
+TABLE = (Metric(MetricKind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),)
 
 
 def ask(address: str, request: bytes) -> bytes:
@@ -287,7 +295,7 @@ def ask(address: str, request: bytes) -> bytes:
     ],
 )
 async def test_it_answers_one_question(request_line: bytes, status: bytes) -> None:
-    async with Endpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         answer = await asyncio.to_thread(ask, endpoint.address, request_line + b"\r\nHost: x\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)
@@ -296,7 +304,7 @@ async def test_it_answers_one_question(request_line: bytes, status: bytes) -> No
 
 
 async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
-    async with Endpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         host, port = endpoint.address.split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
         assert await asyncio.to_thread(ask, endpoint.address, b"x" * 100_000) == b""
@@ -306,7 +314,7 @@ async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    async with Endpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         host, port = endpoint.address.split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -316,15 +324,15 @@ async def test_connections_are_bounded() -> None:
 
 
 async def test_what_cannot_be_bound_is_named() -> None:
-    async with Endpoint(LOOPBACK, []) as endpoint:
+    async with MetricsEndpoint(LOOPBACK, []) as endpoint:
         with pytest.raises(ConfigError, match=f"--metrics-address {endpoint.address}: cannot be bound"):
-            async with Endpoint(endpoint.address, []):
+            async with MetricsEndpoint(endpoint.address, []):
                 pass
 
 
 async def test_a_service_whose_metrics_cannot_be_shown_ends() -> None:
     before = set(threading.enumerate())
-    async with Endpoint(LOOPBACK, []) as endpoint:
+    async with MetricsEndpoint(LOOPBACK, []) as endpoint:
         config = VerifyConfig(model="emulated:step_ms=1", metrics_address=endpoint.address)
         with pytest.raises(ConfigError, match="--metrics-address"):
             async with verify_service.service.serving(config):
@@ -335,7 +343,7 @@ async def test_a_service_whose_metrics_cannot_be_shown_ends() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r'pip install "specwire\[metrics\]"'):
-        Endpoint(LOOPBACK, [])
+        MetricsEndpoint(LOOPBACK, [])
 
 
 def test_without_an_address_nothing_is_imported() -> None:
@@ -349,7 +357,7 @@ def test_without_an_address_nothing_is_imported() -> None:
 
 
 def test_a_distribution_counts_to_the_first_bound_that_is_not_exceeded() -> None:
-    values = Distribution([1, 2, 4])
+    values = HistogramData([1, 2, 4])
     for each in (0.5, 1, 1.5, 4, 5):
         values.add(each)
     assert values.cumulative == [(1, 2), (2, 3), (4, 4), (float("inf"), 5)]
@@ -464,6 +472,6 @@ def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
 @pytest.mark.parametrize("metric", EVERYTHING, ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: Metric[Any]) -> None:
     assert re.fullmatch(r"(specwire|gen_ai_server)_[a-z_]+[a-z]", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
     assert metric.help.endswith(".")
     assert not re.search(r"_(ms|ns|milliseconds)(_|$)", metric.name), "seconds, as Prometheus wants them"

@@ -388,7 +388,7 @@ def test_a_kernel_is_used_as_far_as_it_is_right(
     kernel: Callable[..., Tensor], way: Any, windowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, kernel)
-    kind = varlen.Kind(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 32, windowed)
+    kind = varlen.KernelSetting(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 32, windowed)
     assert varlen._way(kind) == way
     assert varlen._way(kind._replace(dtype=torch.float32)) is None
     varlen._way.cache_clear()

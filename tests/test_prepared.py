@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.peers.prepared import Prepared
+from coordinator.peers.prepared import PreparedProposals
 from specwire.core import Proposal, Support
 from specwire.estimate.forecast import Forecast, SharedForecast
 
@@ -22,41 +22,41 @@ def proposal(base_len: int, *token_ids: int) -> Proposal:
 
 class TestPrepared:
     @pytest.fixture
-    def prepared(self) -> Prepared:
-        made = Prepared()
+    def prepared(self) -> PreparedProposals:
+        made = PreparedProposals()
         made.add([7, 8], proposal(3, 20, 21))
         made.add([7, 9], proposal(3, 30, 31))
         return made
 
-    def test_it_is_found_when_its_path_was_committed(self, prepared: Prepared) -> None:
+    def test_it_is_found_when_its_path_was_committed(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 9])
         assert found is not None
         assert (found.base_len, found.token_ids) == (5, [30, 31])
         assert [each.token_ids[0] for each in found.supports] == [30, 31]
 
-    def test_it_waits_for_the_rest_of_its_path(self, prepared: Prepared) -> None:
+    def test_it_waits_for_the_rest_of_its_path(self, prepared: PreparedProposals) -> None:
         assert prepared.take([*PROMPT, 7]) is None
         assert prepared.take([*PROMPT, 7, 8]) is not None
 
-    def test_what_was_not_foreseen_drops_it_for_good(self, prepared: Prepared) -> None:
+    def test_what_was_not_foreseen_drops_it_for_good(self, prepared: PreparedProposals) -> None:
         assert prepared.take([*PROMPT, 6]) is None
         assert prepared.take([*PROMPT, 7, 8]) is None
 
-    def test_what_is_committed_by_now_is_cut_off(self, prepared: Prepared) -> None:
+    def test_what_is_committed_by_now_is_cut_off(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 8, 20])
         assert found is not None
         assert (found.base_len, found.token_ids) == (6, [21])
         assert [each.token_ids[0] for each in found.supports] == [21]
         assert prepared.take([*PROMPT, 7, 8, 20, 21]) is None
 
-    def test_the_longest_is_taken(self, prepared: Prepared) -> None:
+    def test_the_longest_is_taken(self, prepared: PreparedProposals) -> None:
         prepared.add([], proposal(5, 20, 21, 22))
         found = prepared.take([*PROMPT, 7, 8])
         assert found is not None
         assert found.token_ids == [20, 21, 22]
 
     def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
-        prepared = Prepared()
+        prepared = PreparedProposals()
         prepared.add([], proposal(9, 1, 2))
         assert prepared.take(PROMPT) is None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specwire.rule import random as sw_random
-from specwire.rule.random import Stream, gumbel_noise, philox, uniform, uniforms
+from specwire.rule.random import Purpose, gumbel_noise, philox, uniform, uniforms
 from tests.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
 KNOWN_ANSWERS = [  # counter, key, words; from the Random123 distribution (kat_vectors, philox4x32 10)
@@ -44,20 +44,20 @@ def test_vector_equals_scalar_however_it_is_computed(num):
     rng = np.random.default_rng(num)
     seeds = rng.integers(0, 2**63, num, dtype=np.int64)
     positions = rng.integers(0, 2**40, num)
-    for stream in Stream:
+    for stream in Purpose:
         expected = [uniform(int(s), stream, int(p)) for s, p in zip(seeds, positions, strict=True)]
         assert uniforms(seeds, stream, positions).tolist() == expected
-    assert uniforms(5, Stream.DRAFT, range(3)).tolist() == [uniform(5, Stream.DRAFT, i) for i in range(3)]
+    assert uniforms(5, Purpose.DRAFT, range(3)).tolist() == [uniform(5, Purpose.DRAFT, i) for i in range(3)]
 
 
 def test_uniforms_are_pinned_so_that_seeds_keep_their_meaning():
     # word0 = 0x6627e8d5 and word1 = 0xe169c58d are the first known answer above.
     expected = ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
-    assert uniform(0, Stream.DRAFT, 0) == expected
-    assert uniforms(0, Stream.DRAFT, []).shape == (0,)
+    assert uniform(0, Purpose.DRAFT, 0) == expected
+    assert uniforms(0, Purpose.DRAFT, []).shape == (0,)
 
 
-@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("stream", list(Purpose))
 def test_uniforms_are_uniform_in_position_and_in_seed(stream):
     """Four tests of 1,000 bins; false alarms at most FALSE_ALARM_RATE together."""
     for numbers in (
@@ -74,15 +74,15 @@ def test_uniforms_are_uniform_in_position_and_in_seed(stream):
 def test_streams_positions_and_seeds_are_independent():
     """Correlations among 10 sequences, all below 5.9 standard errors: false alarm 45 * 4e-9 < 1e-6."""
     num = 50_000
-    sequences = [uniforms(77, stream, range(num)) for stream in Stream]
-    sequences += [uniforms(78, stream, range(num)) for stream in Stream]
-    sequences[-1] = uniforms(77, Stream.DRAFT, range(1, num + 1))  # a neighbouring position
+    sequences = [uniforms(77, stream, range(num)) for stream in Purpose]
+    sequences += [uniforms(78, stream, range(num)) for stream in Purpose]
+    sequences[-1] = uniforms(77, Purpose.DRAFT, range(1, num + 1))  # a neighbouring position
     correlation = np.corrcoef(sequences)
     assert np.abs(correlation - np.eye(len(sequences))).max() < 5.9 / num**0.5
 
 
 def test_seeds_that_differ_in_one_half_and_far_positions_differ():
-    values = [uniform(s, Stream.DRAFT, p) for s in (1, 1 + 2**32, 2**62) for p in (0, 1, 2**32, 2**32 + 1)]
+    values = [uniform(s, Purpose.DRAFT, p) for s in (1, 1 + 2**32, 2**62) for p in (0, 1, 2**32, 2**32 + 1)]
     assert len(set(values)) == len(values)
 
 
@@ -90,7 +90,7 @@ def test_gumbel_noise_matches_its_definition_word_by_word():
     seed, position = 2**40 + 9, 2**33 + 5
     noise = gumbel_noise(seed, [position], 7)
     for token_id in range(7):
-        counter = (position % 2**32, position >> 32, token_id // 2, int(Stream.GUMBEL))
+        counter = (position % 2**32, position >> 32, token_id // 2, int(Purpose.GUMBEL))
         words = philox(counter, (seed % 2**32, seed >> 32))[2 * (token_id % 2) :]
         u = ((words[0] >> 6) * 2**26 + (words[1] >> 6) + 0.5) / 2**52
         assert noise[0, token_id] == pytest.approx(-np.log(-np.log(u)), rel=1e-12)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from coordinator.credit import Credit
-from coordinator.reader import Reader
+from coordinator.reader import CreditReader
 from specwire.errors import InvalidRequestError, StreamIdleError
 
 IDLE_S = 0.05
@@ -27,8 +27,8 @@ class Wire:
         self.written.append(message)
 
 
-def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> Reader:
-    return Reader(wire.write, Credit(window, 5), idle_timeout_s)
+def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> CreditReader:
+    return CreditReader(wire.write, Credit(window, 5), idle_timeout_s)
 
 
 async def settle() -> None:
@@ -37,7 +37,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def is_held(client: Reader) -> bool:
+async def is_held(client: CreditReader) -> bool:
     """Whether no round may start now."""
     waiting = asyncio.create_task(client.ready())
     await settle()
@@ -104,7 +104,7 @@ async def test_a_write_that_fails_ends_the_generation() -> None:
         raise ZeroDivisionError
 
     async def generate() -> None:
-        async with Reader(write, Credit(0, 5), 60.0) as client:
+        async with CreditReader(write, Credit(0, 5), 60.0) as client:
             client.send(0)
             client.send(1)
             await client.ready()

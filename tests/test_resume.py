@@ -27,7 +27,7 @@ from specwire import (
     ServiceUnavailableError,
 )
 from specwire.cli.supervisor import Service
-from specwire.client.resume import Progress
+from specwire.client.resume import ReceivedTokens
 from specwire.config.services import Link
 from specwire.core import ModelInfo
 from specwire.rpc import channel, statuses
@@ -83,7 +83,7 @@ class Wire:
 
     async def generate(self, request: generation_pb2.GenerateRequest, *cuts: int) -> Completion:
         """A generation whose stream is cut after so many messages, again and again, then not."""
-        progress = Progress(request)
+        progress = ReceivedTokens(request)
         for most in cuts:
             for message in await self.read(progress.request(), most):
                 assert message.WhichOneof("event") == "chunk", "cut too late"

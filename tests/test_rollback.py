@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.drafter import Drafter, DraftJob
+from draft_service.drafter import DraftDecider, DraftJob
 from specwire import Rule, SamplingParams
 from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.core import Proposal
@@ -15,7 +15,7 @@ from specwire.engine import boot
 from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
-from specwire.rule.random import Stream, uniforms
+from specwire.rule.random import Purpose, uniforms
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
 from tests import tiny_models
@@ -119,7 +119,7 @@ def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path):
     """Rejection sampling: ids and the very probabilities, after accepts, rejects and a re-open."""
     draft = save_good_draft(tmp_path / "draft")
     config = DraftConfig(model=str(draft), dtype="float32", num_kv_tokens=4096)
-    service = boot.start(config, "draft", Drafter(config))
+    service = boot.start(config, "draft", DraftDecider(config))
     thread = LoopThread()
     params = SamplingParams(seed=11, rule=Rule.REJECTION)
 
@@ -163,7 +163,7 @@ def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path):
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         response = next(iter(stub.Draft(iter([opening]), timeout=20)))
     proposal = wire.proposal_from_proto(response.proposals[0], response.base_len)
-    numbers = uniforms(5, Stream.DRAFT, range(len(PROMPT), len(PROMPT) + 8))
+    numbers = uniforms(5, Purpose.DRAFT, range(len(PROMPT), len(PROMPT) + 8))
     for token_id, support, number in zip(proposal.token_ids, proposal.supports, numbers, strict=True):
         cumulative = support.probs.astype(np.float64).cumsum()
         assert len(support.token_ids) <= 20

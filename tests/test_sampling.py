@@ -7,7 +7,7 @@ from transformers.generation import logits_process as hf
 
 from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.rule.random import Stream, gumbel_noise, uniforms
+from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
     Row,
     apply_history,
@@ -250,7 +250,7 @@ def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch):
 def test_draw_follows_the_law():
     probs = torch.tensor([[0.5, 0.0, 0.25, 0.15, 0.1]])
     num = 200_000
-    drawn = draw(probs.expand(num, -1), torch.from_numpy(uniforms(3, Stream.TARGET, range(num))))
+    drawn = draw(probs.expand(num, -1), torch.from_numpy(uniforms(3, Purpose.TARGET, range(num))))
     p_value = chi_square_p_value(np.bincount(drawn, minlength=5), probs[0])
     assert p_value > FALSE_ALARM_RATE
 
@@ -315,7 +315,7 @@ def test_a_tiny_tail_is_not_lost_to_cancellation():
 def test_tail_tokens_follow_the_target_outside_the_support():
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.0]])
     num = 100_000
-    coins = torch.from_numpy(uniforms(8, Stream.TARGET, range(num)))
+    coins = torch.from_numpy(uniforms(8, Purpose.TARGET, range(num)))
     _, _, tails = judge_support(probs.expand(num, -1), torch.tensor([[3, 1]]).expand(num, -1), coins)
     expected = [0.25, 0, 0.75, 0, 0]
     assert chi_square_p_value(np.bincount(tails, minlength=5), expected) > FALSE_ALARM_RATE

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from coordinator.metrics import TABLE as COORDINATOR
 from specwire import Rule, SamplingParams
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
@@ -120,7 +120,7 @@ def test_what_a_collector_takes_is_counted_and_whole(monkeypatch: pytest.MonkeyP
         check_page(receiver.spans)
 
 
-def check_page(spans: list[Span]) -> None:
+def check_page(spans: list[RecordedSpan]) -> None:
     """Every span and attribute of the page's table is in a real trace, and made by whom it says."""
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w-]+)` \| (.*)\|$", PAGE, re.M)
     assert len(rows) == 10

@@ -34,7 +34,7 @@ from tests import texts
 from tests.harness import LocalStack, local_stack, started_services
 from tests.pairs import save_good_draft, save_target
 from tests.test_processes import running
-from verify_service.verifier import Verifier
+from verify_service.verifier import VerifyDecider
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -234,7 +234,7 @@ class TestWhatCannotStart:
         save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
         config = VerifyConfig(model=str(broken), tensor_parallel_size=2)
         with pytest.raises(ModelLoadError) as caught:
-            boot.start(config, "verify", Verifier())
+            boot.start(config, "verify", VerifyDecider())
         assert re.fullmatch(
             rf"--model rank [01] on cpu of \S+: {re.escape(str(broken))}: "
             r"the checkpoint does not fill the model: 1 missing_keys: .*down_proj.*",
@@ -244,7 +244,7 @@ class TestWhatCannotStart:
     def test_more_ranks_than_devices(self, cluster, models) -> None:
         config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
         with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):
-            boot.start(config, "verify", Verifier())
+            boot.start(config, "verify", VerifyDecider())
 
     @pytest.mark.parametrize(
         ("family", "shape", "problem"),
@@ -263,12 +263,12 @@ class TestWhatCannotStart:
     ) -> None:
         model = save_target(tmp_path / "model", family, **shape)
         with pytest.raises(ModelLoadError, match=re.escape(problem)):
-            boot.start(VerifyConfig(model=str(model), tensor_parallel_size=2), "verify", Verifier())
+            boot.start(VerifyConfig(model=str(model), tensor_parallel_size=2), "verify", VerifyDecider())
 
     def test_without_ray_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 2: needs Ray.*specwire\[ray\]"):
-            boot.start(VerifyConfig(tensor_parallel_size=2), "verify", Verifier())
+            boot.start(VerifyConfig(tensor_parallel_size=2), "verify", VerifyDecider())
 
     @pytest.mark.parametrize("config", [VerifyConfig, UpConfig])
     @pytest.mark.parametrize(

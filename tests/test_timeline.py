@@ -13,8 +13,8 @@ import pytest
 from specwire.cli.timeline import page, picture
 from specwire.cli.timeline.generation import choose, is_complete
 from specwire.cli.timeline.intervals import difference, intersection, length, union
-from specwire.cli.timeline.layout import Kind, Lane, Mark
-from specwire.cli.timeline.spans import Span, read
+from specwire.cli.timeline.layout import BarKind, Lane, Mark
+from specwire.cli.timeline.spans import RecordedSpan, read
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 from tests.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
@@ -143,7 +143,7 @@ class TestReading:
         assert len(read(path)) == len(spans)
 
 
-def _spans_of(tmp_path: Path, document: dict[str, Any]) -> list[Span]:
+def _spans_of(tmp_path: Path, document: dict[str, Any]) -> list[RecordedSpan]:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(document))
     return read(path)
@@ -231,9 +231,9 @@ class TestLayout:
     def test_another_clock_is_corrected_and_said(self, clock_ms: float) -> None:
         timeline = laid_out(three_rounds(draft_clock_ms=clock_ms))
         shift_ms = 10 - 9.5 - clock_ms  # the middle of the call is at 10, that of its spans at 9.5
-        [forward] = [bar for bar in timeline.bars if bar.kind is Kind.DRAFT_FORWARD]
+        [forward] = [bar for bar in timeline.bars if bar.kind is BarKind.DRAFT_FORWARD]
         assert forward.start_ns == pytest.approx((5 + clock_ms + shift_ms) * MS)
-        prepared = [bar.start_ns / MS for bar in timeline.bars if bar.kind is Kind.DRAFT_PREPARE]
+        prepared = [bar.start_ns / MS for bar in timeline.bars if bar.kind is BarKind.DRAFT_PREPARE]
         assert prepared == pytest.approx([20.5, 52.5])
         assert timeline.notes == [
             f"The clock of the draft service differs: its spans are moved by {shift_ms:+.1f} ms"
@@ -242,7 +242,7 @@ class TestLayout:
     @pytest.mark.parametrize("clock_ms", [0.0, 2.0, -3.0])
     def test_what_fits_stays(self, clock_ms: float) -> None:
         timeline = laid_out(three_rounds(draft_clock_ms=clock_ms))
-        [forward] = [bar for bar in timeline.bars if bar.kind is Kind.DRAFT_FORWARD]
+        [forward] = [bar for bar in timeline.bars if bar.kind is BarKind.DRAFT_FORWARD]
         assert forward.start_ns == (5 + clock_ms) * MS
         assert timeline.notes == []
 
@@ -254,9 +254,11 @@ class TestLayout:
             call = trace.add("verify", 100 * i, 100 * i + 10, one)
             trace.add("verify.forward", 100 * i + start + 50, 100 * i + end + 50, call)
         timeline = laid_out(trace.spans)
-        [first, *_] = [bar for bar in timeline.bars if bar.kind is Kind.VERIFY_FORWARD]
+        [first, *_] = [bar for bar in timeline.bars if bar.kind is BarKind.VERIFY_FORWARD]
         assert (first.start_ns, first.end_ns) == (3 * MS, 10 * MS)  # by the middles alone it would end at 11
-        assert all(bar.start_ns % (100 * MS) < 10 * MS for bar in timeline.bars if bar.kind is Kind.NETWORK)
+        assert all(
+            bar.start_ns % (100 * MS) < 10 * MS for bar in timeline.bars if bar.kind is BarKind.NETWORK
+        )
 
     def test_a_service_without_spans(self) -> None:
         spans = [span for span in three_rounds() if not span.name.startswith("verify.")]

@@ -19,9 +19,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from specwire.cli import main as cli
 from specwire.cli.timeline import layout, page, picture
 from specwire.cli.timeline.generation import choose, generations, is_complete
-from specwire.cli.timeline.layout import Kind
+from specwire.cli.timeline.layout import BarKind
 from specwire.cli.timeline.receiver import Receiver, Store
-from specwire.cli.timeline.spans import Span, read
+from specwire.cli.timeline.spans import RecordedSpan, read
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 from tests.test_cli import one_line_error, usage_error
@@ -106,7 +106,7 @@ class TestPage:
         assert time.monotonic() - started_s < 20
 
 
-def _long(num_rounds: int) -> list[Span]:
+def _long(num_rounds: int) -> list[RecordedSpan]:
     trace = Trace()
     root = trace.add("generate", 0, num_rounds * 10)
     for i in range(num_rounds):
@@ -127,7 +127,7 @@ class TestPicture:
         picture.draw(tmp_path / "p.png", timeline, timeline)
         pixels = imread(tmp_path / "p.png")
         assert pixels.shape[1] > 1500
-        for colour in (picture.COLOURS[Kind.VERIFY_FORWARD], picture.COLOURS[Kind.DRAFT_PREPARE]):
+        for colour in (picture.COLOURS[BarKind.VERIFY_FORWARD], picture.COLOURS[BarKind.DRAFT_PREPARE]):
             wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
             assert (abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).sum() > 3000
 
@@ -260,7 +260,7 @@ class TestThroughRealServices:
         assert "hits</dt><dd>50% (1 of 2)" in out.read_text()
 
 
-def _export(stub: Any, address: str, spans: list[Span]) -> None:
+def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
     """The root first, and each of the others in a message of its own."""
     import grpc
 

@@ -13,7 +13,7 @@ import pytest
 
 from specwire import ConfigError, InvalidRequestError, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
-from specwire.security.bearer import Holder, Tokens, bearer_token, make_token
+from specwire.security.bearer import Principal, Tokens, bearer_token, make_token
 
 
 def tokens_of(tmp_path: Path, *lines: str) -> Tokens:
@@ -37,7 +37,7 @@ def test_holders(tmp_path: Path) -> None:
     made = {name: make_token(name, max_running=number) for number, name in enumerate(("a", "b"), start=1)}
     tokens = tokens_of(tmp_path, "# comment", "", *(line for _, line in made.values()))
     for number, (name, (token, _)) in enumerate(made.items(), start=1):
-        assert tokens.check(token) == Holder(name=name, max_running=number)
+        assert tokens.check(token) == Principal(name=name, max_running=number)
 
 
 @pytest.mark.parametrize("token", ["", "x", "sw_", "sw_" + "a" * 43, "x" * 100_000, "\ud800", "ä"])
@@ -112,7 +112,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_holder_may_not_ask_for_more_than_it_may() -> None:
-    holder = Holder(name="a", max_tokens=10)
+    holder = Principal(name="a", max_tokens=10)
     holder.check(SamplingParams(max_tokens=10))
     with pytest.raises(InvalidRequestError, match="max_tokens=11: is over the 10"):
         holder.check(SamplingParams(max_tokens=11))
@@ -169,4 +169,4 @@ class TestCommand:
 )
 def test_capacity(limits: dict[str, int], capacity: int) -> None:
     """Where ten may run and twenty wait."""
-    assert Holder(name="a", **limits).capacity((10, 20)) == capacity
+    assert Principal(name="a", **limits).capacity((10, 20)) == capacity

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 from tests.otlp_receiver import OtlpHttpReceiver, OtlpReceiver
@@ -47,7 +47,7 @@ def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def only(spans: list[Span], name: str) -> Span:
+def only(spans: list[RecordedSpan], name: str) -> RecordedSpan:
     [span] = [span for span in spans if span.name == name]
     return span
 

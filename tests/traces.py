@@ -8,7 +8,7 @@ from typing import Any
 
 from specwire.cli.timeline import layout
 from specwire.cli.timeline.generation import choose
-from specwire.cli.timeline.spans import Span, save
+from specwire.cli.timeline.spans import RecordedSpan, save
 from specwire.telemetry import tracing
 
 MS = 1_000_000
@@ -20,14 +20,14 @@ class Trace:
     """Spans by hand; times in milliseconds from the start of the generation."""
 
     def __init__(self, trace_id: str = TRACE) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[RecordedSpan] = []
         self._trace_id = trace_id
 
     def add(self, name: str, start_ms: float, end_ms: float, parent: str = "", **attributes: Any) -> str:
         span_id = f"{len(self.spans) + 1:016x}"
         role = name.partition(".")[0] if "." in name else "coordinator"
         self.spans.append(
-            Span(
+            RecordedSpan(
                 name=name,
                 trace_id=self._trace_id,
                 span_id=span_id,
@@ -41,7 +41,7 @@ class Trace:
         return span_id
 
 
-def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[Span]:
+def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[RecordedSpan]:
     """100 ms: a miss from 0 to 50, a hit from 50 to 80, a plain round from 80 to 100.
 
     draft: 5 to 15 on request; 20 to 40 and 52 to 62 prepared. Target: 22 to 47, 51 to 78, 81 to 98.
@@ -72,10 +72,10 @@ def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[Span]
     return trace.spans
 
 
-def laid_out(spans: list[Span], numbers: range | None = None) -> layout.Timeline:
+def laid_out(spans: list[RecordedSpan], numbers: range | None = None) -> layout.Timeline:
     return layout.make(choose(spans), numbers)
 
 
-def saved(path: Path, spans: list[Span]) -> Path:
+def saved(path: Path, spans: list[RecordedSpan]) -> Path:
     save(path, spans)
     return path

@@ -43,10 +43,10 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_shared_instance(config))
         ray_address = instance.ready() if instance else config.ray_address
-        replicas: list[Replica] = []
+        replicas: list[LocalReplica] = []
         stack.callback(lambda: [replica.service.kill() for replica in replicas])
         for index in range(config.replicas):
-            replicas.append(Replica(_config_of(config, index, ray_address), alone() if instance else {}))
+            replicas.append(LocalReplica(_config_of(config, index, ray_address), alone() if instance else {}))
         await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
         try:
             async with asyncio.TaskGroup() as group:
@@ -61,7 +61,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         await asyncio.gather(*(replica.stop() for replica in replicas))
 
 
-class Replica:
+class LocalReplica:
     """One verify service."""
 
     def __init__(self, config: VerifyConfig, environ: dict[str, str]) -> None:

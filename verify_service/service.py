@@ -12,7 +12,7 @@ from specwire.rpc.server import Server
 from specwire.telemetry import metrics, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.servicer import VerifyServicer
-from verify_service.verifier import Verifier
+from verify_service.verifier import VerifyDecider
 
 
 @contextlib.asynccontextmanager
@@ -26,7 +26,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-verify")
         stack.callback(tracer.shutdown)
-        service = boot.start(config, "verify", Verifier())
+        service = boot.start(config, "verify", VerifyDecider())
         stack.callback(service.close)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))

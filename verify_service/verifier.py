@@ -18,7 +18,7 @@ from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdic
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
-from specwire.rule.random import Stream
+from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
 from specwire.rule.sampling import Row
 from specwire.rule.transfer import to_device, to_host
@@ -108,7 +108,7 @@ class Judged(NamedTuple):
     logprobs: Sequence[Logprobs] = ()
 
 
-class Verifier:
+class VerifyDecider:
     """Verdicts for all jobs of a step at once; a `device.Decider`."""
 
     @staticmethod
@@ -191,7 +191,7 @@ def _judge(
         none = torch.zeros(0, device=log_probs.device)
         return none, none, none
     probs = take_rows(log_probs, places).exp()
-    uniforms = uniforms_for([rows[i] for i in places], Stream.TARGET, probs.device)
+    uniforms = uniforms_for([rows[i] for i in places], Purpose.TARGET, probs.device)
     padded = to_device(pad_ids([supports[i] for i in places]), probs.device)
     return sampling.judge_support(probs, padded, uniforms)
 

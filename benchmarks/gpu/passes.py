@@ -231,7 +231,7 @@ def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     row = sampling.Row(params, 0, (), position, 1)
     probs = sampling.apply_warps(logits, [row]).exp()
     ids, support, _ = sampling.truncate_support(probs, 0.99, 1024)
-    uniforms = random.uniforms([1], random.Stream.DRAFT, [position])
+    uniforms = random.uniforms([1], random.Purpose.DRAFT, [position])
     column = sampling.draw(
         support, torch.from_numpy(np.asarray(uniforms)).to(support.device, non_blocking=True)
     )

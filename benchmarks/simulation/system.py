@@ -21,7 +21,7 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import Call
 from coordinator.servicer import GenerationServicer
-from draft_service.drafter import Drafter
+from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
@@ -32,7 +32,7 @@ from specwire.security.tls import PLAINTEXT
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
 from verify_service.servicer import VerifyServicer
-from verify_service.verifier import Verifier
+from verify_service.verifier import VerifyDecider
 
 _NO_TRACING = tracing.NoTracing()
 _UNLIMITED = 1 << 30
@@ -106,7 +106,7 @@ class VerifyService(_Service):
     def __init__(self, setting: Setting, hosts: Hosts) -> None:
         model = replace(setting.model, alpha=1.0, period=0)
         fast = LogitsDecider(GreedyVerdicts(model).consume)
-        decider = Verifier() if setting.exact else fast
+        decider = VerifyDecider() if setting.exact else fast
         super().__init__(setting, hosts, model, decider, setting.target, Device())
         self.handler = VerifyServicer(self.service, _NO_TRACING).Verify
 
@@ -117,7 +117,7 @@ class DraftService(_Service):
     def __init__(self, setting: Setting, hosts: Hosts, device: Device) -> None:
         fast = LogitsDecider(GreedyDrafts(setting.model).consume)
         config = DraftConfig(max_outcomes=MAX_NUM_OUTCOMES)
-        decider = Drafter(config) if setting.exact else fast
+        decider = DraftDecider(config) if setting.exact else fast
         super().__init__(setting, hosts, setting.model, decider, setting.draft, device)
         servicer = DraftServicer(
             self.service, _NO_TRACING, max_outcomes=config.max_outcomes, max_support=config.max_support

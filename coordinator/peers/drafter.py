@@ -11,7 +11,7 @@ from functools import partial
 from coordinator.generation import Cost, Plan
 from coordinator.peers.checks import check_proposal
 from coordinator.peers.pool import Pool
-from coordinator.peers.prepared import Prepared
+from coordinator.peers.prepared import PreparedProposals
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import Call, attributes, cost_of
 from specwire.core import Preparation, Proposal, SamplingParams, num_in_common
@@ -68,7 +68,7 @@ class _DraftStream:
         self._sending: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
         self._receiving = asyncio.create_task(self._receive())
-        self.prepared = Prepared()
+        self.prepared = PreparedProposals()
         self.error: SpecwireError | None = None
         self._cost = Cost()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specwire.core import Proposal
 
 
-class Prepared:
+class PreparedProposals:
     """What the draft has proposed and nobody has used yet.
 
     Every proposal is a chain of tokens from some committed length on: the path that it was prepared for, then

@@ -25,7 +25,7 @@ from typing import Self
 
 from specwire.config.fields import split_address
 from specwire.config.flags import env_name, flag_name, flag_words
-from specwire.config.services import EMBEDDED, NO_DRAFT, DoorConfig, StackConfig, UpConfig, VerifyConfig
+from specwire.config.services import EMBEDDED, NO_DRAFT, ListenConfig, StackConfig, UpConfig, VerifyConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.security.bearer import make_token
 from specwire.telemetry import stacks
@@ -434,7 +434,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
 
 
 def _doors(config: StackConfig) -> dict[str, object]:
-    names = [field.name for field in fields(DoorConfig)] if isinstance(config, DoorConfig) else []
+    names = [field.name for field in fields(ListenConfig)] if isinstance(config, ListenConfig) else []
     return {name: getattr(config, name) for name in names if name != "address"}
 
 

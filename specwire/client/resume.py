@@ -156,7 +156,7 @@ class Search:
         return why_nobody(list(self._refusals.values()))
 
 
-class Progress:
+class ReceivedTokens:
     """How far a generation has come, and the request that goes on with it.
 
     Attributes:

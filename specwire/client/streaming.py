@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from specwire.client.endpoints import Endpoint, Endpoints
-from specwire.client.resume import NotServedError, Progress, RetryPolicy, Search
+from specwire.client.resume import NotServedError, ReceivedTokens, RetryPolicy, Search
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
@@ -134,7 +134,7 @@ class AsyncStream:
         self._retry = retry
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
-        self._progress = Progress(request)
+        self._progress = ReceivedTokens(request)
         self._num_resumes = self._num_idle = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None

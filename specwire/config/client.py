@@ -23,7 +23,7 @@ from specwire.security.tls import TLS, read_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachConfig:
+class ConnectionConfig:
     """How a client of the coordinator reaches it."""
 
     server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator, or of several with commas between")
@@ -52,7 +52,7 @@ class ReachConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientConfig(ReachConfig):
+class ClientConfig(ConnectionConfig):
     """Where `specwire generate` finds the coordinator."""
 
     timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
@@ -78,7 +78,7 @@ class ClientConfig(ReachConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpConfig(ReachConfig):
+class HttpConfig(ConnectionConfig):
     """`specwire http`: the OpenAI-compatible front of a coordinator."""
 
     address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")

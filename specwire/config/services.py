@@ -110,7 +110,7 @@ def check_model(name: str, source: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorConfig:
+class ListenConfig:
     """Who may come in at an address: TLS and tokens, from files that are read again when they change."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one")
@@ -131,7 +131,7 @@ class DoorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig(DoorConfig):
+class ServiceConfig(ListenConfig):
     """What all three services share."""
 
     grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
@@ -412,7 +412,7 @@ class StackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(StackConfig, DoorConfig):
+class UpConfig(StackConfig, ListenConfig):
     """`specwire up`: the doors are the coordinator's. The model services listen on loopback; with
     `tokens` they ask for one that is made at start."""
 
@@ -420,7 +420,7 @@ class UpConfig(StackConfig, DoorConfig):
 
     def __post_init__(self) -> None:
         StackConfig.__post_init__(self)
-        DoorConfig.__post_init__(self)
+        ListenConfig.__post_init__(self)
         if self.http_address:
             check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"

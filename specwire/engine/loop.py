@@ -32,7 +32,7 @@ from specwire.engine.batch import Feed
 from specwire.engine.cache import prefix
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.progress import LOOK_EVERY_S, Progress
+from specwire.engine.progress import LOOK_EVERY_S, Heartbeat
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
 from specwire.errors import (
@@ -127,7 +127,7 @@ class Engine:
         self._step_sizes = [0] * NUM_STEP_SIZES
         self._step_sequences = 0
         self._step_timeout_s = step_timeout_s
-        self._progress = Progress()
+        self._progress = Heartbeat()
         self._awaited: set[asyncio.Future[Any]] = set()
         self._closing = False
         self._thread = thread

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from specwire.engine.boot import ModelService
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.loop import NUM_STEP_SIZES, EngineStatus
-from specwire.telemetry.metrics import Distribution, Group, Kind, Labelled, Metric
+from specwire.telemetry.metrics import Group, HistogramData, Labelled, Metric, MetricKind
 
 
-class Snapshot(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """An engine and its memory at one moment."""
 
     engine: EngineStatus
@@ -18,88 +18,88 @@ class Snapshot(NamedTuple):
     max_streams: int
 
 
-def _step_sizes(now: Snapshot) -> Distribution:
-    sizes = Distribution([2**i for i in range(NUM_STEP_SIZES - 1)])
+def _step_sizes(now: EngineSnapshot) -> HistogramData:
+    sizes = HistogramData([2**i for i in range(NUM_STEP_SIZES - 1)])
     sizes.counts, sizes.sum = list(now.engine.step_sizes), now.engine.step_sequences
     return sizes
 
 
-def _pages(now: Snapshot) -> Labelled:
+def _pages(now: EngineSnapshot) -> Labelled:
     pool = now.pool
     empty = pool.num_free_pages - pool.num_cached_pages
     return {("held",): pool.num_held_pages, ("cached",): pool.num_cached_pages, ("free",): empty}
 
 
-TABLE: tuple[Metric[Snapshot], ...] = (
+TABLE: tuple[Metric[EngineSnapshot], ...] = (
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_streams",
         "Sequences whose stream is open.",
         lambda now: now.engine.num_sequences,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_streams_limit",
         "Most streams that may be open (--max-sequences).",
         lambda now: now.max_streams,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_requests",
         "Requests that run or wait, work ahead included.",
         lambda now: now.engine.num_requests,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_requests_waiting",
         "Requests that the last forward pass left waiting for a later one.",
         lambda now: now.engine.num_waiting,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_engine_forward_seconds_total",
         "Time in forward passes, sampling included.",
         lambda now: now.engine.step_ns / 1e9,
     ),
     Metric(
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "specwire_engine_step_sequences",
         "Sequences in a forward pass: the batch size.",
         _step_sizes,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_engine_tokens_total",
         "Tokens run through the model.",
         lambda now: now.engine.num_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_engine_prefix_cache_hit_tokens_total",
         "Tokens found in the KV cache instead of being run.",
         lambda now: now.engine.num_hit_tokens,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_engine_preemptions_total",
         "Sequences that lost their KV cache to another one, and ran their tokens again.",
         lambda now: now.engine.num_preemptions,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_kv_pages",
         "Pages of the KV cache: held by sequences, cached (free, but known by their tokens), or free.",
         _pages,
         ("state",),
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_kv_pages_shared",
         "Of the held pages, those that more than one sequence holds.",
         lambda now: now.pool.num_shared_pages,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_engine_kv_page_tokens",
         "Tokens that a page holds.",
         lambda now: now.pool.page_size,
@@ -107,10 +107,10 @@ TABLE: tuple[Metric[Snapshot], ...] = (
 )
 
 
-def group(service: ModelService, role: str) -> Group[Snapshot]:
+def group(service: ModelService, role: str) -> Group[EngineSnapshot]:
     """The metrics of a running service, which is "draft" or "verify"."""
 
-    def take() -> Snapshot:
-        return Snapshot(service.engine.status(), service.runner.pool, service.max_sequences)
+    def take() -> EngineSnapshot:
+        return EngineSnapshot(service.engine.status(), service.runner.pool, service.max_sequences)
 
     return Group(TABLE, take, {"role": role})

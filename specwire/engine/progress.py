@@ -12,7 +12,7 @@ _TIMES_USUAL = 20.0
 """What is taken for a hang is never shorter than so many times what the work costs."""
 
 
-class Progress:
+class Heartbeat:
     """Written by the engine's thread, and looked at from the event loop.
 
     Attributes:

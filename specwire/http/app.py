@@ -26,7 +26,7 @@ from specwire.http.errors import ApiError
 from specwire.http.exchange import Exchange, refusal
 from specwire.http.model import Models, ServedModel
 from specwire.http.origins import Origins
-from specwire.http.reading import Reader
+from specwire.http.reading import BodyReader
 from specwire.http.remembered import Remembered
 from specwire.security.bearer import bearer_token
 
@@ -43,7 +43,7 @@ class Front:
         self._client = client
         self._config = config
         self._models = Models(client, config)
-        self._reader = Reader(config)
+        self._reader = BodyReader(config)
         self._statuses = Remembered(self._ask_status)
 
     def app(self) -> ASGIApp:

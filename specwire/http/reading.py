@@ -24,7 +24,7 @@ _SLICE_BYTES = 64 << 10
 """Looked at in one go, for about a millisecond."""
 
 
-class Reader:
+class BodyReader:
     """Reads bodies; for one event loop."""
 
     def __init__(self, config: HttpConfig) -> None:

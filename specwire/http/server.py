@@ -17,7 +17,7 @@ from specwire.config.fields import split_address
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 from specwire.http.connections import Connections, ListeningSocket
-from specwire.security.reloading import Watched
+from specwire.security.reloading import ReloadingFile
 from specwire.security.tls import read_pair
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _tls(config: HttpConfig) -> ssl.SSLContext:
     Raises:
         ConfigError: they cannot be used.
     """
-    watched = Watched([config.tls_cert, config.tls_key], lambda: _read_context(config))
+    watched = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
 
     def take_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         if watched.refresh():

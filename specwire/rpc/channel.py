@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from specwire.security.tls import PLAINTEXT, Credentials, Shown
+from specwire.security.tls import PLAINTEXT, CredentialBundle, Credentials
 
 _LONGEST_CALL_S = 7 * 24 * 3600.0
 
@@ -85,7 +85,7 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
     def _connect(self) -> grpc.aio.Channel:
         if not self._tls:
             return grpc.aio.insecure_channel(self._address, options=self._options)
-        shown: Shown = self._shown.value
+        shown: CredentialBundle = self._shown.value
         tls = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
         return grpc.aio.secure_channel(self._address, tls, options=self._options)
 

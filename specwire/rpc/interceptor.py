@@ -33,7 +33,7 @@ from specwire.errors import DeadlineExceededError, InvalidRequestError, Unauthen
 from specwire.rpc import listening as doors
 from specwire.rpc.draining import Drain
 from specwire.rpc.places import Places
-from specwire.security.bearer import Holder, Tokens, bearer_token
+from specwire.security.bearer import Principal, Tokens, bearer_token
 
 _OURS = "/specwire."
 _HEALTH = f"/{health.SERVICE_NAME}/"
@@ -104,13 +104,13 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         doors.holder.set(holder)
         if handler is None:
             await _refuse_unknown(context)
-        caller = holder or Holder(name=_address(context))
+        caller = holder or Principal(name=_address(context))
         with self._streams.held(self._stream_limits(caller)):
             first = await self._opened.of(context)
             with self._drained(details.method):
                 return await _run(handler, first, context)
 
-    def _stream_limits(self, caller: Holder) -> dict[str, int]:
+    def _stream_limits(self, caller: Principal) -> dict[str, int]:
         own = caller.capacity(self._capacity) + NUM_PASSING_STREAMS
         return {caller.name: own, "all callers": self._max_streams}
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from specwire.config.services import DoorConfig
-from specwire.security.bearer import Holder, Tokens
-from specwire.security.reloading import Watched
+from specwire.config.services import ListenConfig
+from specwire.security.bearer import Principal, Tokens
+from specwire.security.reloading import ReloadingFile
 from specwire.security.tls import read_authorities, read_pair
 
 log = logging.getLogger(__name__)
 
-holder: ContextVar[Holder | None] = ContextVar("holder", default=None)
+holder: ContextVar[Principal | None] = ContextVar("holder", default=None)
 """Of the token that the call being served shows; None where no tokens are asked for."""
 
 
@@ -26,7 +26,7 @@ class _Pem(NamedTuple):
     client_ca: bytes | None
 
 
-def check(config: DoorConfig) -> None:
+def check(config: ListenConfig) -> None:
     """Read all files now, rather than after a model was loaded.
 
     Raises:
@@ -38,7 +38,7 @@ def check(config: DoorConfig) -> None:
         Tokens(config.tokens)
 
 
-def add_port(server: grpc.aio.Server, config: DoorConfig) -> int:
+def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
     """Listen at the config's address, behind TLS if it has files for that.
 
     Returns:
@@ -55,10 +55,10 @@ def add_port(server: grpc.aio.Server, config: DoorConfig) -> int:
         return 0
 
 
-def _server_credentials(config: DoorConfig) -> grpc.ServerCredentials:
+def _server_credentials(config: ListenConfig) -> grpc.ServerCredentials:
     """gRPC asks at every new connection; those that are open keep what they began with."""
     files = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
-    watched = Watched(files, lambda: _read_pem(config))
+    watched = ReloadingFile(files, lambda: _read_pem(config))
 
     def newer() -> Any:
         if not watched.refresh():
@@ -71,7 +71,7 @@ def _server_credentials(config: DoorConfig) -> grpc.ServerCredentials:
     )
 
 
-def _read_pem(config: DoorConfig) -> _Pem:
+def _read_pem(config: ListenConfig) -> _Pem:
     cert, key = read_pair("--tls-cert", config.tls_cert, "--tls-key", config.tls_key)
     ca = config.tls_client_ca
     return _Pem(cert, key, read_authorities("--tls-client-ca", ca) if ca else None)
@@ -81,6 +81,6 @@ def _configuration(pem: _Pem) -> Any:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.client_ca)
 
 
-def caller(context: Any) -> Holder:
+def caller(context: Any) -> Principal:
     """Whose request it is: a token's holder, or, where no tokens are asked for, an address without limits."""
-    return holder.get() or Holder(name=context.peer())
+    return holder.get() or Principal(name=context.peer())

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from specwire.core import Outcome, Proposal, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
-from specwire.rule.random import DoubleArray, Stream, uniforms
+from specwire.rule.random import DoubleArray, Purpose, uniforms
 
 _Probs = npt.NDArray[np.floating[Any]]
 
@@ -62,8 +62,8 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
     return accept_by_rejection(
         proposal,
         verdict,
-        uniforms(seed, Stream.ACCEPT, positions),
-        uniforms(seed, Stream.RESIDUAL, positions),
+        uniforms(seed, Purpose.ACCEPT, positions),
+        uniforms(seed, Purpose.RESIDUAL, positions),
     )
 
 

@@ -44,7 +44,7 @@ _DEVICE_BLOCKS = 1 << 24
 """Blocks worked on at a time on a device: bounds temporaries to 128 MiB each."""
 
 
-class Stream(enum.IntEnum):
+class Purpose(enum.IntEnum):
     """What a random number is for. Uses of one position must never share a stream.
 
     The accept rule is exact only if its coin is independent of the draft token it judges, and the
@@ -92,14 +92,14 @@ def philox(counter: Words, key: tuple[Any, Any], *, mask: int = _MASK32, ones: i
     return word0, word1 & mask, word2, word3 & mask
 
 
-def uniform(seed: int, stream: Stream, position: int) -> float:
+def uniform(seed: int, stream: Purpose, position: int) -> float:
     """One uniform number in [0, 1) with 53 random bits; see `uniforms`."""
     counter = position & _MASK32, position >> 32, 0, int(stream)
     high, low, _, _ = philox(counter, (seed & _MASK32, seed >> 32))
     return float(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
 
 
-def uniforms(seeds: int | Sequence[int], stream: Stream, positions: Sequence[int]) -> DoubleArray:
+def uniforms(seeds: int | Sequence[int], stream: Purpose, positions: Sequence[int]) -> DoubleArray:
     """Uniform numbers in [0, 1) with 53 random bits.
 
     Args:
@@ -191,7 +191,7 @@ def gumbel_noise(
 def _gumbel_words(rows: Any, blocks: Any, zeros: Any) -> Words:
     """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; each lane serves two token ids."""
     key, position = rows[0][:, None], rows[1][:, None]
-    counter = position & _MASK32, position >> 32, blocks[None, :], zeros + int(Stream.GUMBEL)
+    counter = position & _MASK32, position >> 32, blocks[None, :], zeros + int(Purpose.GUMBEL)
     return philox(counter, (key & _MASK32, key >> 32))
 
 

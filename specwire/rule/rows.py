@@ -18,7 +18,7 @@ def take_rows(rows: Tensor, indices: Sequence[int]) -> Tensor:
     return rows if len(indices) == len(rows) else rows[transfer.indices(indices, rows.device)]
 
 
-def uniforms_for(rows: Sequence[Row], stream: random.Stream, device: torch.device) -> Tensor:
+def uniforms_for(rows: Sequence[Row], stream: random.Purpose, device: torch.device) -> Tensor:
     """One uniform number a row, float64 [num_rows] in [0, 1)."""
     values = random.uniforms([row.seed for row in rows], stream, [row.position for row in rows])
     return transfer.to_device(values, device)

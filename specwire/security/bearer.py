@@ -22,7 +22,7 @@ from typing import Any
 
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from specwire.security.reloading import Watched, read_file
+from specwire.security.reloading import ReloadingFile, read_file
 
 _PREFIX = "sw_"
 _NUM_RANDOM_BYTES = 32
@@ -32,7 +32,7 @@ _LIMITS = ("max_running", "max_waiting", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
+class Principal:
     """A client, by the name of its token, or by its address where no tokens are asked for.
 
     Attributes:
@@ -82,9 +82,9 @@ class Tokens:
         Raises:
             ConfigError: naming file and line.
         """
-        self._watched = Watched([path], lambda: _read(path))
+        self._watched = ReloadingFile([path], lambda: _read(path))
 
-    def check(self, token: str) -> Holder:
+    def check(self, token: str) -> Principal:
         """Whose token this is. It is compared with all of them, in a time that does not depend on it.
 
         Args:
@@ -150,7 +150,7 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
-def _read(path: str) -> list[tuple[bytes, Holder]]:
+def _read(path: str) -> list[tuple[bytes, Principal]]:
     try:
         lines = read_file("tokens file", path).decode().splitlines()
     except UnicodeDecodeError:
@@ -167,7 +167,7 @@ def _read(path: str) -> list[tuple[bytes, Holder]]:
     return known
 
 
-def _parse(line: Any) -> tuple[bytes, Holder]:
+def _parse(line: Any) -> tuple[bytes, Principal]:
     """A line's hash and holder; errors never repeat a hash, or a token that was put in its place."""
     if not isinstance(line, dict):
         raise ConfigError("is not a JSON object")
@@ -180,7 +180,7 @@ def _parse(line: Any) -> tuple[bytes, Holder]:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ConfigError("sha256 must be 64 hexadecimal digits; make a line with `specwire token`")
     limits = {key: _limit(key, line[key]) for key in _LIMITS if key in line}
-    return bytes.fromhex(digest), Holder(name=name, expires=_expiry(line.get("expires")), **limits)
+    return bytes.fromhex(digest), Principal(name=name, expires=_expiry(line.get("expires")), **limits)
 
 
 def _limit(key: str, value: object) -> int:

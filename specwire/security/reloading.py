@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 _Mark = tuple[int, int, int]
 
 
-class Watched(Generic[Value]):
+class ReloadingFile(Generic[Value]):
     """A value made of files; may be shared between threads.
 
     Files are best replaced by renaming a new one over the old one. Several that belong together may change

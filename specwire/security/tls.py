@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specwire.errors import ConfigError, InvalidRequestError
-from specwire.security.reloading import Watched, read_file
+from specwire.security.reloading import ReloadingFile, read_file
 
 
 def is_loopback(host: str) -> bool:
@@ -43,7 +43,7 @@ class TLS:
             raise ConfigError("tls: cert and key are of use together only")
 
 
-class Shown(NamedTuple):
+class CredentialBundle(NamedTuple):
     """What a client shows and trusts now: PEM, and the token."""
 
     ca: bytes | None
@@ -84,7 +84,7 @@ class Credentials:
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
             raise InvalidRequestError("token", "set", problem)
 
-    def watched(self) -> Watched[Shown]:
+    def watched(self) -> ReloadingFile[CredentialBundle]:
         """Everything that is in files, and stays as fresh as they are.
 
         Raises:
@@ -92,13 +92,13 @@ class Credentials:
         """
         tls = self.tls or TLS()
         paths = [path for path in (tls.ca, tls.cert, tls.key, self.token_file) if path]
-        return Watched(paths, self._read)
+        return ReloadingFile(paths, self._read)
 
-    def _read(self) -> Shown:
+    def _read(self) -> CredentialBundle:
         tls = self.tls or TLS()
         ca = read_authorities("ca", tls.ca) if tls.ca else None
         cert, key = read_pair("cert", tls.cert, "key", tls.key) if tls.cert else (None, None)
-        return Shown(ca, cert, key, read_token(self.token_file) if self.token_file else self.token)
+        return CredentialBundle(ca, cert, key, read_token(self.token_file) if self.token_file else self.token)
 
 
 PLAINTEXT = Credentials()

@@ -43,7 +43,7 @@ Labelled = Mapping[tuple[str, ...], float]
 """Numbers by the values of a metric's labels, in their order."""
 
 
-class Distribution:
+class HistogramData:
     """How often a value was within each of some bounds: what a histogram shows.
 
     Args:
@@ -66,7 +66,7 @@ class Distribution:
         return list(zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True))
 
 
-class Kind(enum.StrEnum):
+class MetricKind(enum.StrEnum):
     """How Prometheus treats a metric."""
 
     COUNTER = "counter"
@@ -81,14 +81,14 @@ class Metric(Generic[Source]):
     Attributes:
         name: as it is scraped; a counter's ends in `_total`, and a unit stands before that.
         help: what it is, in one sentence.
-        read: its value; by label values where it has labels, and a `Distribution` if it is a histogram.
+        read: its value; by label values where it has labels, and a `HistogramData` if it is a histogram.
         labels: their names.
     """
 
-    kind: Kind
+    kind: MetricKind
     name: str
     help: str
-    read: Callable[[Source], float | Labelled | Distribution]
+    read: Callable[[Source], float | Labelled | HistogramData]
     labels: tuple[str, ...] = ()
 
     def family(self, source: Source, fixed: Mapping[str, str]) -> Family:
@@ -101,9 +101,9 @@ class Metric(Generic[Source]):
         return family
 
     def _samples(
-        self, reading: float | Labelled | Distribution
+        self, reading: float | Labelled | HistogramData
     ) -> Iterator[tuple[str, dict[str, str], float]]:
-        if isinstance(reading, Distribution):
+        if isinstance(reading, HistogramData):
             from prometheus_client.utils import floatToGoString
 
             for bound, count in reading.cumulative:
@@ -143,26 +143,26 @@ class Group(Generic[Source]):
 
 TRACING: tuple[Metric[tracing.SpanCounts], ...] = (
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spans_dropped_total",
         "Spans that no collector will see: the queue was full, or their export failed.",
         lambda counts: {("queue_full",): counts.num_dropped, ("export_failed",): counts.num_failed},
         ("reason",),
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_spans_exported_total",
         "Spans that a collector has taken.",
         lambda counts: counts.num_exported,
     ),
     Metric(
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "specwire_generations_untraced_total",
         "Generations that were not traced, in none of the services, because the queue was full.",
         lambda counts: counts.num_untraced,
     ),
     Metric(
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         "specwire_spans_queued",
         "Spans that wait for their export or are in it.",
         lambda counts: counts.num_queued,
@@ -188,12 +188,12 @@ async def serving(
         yield
         return
     spans = Group(TRACING, lambda: tracer.counts, {"role": role})
-    async with Endpoint(address, [*groups, spans]) as endpoint:
+    async with MetricsEndpoint(address, [*groups, spans]) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
         yield
 
 
-class Endpoint:
+class MetricsEndpoint:
     """`GET /metrics`, while the `async with` lasts. A scrape takes what a few hundred numbers take to read.
 
     Attributes:
@@ -216,7 +216,7 @@ class Endpoint:
         self._process = ProcessCollector(registry=CollectorRegistry())
         self._num_connections = 0
 
-    async def __aenter__(self) -> Endpoint:
+    async def __aenter__(self) -> MetricsEndpoint:
         """Raises:
         ConfigError: the address cannot be bound.
         """

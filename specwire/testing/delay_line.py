@@ -43,7 +43,7 @@ class Sink(Protocol):
     def take(self, piece: bytes | Signal) -> None: ...
 
 
-class Lane:
+class LinkDirection:
     """One direction of the link. All connections share it: it sends one piece after the other."""
 
     def __init__(self, link: Link) -> None:
@@ -69,7 +69,7 @@ class DelayLine:
     its predecessor, by jitter or as the link was changed, waits for it.
     """
 
-    def __init__(self, lane: Lane, alarm: Alarm, source: Source, sink: Sink, seed: str) -> None:
+    def __init__(self, lane: LinkDirection, alarm: Alarm, source: Source, sink: Sink, seed: str) -> None:
         self._lane, self._alarm = lane, alarm
         self._source, self._sink = source, sink
         self._random = random.Random(seed)

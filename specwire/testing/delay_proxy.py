@@ -26,7 +26,7 @@ from specwire.config.services import Link, ProxyConfig
 from specwire.errors import ConfigError
 from specwire.rpc import descriptors
 from specwire.testing.alarm import Alarm
-from specwire.testing.delay_line import DelayLine, Lane, Signal
+from specwire.testing.delay_line import DelayLine, LinkDirection, Signal
 
 __all__ = ["DelayProxy", "Direction", "Link", "run_until_signal"]
 
@@ -58,7 +58,7 @@ class DelayProxy:
         split_address("listen", listen)
         self._listen = listen
         self._link = link
-        self._lanes = Lane(link), Lane(link)
+        self._lanes = LinkDirection(link), LinkDirection(link)
         self._numbers = itertools.count()
         self._connections: set[_Connection] = set()
 
@@ -164,7 +164,7 @@ class _Connection:
         self._opening: asyncio.Task[None] | None = None
         self.client, self.service = _End(self), _End(self)
 
-    def set_lines(self, lanes: tuple[Lane, Lane], alarm: Alarm, seed: str) -> None:
+    def set_lines(self, lanes: tuple[LinkDirection, LinkDirection], alarm: Alarm, seed: str) -> None:
         """Lines in both directions, on these lanes."""
         self.there = DelayLine(lanes[Direction.THERE], alarm, self.client, self.service, f"{seed}/there")
         self.back = DelayLine(lanes[Direction.BACK], alarm, self.service, self.client, f"{seed}/back")

@@ -203,7 +203,7 @@ class _Session:
         self._config = config
         self._params = params
         self._prompts = prompts.read(args.prompts) if args.prompts else None
-        self._load = serve.Load(
+        self._load = serve.OfferedLoad(
             num_requests=args.num_requests,
             rate=args.rate,
             concurrency=args.concurrency,
@@ -224,7 +224,7 @@ class _Session:
         async with AsyncClient(config.server, timeout_s=config.timeout_s, **credentials) as client:
             self._models = await client.get_model_info()
             texts = self._prompts or prompts.built_in(self._models[0])
-            progress = report.Progress(sys.stderr, self._load.num_requests)
+            progress = report.ProgressBar(sys.stderr, self._load.num_requests)
             measurement = serve.Measurement(
                 client, texts, self._params, self._load, on_record=progress.update
             )

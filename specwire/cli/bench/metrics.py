@@ -108,7 +108,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
+class LatencySummary:
     """Figures of one latency, in milliseconds; `percentiles` maps 99 to the 99th."""
 
     mean: float
@@ -117,7 +117,7 @@ class Distribution:
     percentiles: Mapping[int, float]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution | None:
+    def of(cls, values: Sequence[float]) -> LatencySummary | None:
         """Of the values, or None without any."""
         if not values:
             return None
@@ -155,7 +155,7 @@ class Summary:
     num_good: int | None
     total_input_tokens: int
     total_output_tokens: int
-    latencies: Mapping[str, Distribution | None]
+    latencies: Mapping[str, LatencySummary | None]
     speculation: Speculation
     errors: Mapping[str, int]
     num_refusals: int
@@ -227,7 +227,7 @@ def summarize(
         num_good=sum(record.meets(objectives) for record in done) if objectives else None,
         total_input_tokens=sum(record.num_input_tokens for record in done),
         total_output_tokens=sum(record.num_output_tokens for record in done),
-        latencies={name: Distribution.of(latencies_ms(done, name)) for name in METRICS},
+        latencies={name: LatencySummary.of(latencies_ms(done, name)) for name in METRICS},
         speculation=total_speculation(record.speculation for record in done),
         errors=dict(Counter(record.status for record in records if not record.completed)),
         num_refusals=sum(record.num_refusals for record in records),
@@ -284,7 +284,7 @@ def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
-def _latency_fields(latencies: Mapping[str, Distribution | None]) -> dict[str, float | None]:
+def _latency_fields(latencies: Mapping[str, LatencySummary | None]) -> dict[str, float | None]:
     fields: dict[str, float | None] = {}
     for name, of in latencies.items():
         fields[f"mean_{name}_ms"] = of.mean if of else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from specwire.cli.bench.metrics import (
     METRICS,
     PERCENTILES,
-    Distribution,
+    LatencySummary,
     RequestRecord,
     Summary,
     latencies_ms,
@@ -78,7 +78,7 @@ def _acceptance(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def _cells(of: Distribution | None) -> str:
+def _cells(of: LatencySummary | None) -> str:
     if of is None:
         return f"{'-':>10}" * (len(PERCENTILES) + 1)
     values = (of.mean, of.median, *(of.percentiles[p] for p in PERCENTILES if p != 50))
@@ -186,7 +186,7 @@ def _plot_throughput(axes: Axes, done: Sequence[RequestRecord], summary: Summary
     axes.set_xlim(0, max(summary.duration_s, bin_s))
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal; silent elsewhere."""
 
     def __init__(self, out: TextIO, total: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,7 +28,7 @@ _MAX_SEED = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class OfferedLoad:
     """How requests are sent; `rate` makes it an open loop, `concurrency` a closed one.
 
     Attributes:
@@ -52,7 +52,7 @@ class Load:
         assert (self.rate is None) != (self.concurrency is None), "an open loop or a closed one"
 
 
-def arrival_times(load: Load) -> npt.NDArray[np.float64]:
+def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
     """When an open loop sends, in seconds since its start, [num_requests].
 
     As in `vllm bench serve`, the times between requests follow a gamma law and are then stretched so that
@@ -97,7 +97,7 @@ class Measurement:
         client: AsyncClient,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        load: Load,
+        load: OfferedLoad,
         *,
         on_record: Callable[[RequestRecord], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,

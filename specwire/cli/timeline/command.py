@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from specwire.cli.timeline import layout, page, picture
 from specwire.cli.timeline import spans as files
-from specwire.cli.timeline.generation import Generation, choose, generations, is_complete
+from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
 from specwire.cli.timeline.layout import Timeline
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, flag_name, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
@@ -141,7 +141,7 @@ def _check_without_live(args: argparse.Namespace) -> None:
         split_address("receive", args.receive)
 
 
-def _generation(args: argparse.Namespace) -> Generation:
+def _generation(args: argparse.Namespace) -> GenerationTrace:
     if args.live:
         return _live(args)
     if args.receive:
@@ -153,7 +153,7 @@ def _generation(args: argparse.Namespace) -> Generation:
         raise ConfigError(f"{args.file}: {error}") from None
 
 
-def _live(args: argparse.Namespace) -> Generation:
+def _live(args: argparse.Namespace) -> GenerationTrace:
     """Run a stack that exports to here, warm it up, generate once."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # it logs every service that we start
     from specwire.cli.supervisor import Stack
@@ -195,10 +195,10 @@ def _environ(endpoint: str) -> dict[str, str]:
     }
 
 
-def _received(address: str, trace_id: str) -> Generation:
+def _received(address: str, trace_id: str) -> GenerationTrace:
     """The first generation that arrives whole, or the one of this trace."""
 
-    def wanted(spans: list[Span]) -> list[Generation]:
+    def wanted(spans: list[RecordedSpan]) -> list[GenerationTrace]:
         return [one for one in generations(spans) if trace_id.lower() in ("", one.root.trace_id)]
 
     with _receiver(address) as receiver:
@@ -219,7 +219,7 @@ def _receiver(address: str) -> Receiver:
     return Receiver(address)
 
 
-def _draw(generation: Generation, numbers: range | None, outs: Sequence[Path]) -> None:
+def _draw(generation: GenerationTrace, numbers: range | None, outs: Sequence[Path]) -> None:
     whole = layout.make(generation, numbers)
     for out in outs:
         if out.suffix == ".html":
@@ -229,7 +229,7 @@ def _draw(generation: Generation, numbers: range | None, outs: Sequence[Path]) -
             _write("--out", out, partial(picture.draw, shown=shown, whole=whole))
 
 
-def _readable(generation: Generation, whole: Timeline) -> Timeline:
+def _readable(generation: GenerationTrace, whole: Timeline) -> Timeline:
     """The rounds in the middle, where all of them would be too narrow: the first ones are no examples."""
     most = picture.MAX_READABLE_ROUNDS
     if len(whole.rounds) <= most:

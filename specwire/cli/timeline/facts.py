@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from specwire.cli.timeline.layout import Kind, Mark, Timeline
+from specwire.cli.timeline.layout import BarKind, Mark, Timeline
 
 LEGEND = {
-    Kind.ACCEPT: "the rule",
-    Kind.DRAFT_FORWARD: "draft, on request",
-    Kind.DRAFT_PREPARE: "draft, prepared ahead",
-    Kind.VERIFY_FORWARD: "target",
-    Kind.DRAFT_QUEUE: "waiting for the draft",
-    Kind.VERIFY_QUEUE: "waiting for the target",
-    Kind.NETWORK: "on the way: network and gRPC",
-    Kind.UNKNOWN: "call without a span of the service",
+    BarKind.ACCEPT: "the rule",
+    BarKind.DRAFT_FORWARD: "draft, on request",
+    BarKind.DRAFT_PREPARE: "draft, prepared ahead",
+    BarKind.VERIFY_FORWARD: "target",
+    BarKind.DRAFT_QUEUE: "waiting for the draft",
+    BarKind.VERIFY_QUEUE: "waiting for the target",
+    BarKind.NETWORK: "on the way: network and gRPC",
+    BarKind.UNKNOWN: "call without a span of the service",
 }
 MARKS = {
     Mark.HIT: "hit: prepared before it was asked for",

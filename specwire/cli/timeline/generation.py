@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 
@@ -15,44 +15,46 @@ MODEL_CALLS = ("draft", "verify")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class GenerationTrace:
     """The spans below one `generate` span, itself included.
 
     Attributes:
         num_lost: spans of the trace whose parents are missing, so that nobody knows what they belong to.
     """
 
-    root: Span
-    spans: Sequence[Span]
+    root: RecordedSpan
+    spans: Sequence[RecordedSpan]
     num_lost: int = 0
 
-    def named(self, *names: str) -> list[Span]:
+    def named(self, *names: str) -> list[RecordedSpan]:
         """Those of these names, by start."""
         return sorted((span for span in self.spans if span.name in names), key=lambda span: span.start_ns)
 
 
-def generations(spans: Iterable[Span]) -> list[Generation]:
+def generations(spans: Iterable[RecordedSpan]) -> list[GenerationTrace]:
     """One for each `generate` span, by start."""
-    by_trace: dict[str, dict[str, Span]] = defaultdict(dict)
+    by_trace: dict[str, dict[str, RecordedSpan]] = defaultdict(dict)
     for span in spans:
         by_trace[span.trace_id][span.span_id] = span  # exported again after a timeout, it arrives twice
     found = [made for of_trace in by_trace.values() for made in _generations(of_trace)]
     return sorted(found, key=lambda generation: generation.root.start_ns)
 
 
-def _generations(of_trace: Mapping[str, Span]) -> list[Generation]:
-    children: dict[str, list[Span]] = defaultdict(list)
+def _generations(of_trace: Mapping[str, RecordedSpan]) -> list[GenerationTrace]:
+    children: dict[str, list[RecordedSpan]] = defaultdict(list)
     for span in of_trace.values():
         children[span.parent_id].append(span)
     roots = [span for span in of_trace.values() if span.name == "generate"]
     num_lost = sum(span.parent_id not in of_trace for span in of_trace.values() if span.name != "generate")
     return [
-        Generation(root=root, spans=_descendants(root, children), num_lost=num_lost if len(roots) == 1 else 0)
+        GenerationTrace(
+            root=root, spans=_descendants(root, children), num_lost=num_lost if len(roots) == 1 else 0
+        )
         for root in roots
     ]
 
 
-def _descendants(root: Span, children: Mapping[str, Sequence[Span]]) -> list[Span]:
+def _descendants(root: RecordedSpan, children: Mapping[str, Sequence[RecordedSpan]]) -> list[RecordedSpan]:
     found, seen = [root], {root.span_id}  # ids come from outside: they may go round in a circle
     for span in found:
         below = [child for child in children.get(span.span_id, ()) if child.span_id not in seen]
@@ -61,7 +63,7 @@ def _descendants(root: Span, children: Mapping[str, Sequence[Span]]) -> list[Spa
     return found
 
 
-def choose(spans: Iterable[Span], trace_id: str = "") -> Generation:
+def choose(spans: Iterable[RecordedSpan], trace_id: str = "") -> GenerationTrace:
     """The only generation, or the one of this trace.
 
     Args:
@@ -81,14 +83,14 @@ def choose(spans: Iterable[Span], trace_id: str = "") -> Generation:
     raise ConfigError(f"{problem}: {', '.join(map(_described, fitting or found))}")
 
 
-def _described(generation: Generation) -> str:
+def _described(generation: GenerationTrace) -> str:
     root = generation.root
     others = f" span {root.span_id}" if root.parent_id else ""
     rounds = len(generation.named("round"))
     return f"{root.trace_id}{others} ({root.duration_ns / 1e6:.1f} ms, {rounds} rounds)"
 
 
-def is_complete(generation: Generation) -> bool:
+def is_complete(generation: GenerationTrace) -> bool:
     """Whether every call of every round has its service's span too; exporters send when they like."""
     rounds = generation.named("round")
     if len(rounds) < count(generation.root, tracing.NUM_ROUNDS):
@@ -103,22 +105,22 @@ def is_complete(generation: Generation) -> bool:
     )
 
 
-def has_prepared(span: Span) -> bool:
+def has_prepared(span: RecordedSpan) -> bool:
     """Whether a `round` span says that its proposal was there before it was asked for."""
     return span.attributes.get(tracing.DRAFT_PREPARED) is True
 
 
-def is_prepared(call: Span, parent: Span) -> bool:
+def is_prepared(call: RecordedSpan, parent: RecordedSpan) -> bool:
     """Whether a `draft` span is one that the service was not asked for, by the round above it."""
     return call.name == "draft" and has_prepared(parent)
 
 
-def count(span: Span, name: str, default: int = 0) -> int:
+def count(span: RecordedSpan, name: str, default: int = 0) -> int:
     """An attribute that should be a count; spans come from outside."""
     value = span.attributes.get(name)
     return value if type(value) is int and value >= 0 else default
 
 
-def text(span: Span, name: str) -> str:
+def text(span: RecordedSpan, name: str) -> str:
     value = span.attributes.get(name)
     return value if isinstance(value, str) else ""

@@ -11,9 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from specwire.cli.timeline.generation import MODEL_CALLS, Generation, count, has_prepared, is_prepared, text
+from specwire.cli.timeline.generation import (
+    MODEL_CALLS,
+    GenerationTrace,
+    count,
+    has_prepared,
+    is_prepared,
+    text,
+)
 from specwire.cli.timeline.intervals import Interval, difference, intersection, length, union
-from specwire.cli.timeline.spans import Span
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 
@@ -22,7 +29,7 @@ TOLERANCE_NS = 50_000
 SHOWN_SHIFT_NS = 1_000_000
 
 
-class Kind(StrEnum):
+class BarKind(StrEnum):
     """What a bar stands for."""
 
     ROUND = "round"
@@ -58,18 +65,18 @@ SIGNS = {Mark.HIT: "✓", Mark.MISS: "✗", Mark.PLAIN: "–"}
 
 #: The lane of each kind and its row there, before rows that are not needed are closed up.
 _PLACES = {
-    Kind.ROUND: (Lane.COORDINATOR, 0),
-    Kind.ACCEPT: (Lane.COORDINATOR, 1),
-    Kind.DRAFT_QUEUE: (Lane.DRAFT, 0),
-    Kind.DRAFT_FORWARD: (Lane.DRAFT, 0),
-    Kind.DRAFT_PREPARE: (Lane.DRAFT, 1),
-    Kind.VERIFY_QUEUE: (Lane.VERIFY, 0),
-    Kind.VERIFY_FORWARD: (Lane.VERIFY, 0),
-    Kind.NETWORK: (Lane.NETWORK, 0),
-    Kind.UNKNOWN: (Lane.NETWORK, 0),
+    BarKind.ROUND: (Lane.COORDINATOR, 0),
+    BarKind.ACCEPT: (Lane.COORDINATOR, 1),
+    BarKind.DRAFT_QUEUE: (Lane.DRAFT, 0),
+    BarKind.DRAFT_FORWARD: (Lane.DRAFT, 0),
+    BarKind.DRAFT_PREPARE: (Lane.DRAFT, 1),
+    BarKind.VERIFY_QUEUE: (Lane.VERIFY, 0),
+    BarKind.VERIFY_FORWARD: (Lane.VERIFY, 0),
+    BarKind.NETWORK: (Lane.NETWORK, 0),
+    BarKind.UNKNOWN: (Lane.NETWORK, 0),
 }
-_DRAFTING = (Kind.DRAFT_FORWARD, Kind.DRAFT_PREPARE)
-_SERVING = (*_DRAFTING, Kind.DRAFT_QUEUE, Kind.VERIFY_QUEUE, Kind.VERIFY_FORWARD)
+_DRAFTING = (BarKind.DRAFT_FORWARD, BarKind.DRAFT_PREPARE)
+_SERVING = (*_DRAFTING, BarKind.DRAFT_QUEUE, BarKind.VERIFY_QUEUE, BarKind.VERIFY_FORWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +90,11 @@ class Bar:
         round_id: span id of the round it belongs to; empty for none.
     """
 
-    kind: Kind
+    kind: BarKind
     title: str
     start_ns: int
     end_ns: int
-    span: Span
+    span: RecordedSpan
     round_id: str
     row: int = 0
 
@@ -103,7 +110,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundFigures:
     """A round in numbers.
 
     Attributes:
@@ -168,7 +175,7 @@ class Timeline:
     total_ns: int
     start_ns: int
     end_ns: int
-    rounds: Sequence[Round]
+    rounds: Sequence[RoundFigures]
     num_rounds: int
     bars: Sequence[Bar]
     overlaps: Sequence[Interval]
@@ -191,7 +198,7 @@ class Timeline:
         return len(self.rounds) - self.num_marked(Mark.PLAIN)
 
 
-def make(generation: Generation, numbers: range | None = None) -> Timeline:
+def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
     """Lay a generation out.
 
     Args:
@@ -207,14 +214,14 @@ def make(generation: Generation, numbers: range | None = None) -> Timeline:
 class _Maker:
     """A layout in the making."""
 
-    generation: Generation
+    generation: GenerationTrace
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         spans = self.generation.spans
         self.root = self.generation.root
         self.by_id = {span.span_id: span for span in spans}
-        self.children: dict[str, list[Span]] = defaultdict(list)
+        self.children: dict[str, list[RecordedSpan]] = defaultdict(list)
         for span in spans:
             self.children[span.parent_id].append(span)
         calls = self.generation.named(*MODEL_CALLS)
@@ -233,7 +240,7 @@ class _Maker:
         visible = [bar for bar in bars if bar.end_ns >= start_ns and bar.start_ns <= end_ns]
         window = (start_ns, end_ns)
         overlaps = intersection(
-            _busy(visible, [Kind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
+            _busy(visible, [BarKind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
         )
         return Timeline(
             model=text(self.root, tracing.GEN_AI_REQUEST_MODEL),
@@ -251,18 +258,18 @@ class _Maker:
             notes=self._notes(bars),
         )
 
-    def _parts_of(self, call: Span) -> list[Span]:
+    def _parts_of(self, call: RecordedSpan) -> list[RecordedSpan]:
         """The service's spans of a call."""
         return [part for part in self.children[call.span_id] if part.name.startswith(f"{call.name}.")]
 
-    def _bars(self, span: Span) -> list[Bar]:
+    def _bars(self, span: RecordedSpan) -> list[Bar]:
         if span.name in MODEL_CALLS:
             return self._network(span)
-        if span.name not in _PLACES or span.name in (Kind.NETWORK, Kind.UNKNOWN):
+        if span.name not in _PLACES or span.name in (BarKind.NETWORK, BarKind.UNKNOWN):
             return []
-        return [self._bar(Kind(span.name), span.name, self._interval(span), span)]
+        return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
 
-    def _network(self, call: Span) -> list[Bar]:
+    def _network(self, call: RecordedSpan) -> list[Bar]:
         """What is left of a call when the service's own spans are taken out of it."""
         start_ns, end_ns = self._interval(call)
         served = union(map(self._interval, self.parts[call.span_id]))
@@ -272,32 +279,32 @@ class _Maker:
                 if self._is_prepared(call)
                 else f"{call.name}, no span of the service"
             )
-            return [self._bar(Kind.UNKNOWN, title, (start_ns, end_ns), call)]
+            return [self._bar(BarKind.UNKNOWN, title, (start_ns, end_ns), call)]
         left = difference([(start_ns, end_ns)], served)
-        return [self._bar(Kind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
+        return [self._bar(BarKind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
 
-    def _is_prepared(self, call: Span) -> bool:
+    def _is_prepared(self, call: RecordedSpan) -> bool:
         return is_prepared(call, self.by_id[call.parent_id])
 
-    def _bar(self, kind: Kind, title: str, interval: Interval, span: Span) -> Bar:
+    def _bar(self, kind: BarKind, title: str, interval: Interval, span: RecordedSpan) -> Bar:
         round_id = self._round_id(span)
         return Bar(
             kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, round_id=round_id
         )
 
-    def _interval(self, span: Span) -> Interval:
+    def _interval(self, span: RecordedSpan) -> Interval:
         shift_ns = self.shifts.get(_clock(span), 0) if self.shifts else 0
         offset = shift_ns - self.root.start_ns
         return span.start_ns + offset, span.end_ns + offset
 
-    def _round_id(self, span: Span) -> str:
+    def _round_id(self, span: RecordedSpan) -> str:
         """Span id of the round it is in; parents end at the root, as all spans here descend from it."""
         at = span
         while at is not self.root and at.name != "round":
             at = self.by_id[at.parent_id]
         return at.span_id if at is not self.root else ""
 
-    def _rounds(self, bars: Iterable[Bar]) -> list[Round]:
+    def _rounds(self, bars: Iterable[Bar]) -> list[RoundFigures]:
         of_round: dict[str, list[Bar]] = defaultdict(list)
         for bar in bars:
             of_round[bar.round_id].append(bar)
@@ -305,15 +312,15 @@ class _Maker:
         rounds = [self._round(i, span, of_round[span.span_id]) for i, span in enumerate(spans)]
         return sorted(rounds, key=lambda one: one.number)
 
-    def _round(self, index: int, span: Span, bars: Sequence[Bar]) -> Round:
+    def _round(self, index: int, span: RecordedSpan, bars: Sequence[Bar]) -> RoundFigures:
         start_ns, end_ns = self._interval(span)
 
-        def spent(*kinds: Kind) -> int:
+        def spent(*kinds: BarKind) -> int:
             """Within the round: a draft may have begun before it was asked."""
             whole = union(bar.interval for bar in bars if bar.kind in kinds)
             return length(intersection(whole, [(start_ns, end_ns)]))
 
-        return Round(
+        return RoundFigures(
             span_id=span.span_id,
             number=count(span, tracing.ROUND, index),
             mark=mark(span),
@@ -321,10 +328,10 @@ class _Maker:
             num_accepted=count(span, tracing.NUM_ACCEPTED_TOKENS),
             start_ns=start_ns,
             end_ns=end_ns,
-            draft_ns=spent(Kind.DRAFT_QUEUE, Kind.DRAFT_FORWARD),
-            prepare_ns=spent(Kind.DRAFT_PREPARE),
-            verify_ns=spent(Kind.VERIFY_QUEUE, Kind.VERIFY_FORWARD),
-            network_ns=spent(Kind.NETWORK),
+            draft_ns=spent(BarKind.DRAFT_QUEUE, BarKind.DRAFT_FORWARD),
+            prepare_ns=spent(BarKind.DRAFT_PREPARE),
+            verify_ns=spent(BarKind.VERIFY_QUEUE, BarKind.VERIFY_FORWARD),
+            network_ns=spent(BarKind.NETWORK),
         )
 
     def _notes(self, bars: Sequence[Bar]) -> list[str]:
@@ -333,7 +340,7 @@ class _Maker:
             for (role, _), shift_ns in self.shifts.items()
             if abs(shift_ns) > SHOWN_SHIFT_NS
         ]
-        num_unknown = sum(bar.kind is Kind.UNKNOWN and not self._is_prepared(bar.span) for bar in bars)
+        num_unknown = sum(bar.kind is BarKind.UNKNOWN and not self._is_prepared(bar.span) for bar in bars)
         if num_unknown:
             notes.append(f"{num_unknown} calls have no span of the service they went to")
         if self.generation.num_lost:
@@ -344,32 +351,32 @@ class _Maker:
         return notes
 
 
-def mark(span: Span) -> Mark:
+def mark(span: RecordedSpan) -> Mark:
     """What a `round` span says about its proposal."""
     if not count(span, tracing.NUM_DRAFT_TOKENS):
         return Mark.PLAIN
     return Mark.HIT if has_prepared(span) else Mark.MISS
 
 
-def _way(call: Span, gap: Interval, served: Sequence[Interval]) -> str:
+def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
     if gap[1] <= served[0][0]:
         return f"network, request to {call.name}"
     return f"network, answer of {call.name}" if gap[0] >= served[-1][1] else f"network, {call.name}"
 
 
-def _clock(span: Span) -> tuple[str, str]:
+def _clock(span: RecordedSpan) -> tuple[str, str]:
     """Role and process: all spans of one process have one clock. The coordinator's counts as right."""
     role, dot, _ = span.name.partition(".")
     return (role, repr(sorted(span.resource.items()))) if dot else ("", "")
 
 
-def _shifts(calls: Iterable[tuple[Span, Sequence[Span]]]) -> dict[tuple[str, str], int]:
+def _shifts(calls: Iterable[tuple[RecordedSpan, Sequence[RecordedSpan]]]) -> dict[tuple[str, str], int]:
     """Nanoseconds to add to each service's times, for services whose spans stick out of the calls to them.
 
     As in NTP, a call and what the service did for it are taken to have the same middle: the median over
     all calls, within what lets every call keep its spans inside where that is possible.
     """
-    by_clock: dict[tuple[str, str], list[tuple[Span, Interval]]] = defaultdict(list)
+    by_clock: dict[tuple[str, str], list[tuple[RecordedSpan, Interval]]] = defaultdict(list)
     for call, parts in calls:
         served = union((part.start_ns, part.end_ns) for part in parts)
         if served and served[-1][1] - served[0][0] <= call.duration_ns:
@@ -377,7 +384,7 @@ def _shifts(calls: Iterable[tuple[Span, Sequence[Span]]]) -> dict[tuple[str, str
     return {clock: shift for clock, found in by_clock.items() if (shift := _shift(found))}
 
 
-def _shift(calls: Sequence[tuple[Span, Interval]]) -> int:
+def _shift(calls: Sequence[tuple[RecordedSpan, Interval]]) -> int:
     least = max(call.start_ns - start for call, (start, _) in calls)
     most = min(call.end_ns - end for call, (_, end) in calls)
     if least <= TOLERANCE_NS and most >= -TOLERANCE_NS:
@@ -428,21 +435,21 @@ def _num_rows(bars: Iterable[Bar], lane: Lane) -> int:
     return 1 + max((bar.row for bar in bars if bar.lane is lane), default=0)
 
 
-def _busy(bars: Iterable[Bar], kinds: Sequence[Kind], window: Interval) -> list[Interval]:
+def _busy(bars: Iterable[Bar], kinds: Sequence[BarKind], window: Interval) -> list[Interval]:
     return intersection(union(bar.interval for bar in bars if bar.kind in kinds), [window])
 
 
 def _shares(bars: Sequence[Bar], overlaps: list[Interval], window: Interval) -> Shares:
     total_ns = max(1, window[1] - window[0])
-    network = _busy(bars, [Kind.NETWORK], window)
-    working = _busy(bars, (*_SERVING, Kind.ACCEPT), window)
+    network = _busy(bars, [BarKind.NETWORK], window)
+    working = _busy(bars, (*_SERVING, BarKind.ACCEPT), window)
     return Shares(
-        target=length(_busy(bars, [Kind.VERIFY_FORWARD], window)) / total_ns,
+        target=length(_busy(bars, [BarKind.VERIFY_FORWARD], window)) / total_ns,
         draft=length(_busy(bars, _DRAFTING, window)) / total_ns,
         both=length(overlaps) / total_ns,
         only_network=length(difference(network, working)) / total_ns,
     )
 
 
-def _counted(rounds: Sequence[Round]) -> str:
+def _counted(rounds: Sequence[RoundFigures]) -> str:
     return f"rounds {rounds[0].number} to {rounds[-1].number}" if rounds else "no rounds"

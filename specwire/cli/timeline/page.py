@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from specwire.cli.timeline.facts import LEGEND, MARKS, facts, printable
-from specwire.cli.timeline.layout import SIGNS, Bar, Kind, Lane, Mark, Round, Timeline
-from specwire.cli.timeline.spans import Span, Value
+from specwire.cli.timeline.layout import SIGNS, Bar, BarKind, Lane, Mark, RoundFigures, Timeline
+from specwire.cli.timeline.spans import RecordedSpan, Value
 
 _ROW = 26
 _GAP = 14
@@ -157,7 +157,7 @@ def _described(timeline: Timeline) -> str:
     return f"Lanes over time: {', '.join(Lane)}. {numbers}. The table below has every round."
 
 
-def _css(kind: Kind) -> str:
+def _css(kind: BarKind) -> str:
     return kind.replace(".", "-")
 
 
@@ -205,7 +205,7 @@ def _table(timeline: Timeline) -> str:
     return f'<table id="rounds">{head}\n<tbody>{rows}</tbody></table>'
 
 
-def _table_row(index: int, one: Round) -> str:
+def _table_row(index: int, one: RoundFigures) -> str:
     times = (one.draft_ns, one.prepare_ns, one.verify_ns, one.network_ns, one.end_ns - one.start_ns)
     cells = "".join(f"<td>{ns / 1e6:.2f}</td>" for ns in times)
     button = f'<button data-index="{index}" aria-label="show round {one.number}">{one.number}</button>'
@@ -239,16 +239,16 @@ def _data(timeline: Timeline, places: _Places) -> dict[str, Any]:
     spans: dict[str, int] = {}
     attributes: list[list[int]] = []
 
-    def number(span: Span) -> int:
+    def number(span: RecordedSpan) -> int:
         if span.span_id not in spans:
             spans[span.span_id] = len(attributes)
             attributes.append(_attributes(span, texts))
         return spans[span.span_id]
 
-    by_id = {bar.round_id: bar.span for bar in timeline.bars if bar.kind is Kind.ROUND}
+    by_id = {bar.round_id: bar.span for bar in timeline.bars if bar.kind is BarKind.ROUND}
     bars: dict[str, list[list[int]]] = {_css(kind): [] for kind in LEGEND}
     for bar in timeline.bars:
-        if bar.kind is not Kind.ROUND:
+        if bar.kind is not BarKind.ROUND:
             title = texts.number(printable(bar.title))
             bars[_css(bar.kind)].append([*bar.interval, places.row(bar), title, number(bar.span)])
     return {
@@ -269,11 +269,11 @@ def _data(timeline: Timeline, places: _Places) -> dict[str, Any]:
     }
 
 
-def _round(one: Round, span: int) -> dict[str, Any]:
+def _round(one: RoundFigures, span: int) -> dict[str, Any]:
     return {"start": one.start_ns, "end": one.end_ns, "mark": one.mark, "labels": one.labels, "span": span}
 
 
-def _attributes(span: Span, texts: _Texts) -> list[int]:
+def _attributes(span: RecordedSpan, texts: _Texts) -> list[int]:
     shown: Mapping[str, Value] = {"service": span.service_name, "span": span.span_id, **span.attributes}
     return [
         texts.number(printable(text))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specwire.cli.timeline.facts import LEGEND, MARKS, facts
-from specwire.cli.timeline.layout import Bar, Kind, Lane, Mark, Round, Timeline
+from specwire.cli.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
 from specwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 MAX_READABLE_ROUNDS = 12
 """More than these are too narrow for their labels in one picture."""
 COLOURS = {
-    Kind.ACCEPT: "#2d3748",
-    Kind.DRAFT_QUEUE: "#f3cfa8",
-    Kind.DRAFT_FORWARD: "#dd6b20",
-    Kind.DRAFT_PREPARE: "#97266d",
-    Kind.VERIFY_QUEUE: "#bcd4ee",
-    Kind.VERIFY_FORWARD: "#2b6cb0",
-    Kind.NETWORK: "#8a94a3",
-    Kind.UNKNOWN: "#d6dae0",
+    BarKind.ACCEPT: "#2d3748",
+    BarKind.DRAFT_QUEUE: "#f3cfa8",
+    BarKind.DRAFT_FORWARD: "#dd6b20",
+    BarKind.DRAFT_PREPARE: "#97266d",
+    BarKind.VERIFY_QUEUE: "#bcd4ee",
+    BarKind.VERIFY_FORWARD: "#2b6cb0",
+    BarKind.NETWORK: "#8a94a3",
+    BarKind.UNKNOWN: "#d6dae0",
 }
 MARK_COLOURS = {
     Mark.HIT: ("#c6efd6", "#276749"),
@@ -100,7 +100,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None
     _draw_axis(axes, timeline, tops)
 
 
-def _ms(bar: Bar | Round, timeline: Timeline) -> tuple[float, float]:
+def _ms(bar: Bar | RoundFigures, timeline: Timeline) -> tuple[float, float]:
     return (bar.start_ns - timeline.start_ns) / 1e6, (bar.end_ns - bar.start_ns) / 1e6
 
 
@@ -124,7 +124,7 @@ def _draw_rounds(axes: Axes, timeline: Timeline) -> None:
             axes.text(start_ms + ms / 2, 0.52, text, ha="center", va="center", fontsize=9, color="#1a202c")
 
 
-def _level(rounds: Sequence[Round], width_ms: float) -> int:
+def _level(rounds: Sequence[RoundFigures], width_ms: float) -> int:
     """The longest kind of label that fits most rounds, so that they look alike."""
     for level in range(3):
         fits = [_fits(one.labels[level], (one.end_ns - one.start_ns) / 1e6 / width_ms) for one in rounds]

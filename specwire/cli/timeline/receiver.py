@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-from specwire.cli.timeline.spans import Span, Value
+from specwire.cli.timeline.spans import RecordedSpan, Value
 from specwire.errors import ConfigError
 
 MAX_BYTES = 64 << 20
@@ -41,17 +41,17 @@ class Store:
         """
         self.num_forgotten = 0
         self._changed = threading.Condition()
-        self._messages: deque[tuple[int, list[Span]]] = deque()
+        self._messages: deque[tuple[int, list[RecordedSpan]]] = deque()
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[RecordedSpan]:
         """Those kept, in order of arrival."""
         with self._changed:
             return self._spans()
 
-    def wait(self, predicate: Callable[[list[Span]], object], timeout_s: float | None = None) -> bool:
+    def wait(self, predicate: Callable[[list[RecordedSpan]], object], timeout_s: float | None = None) -> bool:
         """Whether the predicate holds for the spans; waits until it does, or the time is over."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: predicate(self._spans()), timeout_s))
@@ -68,7 +68,7 @@ class Store:
                 self.num_forgotten += len(spans)
             self._changed.notify_all()
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[RecordedSpan]:
         return [span for _, spans in self._messages for span in spans]
 
 
@@ -112,10 +112,10 @@ class _Servicer(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
 
-def spans_of(request: ExportTraceServiceRequest) -> list[Span]:
+def spans_of(request: ExportTraceServiceRequest) -> list[RecordedSpan]:
     """The spans of one message."""
     return [
-        Span(
+        RecordedSpan(
             name=span.name,
             trace_id=span.trace_id.hex(),
             span_id=span.span_id.hex(),

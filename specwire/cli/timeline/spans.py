@@ -26,7 +26,7 @@ _SPANS_A_LINE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class RecordedSpan:
     """A span as its process recorded it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Span:
         return self.end_ns - self.start_ns
 
 
-def read(path: Path) -> list[Span]:
+def read(path: Path) -> list[RecordedSpan]:
     """All spans of a file.
 
     Raises:
@@ -88,7 +88,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise ConfigError(f"{path}, line {n}: is not JSON of a sensible size") from None
 
 
-def _spans(document: Any, where: str) -> Iterator[Span]:
+def _spans(document: Any, where: str) -> Iterator[RecordedSpan]:
     if isinstance(document, list):
         for i, item in enumerate(document):
             yield from _spans_of_object(item, f"{where}: [{i}]")
@@ -96,7 +96,7 @@ def _spans(document: Any, where: str) -> Iterator[Span]:
         yield from _spans_of_object(document, f"{where}: ")
 
 
-def _spans_of_object(document: Any, where: str) -> Iterator[Span]:
+def _spans_of_object(document: Any, where: str) -> Iterator[RecordedSpan]:
     document = _as(dict, document, where.removesuffix(": "))
     if "data" in document:
         return _jaeger_spans(document, where)
@@ -105,7 +105,7 @@ def _spans_of_object(document: Any, where: str) -> Iterator[Span]:
     return _otlp_spans(document, where)
 
 
-def _otlp_spans(request: dict[str, Any], where: str) -> Iterator[Span]:
+def _otlp_spans(request: dict[str, Any], where: str) -> Iterator[RecordedSpan]:
     for group, at in _items(request, "resourceSpans", where):
         resource = _attributes(_get(group, "resource", dict, at, {}), f"{at}.resource")
         for scope, in_scope in _items(group, "scopeSpans", f"{at}."):
@@ -113,10 +113,10 @@ def _otlp_spans(request: dict[str, Any], where: str) -> Iterator[Span]:
                 yield _otlp_span(span, resource, of_span)
 
 
-def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value], where: str) -> Span:
+def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value], where: str) -> RecordedSpan:
     status = _get(span, "status", dict, where, {})
     return _checked(
-        Span(
+        RecordedSpan(
             name=_get(span, "name", str, where, ""),
             trace_id=_id(span, "traceId", 16, where),
             span_id=_id(span, "spanId", 8, where),
@@ -131,7 +131,7 @@ def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value], where: str) 
     )
 
 
-def _checked(span: Span, where: str) -> Span:
+def _checked(span: RecordedSpan, where: str) -> RecordedSpan:
     if span.end_ns < span.start_ns:
         raise ConfigError(f"{where}: ends before it starts")
     return span
@@ -230,7 +230,7 @@ def _time_ns(of: dict[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _jaeger_spans(document: dict[str, Any], where: str) -> Iterator[Span]:
+def _jaeger_spans(document: dict[str, Any], where: str) -> Iterator[RecordedSpan]:
     for trace, in_trace in _items(document, "data", where):
         processes = _get(trace, "processes", dict, in_trace, {})
         for span, at in _items(trace, "spans", f"{in_trace}."):
@@ -238,7 +238,7 @@ def _jaeger_spans(document: dict[str, Any], where: str) -> Iterator[Span]:
             yield _jaeger_span(span, process, at)
 
 
-def _jaeger_span(span: dict[str, Any], process: dict[str, Any], where: str) -> Span:
+def _jaeger_span(span: dict[str, Any], process: dict[str, Any], where: str) -> RecordedSpan:
     tags = _tags(span, where)
     parents = [
         _id(reference, "spanID", 8, at)
@@ -247,7 +247,7 @@ def _jaeger_span(span: dict[str, Any], process: dict[str, Any], where: str) -> S
     ]
     start_ns = 1000 * _int_value(span.get("startTime"), f"{where}.startTime")
     return _checked(
-        Span(
+        RecordedSpan(
             name=_get(span, "operationName", str, where),
             trace_id=_id(span, "traceID", 16, where),
             span_id=_id(span, "spanID", 8, where),
@@ -266,7 +266,7 @@ def _tags(of: dict[str, Any], where: str) -> dict[str, Value]:
     return {_get(tag, "key", str, at): tag.get("value") for tag, at in _items(of, "tags", f"{where}.")}
 
 
-def save(path: Path, spans: Iterable[Span]) -> None:
+def save(path: Path, spans: Iterable[RecordedSpan]) -> None:
     """Write OTLP JSON lines that `read` reads back.
 
     Raises:
@@ -278,20 +278,20 @@ def save(path: Path, spans: Iterable[Span]) -> None:
                 out.write(json.dumps(_request(batch), allow_nan=False, separators=(",", ":")) + "\n")
 
 
-def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+def _batches(spans: Iterable[RecordedSpan]) -> Iterator[list[RecordedSpan]]:
     remaining = iter(spans)
     while batch := list(itertools.islice(remaining, _SPANS_A_LINE)):
         yield batch
 
 
-def _request(spans: list[Span]) -> dict[str, Any]:
+def _request(spans: list[RecordedSpan]) -> dict[str, Any]:
     """One `ExportTraceServiceRequest` of spans that share a resource."""
     resource = {"attributes": _pairs(spans[0].resource)}
     scope = {"scope": {"name": "specwire"}, "spans": [_otlp(span) for span in spans]}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
 
 
-def _otlp(span: Span) -> dict[str, Any]:
+def _otlp(span: RecordedSpan) -> dict[str, Any]:
     return {
         "traceId": span.trace_id,
         "spanId": span.span_id,

@@ -79,7 +79,7 @@ class Way(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class Kind(NamedTuple):
+class KernelSetting(NamedTuple):
     """What the kernel's behaviour may depend on."""
 
     device: torch.device
@@ -101,7 +101,7 @@ def find_way(layer: LayerCache, page_size: int, num_query_heads: int, scoring: S
     num_kv_heads, head_dim = keys.shape[1:]
     windowed = scoring.sliding_window is not None
     kind = (keys.device, keys.dtype, num_query_heads, num_kv_heads, head_dim, page_size, windowed)
-    return _way(Kind(*kind))
+    return _way(KernelSetting(*kind))
 
 
 class VarlenStep:
@@ -184,7 +184,7 @@ def _varlen() -> Callable[..., Any] | None:
 
 
 @functools.cache
-def _way(kind: Kind) -> Way | None:
+def _way(kind: KernelSetting) -> Way | None:
     """The best way that is right for this kind of layer."""
     if _varlen() is None or kind.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -221,7 +221,7 @@ def _trials(page_size: int) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _error_on(way: Way, kind: Kind, lengths: Sequence[tuple[int, int]]) -> float:
+def _error_on(way: Way, kind: KernelSetting, lengths: Sequence[tuple[int, int]]) -> float:
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -9,7 +9,7 @@ from specwire.engine.batch import Batch
 from specwire.engine.device import Decide
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank runs.
 
     Attributes:
@@ -80,7 +80,7 @@ class Order(NamedTuple):
     decide: Decide
 
 
-class Answer(NamedTuple):
+class StepAnswer(NamedTuple):
     """What came of a step; `problem` is the traceback when `decide` failed, no fault of the group."""
 
     number: int

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import RankLine
-from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.messages import Assignment, Loaded, Order, RankLocation, StepAnswer
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model.graphs import CudaReplay
@@ -27,10 +27,10 @@ from specwire.engine.model.runner import ModelRunner
 class Rank:
     """What a Ray actor runs. Any error ends it, and with it the group: no rank goes on alone."""
 
-    def place(self) -> Place:
+    def place(self) -> RankLocation:
         """Where it runs."""
         host, node_id, device = placement.devices()
-        return Place(host, node_id, os.getpid(), device)
+        return RankLocation(host, node_id, os.getpid(), device)
 
     def load(self, assignment: Assignment) -> Loaded:
         """Join the others and load this rank's shard.
@@ -105,14 +105,14 @@ class Rank:
             number += 1
 
 
-def _answer(order: Order, logits: Tensor) -> Answer:
+def _answer(order: Order, logits: Tensor) -> StepAnswer:
     """Deciding needs no other rank: when it fails the group goes on."""
     if order.question is None:
-        return Answer(order.number, None)
+        return StepAnswer(order.number, None)
     try:
-        return Answer(order.number, order.decide(order.question, logits))
+        return StepAnswer(order.number, order.decide(order.question, logits))
     except Exception:
-        return Answer(order.number, None, traceback.format_exc())
+        return StepAnswer(order.number, None, traceback.format_exc())
 
 
 def _num_pages(config: ModelServiceConfig, model: Any) -> Any:

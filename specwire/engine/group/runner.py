@@ -16,7 +16,7 @@ from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverLines
-from specwire.engine.group.messages import Answer, Assignment, Loaded, Order, Place
+from specwire.engine.group.messages import Assignment, Loaded, Order, RankLocation, StepAnswer
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
 from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
@@ -84,7 +84,7 @@ class GroupRunner:
             return self._group.step(batch, question, decide)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankLocation]:
         """Where the ranks run now, in order."""
         return self._group.places
 
@@ -148,7 +148,7 @@ class _Group:
         self._watcher: threading.Thread | None = None
         self._actors = placement.start(Rank)
         self._lines = DriverLines(placement.host)
-        self.places: list[Place] = []  # of the ranks, once they are in order
+        self.places: list[RankLocation] = []  # of the ranks, once they are in order
 
     def load(self, store: Any, key: str, source: str, dtype: str) -> None:
         """Put the ranks in order, let them find each other and load.
@@ -203,7 +203,7 @@ class _Group:
         message = pickle.dumps(Order(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
         try:
             self._lines.say(message)
-            answer: Answer = pickle.loads(self._lines.await_answer())
+            answer: StepAnswer = pickle.loads(self._lines.await_answer())
         except OSError as error:
             self._is_lost.wait(_REASON_WAIT_S)
             self._lose(f"a rank does not answer: {_first_line(error)}")
