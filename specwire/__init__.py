@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specwire.client.errors import GenerationIdleError, GenerationLostError
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
 from specwire.core import Fate, ModelInfo, Rule, SamplingParams
 from specwire.errors import (
     ConfigError,
     ContextLengthError,
     DeadlineExceededError,
-    GenerationLostError,
     HandshakeError,
     InternalError,
     InvalidRequestError,
@@ -53,6 +53,7 @@ __all__ = [
     "DeadlineExceededError",
     "Fate",
     "FinishReason",
+    "GenerationIdleError",
     "GenerationLostError",
     "HandshakeError",
     "InternalError",

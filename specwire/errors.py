@@ -11,24 +11,22 @@
     ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
     ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
     ├── StreamIdleError             the client took no token for too long; the generation can be resumed
+    │   └── GenerationIdleError     the same from the SDK, with what was received before
     ├── ServiceUnavailableError     the peer is not there, or went away
-    │   └── GenerationLostError     a coordinator went away, and none went on in time; says how far it came
+    │   └── GenerationLostError     a coordinator went away, and none went on in time; with what was received
     ├── DeadlineExceededError       the deadline passed
     ├── RequestCancelledError       the caller or the server's shutdown ended it
     └── InternalError               a defect: what the peer reported fits nothing above
 
 Over gRPC an error is a status code, a message, and a `google.rpc.ErrorInfo` detail with the
 fields below as metadata, so the client raises the very type that the service raised. This module
-knows no grpc; `specwire.rpc` translates.
+knows no grpc; `specwire.rpc.statuses` translates. The SDK's own two are in `specwire.client.errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from specwire.completion import Token
+from collections.abc import Sized
+from typing import ClassVar
 
 _MAX_SHOWN_LEN = 200
 
@@ -174,59 +172,15 @@ class ServiceUnavailableError(SpecwireError):
         return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
 
 
-class _Received:
-    """What came before an error.
-
-    Attributes:
-        tokens: in order, with their texts.
-    """
-
-    tokens: tuple[Token, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """How far it came."""
-        return len(self.tokens)
-
-    @property
-    def text(self) -> str:
-        """What came of it."""
-        return "".join(token.text for token in self.tokens)
-
-
-class GenerationLostError(_Received, ServiceUnavailableError):
-    """A running generation lost its coordinator, and no other one went on with it in time.
-
-    Attributes:
-        tokens: received before, in order, with their texts.
-        retry_after_ms: when another try may succeed; None when nobody can tell.
-    """
-
-    reason = "GENERATION_LOST"
-
-    def __init__(
-        self, message: str, retry_after_ms: int | None = None, *, tokens: Sequence[Token] = ()
-    ) -> None:
-        super().__init__(message, retry_after_ms)
-        self.tokens = tuple(tokens)
-
-
-class StreamIdleError(_Received, SpecwireError):
+class StreamIdleError(SpecwireError):
     """The client took no token of a stream for so long that the coordinator ended it.
 
     Nothing is wrong with the generation: a request with the tokens received before goes on with it, which the
     SDK sends by itself when the next chunk is asked for.
-
-    Attributes:
-        tokens: received before, in order, with their texts.
     """
 
     status = "ABORTED"
     reason = "STREAM_IDLE"
-
-    def __init__(self, message: str, *, tokens: Sequence[Token] = ()) -> None:
-        super().__init__(message)
-        self.tokens = tuple(tokens)
 
 
 class DeadlineExceededError(SpecwireError, TimeoutError):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from specwire.client.errors import GenerationIdleError, GenerationLostError
 from specwire.completion import Chunk, ResumeInfo, Token
 from specwire.errors import (
-    GenerationLostError,
     HandshakeError,
     InternalError,
     InvalidRequestError,
@@ -37,7 +37,7 @@ class RetryPolicy:
 
     resume: bool = True
     """Go on with a generation whose coordinator is lost, or ended its stream because nothing was read; False
-    raises `GenerationLostError` or `StreamIdleError` at once."""
+    raises `GenerationLostError` or `GenerationIdleError` at once."""
     patience_s: float = 10.0
     """Longest search for a coordinator after a loss, in seconds; never beyond the generation's deadline."""
     max_resumes: int = 5
@@ -193,10 +193,10 @@ class ReceivedTokens:
         token_ids = [token.token_id for token in (*self.tokens, *self._held)]
         return client_wire.resuming_request(self._request, self._info, token_ids)
 
-    def lost(self, why: SpecwireError) -> GenerationLostError | StreamIdleError:
+    def lost(self, why: SpecwireError) -> GenerationLostError | GenerationIdleError:
         """The error that says how far it came."""
         if isinstance(why, StreamIdleError):
-            return StreamIdleError(str(why), tokens=self.tokens)
+            return GenerationIdleError(str(why), tokens=self.tokens)
         message = f"the generation was lost after {len(self.tokens)} tokens: {why}"
         return GenerationLostError(message, getattr(why, "retry_after_ms", None), tokens=self.tokens)
 

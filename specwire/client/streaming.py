@@ -169,7 +169,7 @@ class AsyncStream:
 
         Raises:
             GenerationLostError: its coordinator was lost, and no other one went on; says how far it came.
-            StreamIdleError: it was paused for too long, and was not gone on with; says how far it came.
+            GenerationIdleError: it was paused for too long, and was not gone on with; says how far it came.
             SpecwireError: what else ended the generation before it was complete.
         """
         while self._completion is None:

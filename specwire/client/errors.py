@@ -1,0 +1,57 @@
+"""Errors that the SDK alone raises: they carry what was received before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specwire.completion import Token
+from specwire.errors import ServiceUnavailableError, StreamIdleError
+
+
+class _Received:
+    """What came before an error.
+
+    Attributes:
+        tokens: in order, with their texts.
+    """
+
+    tokens: tuple[Token, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """How far it came."""
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """What came of it."""
+        return "".join(token.text for token in self.tokens)
+
+
+class GenerationLostError(_Received, ServiceUnavailableError):
+    """A running generation lost its coordinator, and no other one went on with it in time.
+
+    Attributes:
+        tokens: received before, in order, with their texts.
+        retry_after_ms: when another try may succeed; None when nobody can tell.
+    """
+
+    reason = "GENERATION_LOST"
+
+    def __init__(
+        self, message: str, retry_after_ms: int | None = None, *, tokens: Sequence[Token] = ()
+    ) -> None:
+        super().__init__(message, retry_after_ms)
+        self.tokens = tuple(tokens)
+
+
+class GenerationIdleError(_Received, StreamIdleError):
+    """A stream was paused for too long, and the SDK was not to go on with it.
+
+    Attributes:
+        tokens: received before, in order, with their texts.
+    """
+
+    def __init__(self, message: str, *, tokens: Sequence[Token] = ()) -> None:
+        super().__init__(message)
+        self.tokens = tuple(tokens)
