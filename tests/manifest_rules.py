@@ -49,7 +49,7 @@ METRICS = {
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields that say where somebody else listens."""
 OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"}
-"""Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/tracing.py reads it."""
+"""Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}
 """Labels that pods of others carry to be let in."""
 SHUTDOWN_MARGIN_S = 5
@@ -170,7 +170,7 @@ def _useless_variables(pod: Pod) -> Iterator[str]:
 
 def variables(manifests: Manifests) -> Iterator[str]:
     """Every variable is known to somebody, and those it is made of come before it."""
-    tracing = (ROOT / "specwire/tracing.py").read_text()
+    tracing = (ROOT / "specwire/telemetry/tracing.py").read_text()
     for pod in manifests.pods:
         known: set[str] = set()
         used = set(re.findall(r"\$\((\w+)\)", " ".join(str(value) for value in pod.environ.values())))

@@ -275,4 +275,4 @@ class TestPrompts:
 
 @pytest.mark.parametrize("name", ["metrics", "prompts", "report"])
 def test_the_arithmetic_knows_no_network(name: str) -> None:
-    assert not packages(imports(ROOT / f"specwire/bench/{name}.py")) & (GRPC | {"asyncio"})
+    assert not packages(imports(ROOT / f"specwire/cli/bench/{name}.py")) & (GRPC | {"asyncio"})

@@ -12,58 +12,38 @@ ROOT = Path(__file__).parent.parent
 SERVICES = ("coordinator", "draft_service", "verify_service")
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 
-#: Behaviour and nouns: drivable by fakes, without any network.
-WITHOUT_GRPC = [
-    "coordinator/addresses.py",
-    "coordinator/attempts.py",
-    "coordinator/credit.py",
-    "coordinator/generation.py",
-    "coordinator/prompts.py",
-    "coordinator/pool.py",
-    "coordinator/replicas.py",
-    "coordinator/resuming.py",
-    "coordinator/session.py",
-    "coordinator/text.py",
-    "draft_service/drafter.py",
-    "verify_service/verifier.py",
-    "specwire/acceptance.py",
-    "specwire/sampling.py",
-    "specwire/random.py",
-    "specwire/core.py",
-    "specwire/completion.py",
-    "specwire/errors.py",
-    "specwire/checks.py",
-    "specwire/client_config.py",
-    "specwire/config.py",
-    "specwire/credentials.py",
-    "specwire/tokens.py",
-    "specwire/watched.py",
-    "specwire/descriptors.py",
-    "specwire/draining.py",
-    "specwire/places.py",
-    "specwire/resume.py",
-    "specwire/alarm.py",
-    "specwire/delay_line.py",
-    "specwire/delay_proxy.py",
-    "specwire/flags.py",
-    "specwire/metrics.py",
-    "specwire/tokenizer.py",
-    "specwire/wire.py",
-    "specwire/client_wire.py",
-    "specwire/http/answers.py",
-    "specwire/http/body.py",
-    "specwire/http/errors.py",
-    "specwire/http/logprobs.py",
-    "specwire/http/origins.py",
-    "specwire/http/remembered.py",
-    "specwire/http/scan.py",
-    "specwire/timeline/generation.py",
-    "specwire/timeline/layout.py",
-    "specwire/timeline/page.py",
-    "specwire/timeline/picture.py",
-    "specwire/timeline/spans.py",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "specwire/engine").rglob("*.py"))),
-]
+ORDER = (
+    ("errors", "v1", "embedded"),
+    ("core", "tokenizer"),
+    ("completion",),
+    *(
+        ("estimate",),
+        ("rule",),
+        ("security",),
+        ("wire",),
+        ("config",),
+        ("telemetry",),
+        ("rpc",),
+        ("testing",),
+    ),
+    *(("engine",), ("client",), ("http",), ("cli",)),
+)
+"""The folders of `specwire/` and its modules beside them: each imports only from those before it."""
+
+WITH_GRPC = {
+    *(f"{service}/{name}.py" for service in SERVICES for name in ("__main__", "service", "servicer")),
+    "coordinator/peers/handshake.py",
+    "coordinator/peers/streams.py",
+    "coordinator/totals.py",
+    "specwire/cli/health.py",
+    "specwire/cli/main.py",
+    "specwire/cli/timeline/receiver.py",
+    "specwire/client/client.py",
+    "specwire/client/endpoints.py",
+    "specwire/client/streaming.py",
+    *(f"specwire/rpc/{path.name}" for path in sorted((ROOT / "specwire/rpc").glob("*.py"))),
+}
+"""Who may know gRPC: everything else can be driven by fakes, without any network."""
 
 
 def imports(path: Path, *, lazy: bool = True) -> set[str]:
@@ -122,32 +102,57 @@ def test_the_leaf_imports_no_service() -> None:
         assert not packages(imports(path)) & set(SERVICES), path
 
 
+def test_folders_import_from_those_before_them() -> None:
+    level = {name: number for number, names in enumerate(ORDER) for name in names}
+    for path in sources("specwire"):
+        own = path.relative_to(ROOT / "specwire").with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        found = {name.split(".")[1] for name in imports(path) if name.startswith("specwire.")}
+        found = {name for name in found if name in level} - {own}
+        assert all(level[name] < level[own] for name in found), (path, found)
+
+
+def test_every_folder_has_its_place() -> None:
+    there = {
+        path.stem
+        for path in (ROOT / "specwire").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there - {"__init__"} == {name for names in ORDER for name in names}
+
+
 def test_product_code_imports_no_tests_or_benchmarks() -> None:
     for folder in (*SERVICES, "specwire"):
         for path in sources(folder):
             assert not packages(imports(path)) & {"tests", "benchmarks", "pytest"}, path
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRPC)
-def test_behaviour_knows_no_grpc(name: str) -> None:
-    found = imports(ROOT / name)
-    assert not packages(found) & GRPC
-    assert "specwire.rpc" not in found
-    assert not [module for module in found if module.endswith("_grpc")]
+def test_behaviour_knows_no_grpc() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            if str(path.relative_to(ROOT)) not in WITH_GRPC:
+                found = imports(path)
+                assert not packages(found) & GRPC, path
+                assert not [module for module in found if module.endswith("_grpc")], path
 
 
 def test_no_torch_in_the_coordinator() -> None:
     for path in sources("coordinator"):
         found = imports(path)
         assert not packages(found) & {"torch", "transformers"}, path
-        assert not [name for name in found if name.startswith(("specwire.engine", "specwire.sampling"))], path
+        assert not [
+            name for name in found if name.startswith(("specwire.engine", "specwire.rule.sampling"))
+        ], path
 
 
 def test_no_torch_outside_the_engine_and_the_samplers() -> None:
     heavy = {"torch", "safetensors"}
     for path in sources("specwire"):
         relative = path.relative_to(ROOT / "specwire")
-        if relative.parts[0] in ("engine", "embedded") or relative.name in ("sampling.py", "transfer.py"):
+        if relative.parts[0] == "engine" or str(relative) in (
+            *("rule/rows.py", "rule/sampling.py", "rule/transfer.py"),
+        ):
             continue
         assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
         assert "transformers" not in packages(imports(path, lazy=False)), path
@@ -193,12 +198,12 @@ def test_the_http_front_is_loaded_by_its_command_alone() -> None:
 
 
 def test_the_books_know_no_device() -> None:
-    for name in ("batch", "jobs", "kv_cache", "prefix", "schedule"):
+    for name in ("batch", "jobs", "cache/kv_cache", "cache/prefix", "schedule"):
         assert "torch" not in packages(imports(ROOT / f"specwire/engine/{name}.py")), name
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
-    for name in ("acceptance", "sampling", "core", "errors"):
+    for name in ("rule/acceptance", "rule/sampling", "core", "errors"):
         found = packages(imports(ROOT / f"specwire/{name}.py"))
         assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
 
