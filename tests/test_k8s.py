@@ -432,7 +432,8 @@ def test_digests_are_written_beside_the_tags(tmp_path: Path) -> None:
 
 def test_the_context_of_the_image_has_every_package() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
-    packages = {name.partition(".")[0] for name in _project()["tool"]["setuptools"]["packages"]}
+    found = _project()["tool"]["setuptools"]["packages"]["find"]
+    packages = {pattern.rstrip("*") for pattern in found["include"]}
     assert {f"!{name}" for name in packages} <= set(lines)
     copied = {"LICENSE", "README.md", "pyproject.toml", "requirements"}  # read by pip, or by the build
     assert {f"!{name}" for name in copied} <= set(lines)

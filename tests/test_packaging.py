@@ -10,17 +10,15 @@ SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 
 
 def test_every_file_of_the_packages_is_named() -> None:
-    tops = {package.partition(".")[0] for package in SETUP["packages"]}
-    there = {path for top in tops for path in (ROOT / top).rglob("*") if path.is_file()}
-    folders = {package: ROOT / package.replace(".", "/") for package in SETUP["packages"]}
-    code = {
-        path for folder in folders.values() for ending in ("py", "pyi") for path in folder.glob(f"*.{ending}")
-    }
+    tops = [ROOT / pattern.rstrip("*") for pattern in SETUP["packages"]["find"]["include"]]
+    there = {path for top in tops for path in top.rglob("*") if path.is_file()}
+    folders = {path.parent for path in there if path.name == "__init__.py"}
+    code = {path for folder in folders for ending in ("py", "pyi") for path in folder.glob(f"*.{ending}")}
     data = {
         path
         for package, globs in SETUP["package-data"].items()
         for glob in globs
-        for path in folders[package].glob(glob)
+        for path in (ROOT / package.replace(".", "/")).glob(glob)
     }
     assert {path for path in there if "__pycache__" not in path.parts} == code | data
 

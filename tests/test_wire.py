@@ -225,7 +225,6 @@ class TestErrors:
         errors.ResourceExhaustedError("too large"),
         errors.StreamIdleError("no token was taken for 60 s"),
         errors.ServiceUnavailableError("gone"),
-        errors.GenerationLostError("gone after 3 tokens"),
         errors.DeadlineExceededError("late"),
         errors.RequestCancelledError("cancelled"),
         errors.InternalError("a defect"),
