@@ -15,7 +15,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specwire import descriptors
+from specwire.rpc import descriptors
 
 log = logging.getLogger(__name__)
 
