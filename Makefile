@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test test-all chaos bench browser setup lock sbom images format lint types proto proto-check unit slow train clean
+.PHONY: demo test test-all coverage chaos bench browser setup lock sbom images format lint types proto proto-check unit slow train clean
 
 demo: setup
 	@$(BIN)/specwire demo
@@ -106,6 +106,13 @@ unit: export OMP_NUM_THREADS = 1
 unit: setup
 	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow"; parallel=$$?; \
 	$(PYTEST) -m "serial and not slow" && exit $$parallel
+
+# How much of the rule, the engine and the coordinator the parallel tests run, with a floor for each.
+coverage: export OMP_NUM_THREADS = 1
+coverage: setup
+	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow" --cov --cov-report=
+	@for floor in specwire/rule:98 specwire/engine:90 coordinator:90; do \
+		$(BIN)/coverage report --include="$${floor%:*}/*" --fail-under=$${floor#*:} --skip-covered || exit 1; done
 
 slow: export OMP_NUM_THREADS = 1
 slow: setup
