@@ -197,7 +197,7 @@ class Lookahead:
         Memory to work ahead in may have run out just before the engine heard that it is waited for.
         """
         if not branch.future.done():
-            self._engine.hurry(branch.job)
+            self._engine.promote(branch.job)
             await asyncio.wait([branch.future])
         return not branch.failed
 
@@ -232,7 +232,7 @@ class Lookahead:
         self._close(b for b in self._branches if b is not found and b not in alive)
         self._branches = alive
         if found is not None:
-            self._engine.adopt(self._sequence, found.job.sequence)
+            self._engine.replace_with_fork(self._sequence, found.job.sequence)
             root_path, root_worth = found.path, found.worth
             for branch in (found, *alive):
                 branch.path = branch.path[len(root_path) :]

@@ -163,7 +163,7 @@ def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> N
         start_ns=clock.epoch_ns(job.started_ns),
         end_ns=clock.epoch_ns(job.finished_ns),
         parent=parent,
-        attributes={**attributes, tracing.BATCH_SIZE: job.num_companions},
+        attributes={**attributes, tracing.BATCH_SIZE: job.batch_size},
     )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from specwire.engine.boot import ModelService
 from specwire.engine.cache.kv_cache import PagePool
-from specwire.engine.loop import NUM_STEP_SIZES, EngineStatus
+from specwire.engine.counts import NUM_STEP_SIZES, EngineStatus
 from specwire.telemetry.metrics import Group, HistogramData, Labelled, Metric, MetricKind
 
 

@@ -23,10 +23,9 @@ from torch import Tensor
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.private import flash_attention_with_lse
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
-# The same kernel as behind `_sdpa` on a CPU, which also returns lse.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # Up to this many masked queries the heads of a group are stacked as rows of one product, which reads each key
 # once; beyond, the product is bound by arithmetic, and a mask repeated for the group would be large.
@@ -324,7 +323,7 @@ def _part(query: Tensor, layer: LayerCache, read: Read, scale: float) -> tuple[T
     else:
         keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
         rows = query.permute(2, 1, 0, 3)
-    output, lse = _flash(rows, keys, values, 0.0, False, attn_mask=read.mask, scale=scale)
+    output, lse = flash_attention_with_lse(rows, keys, values, read.mask, scale)
     if read.hidden is not None:
         lse = lse.masked_fill(read.hidden, -torch.inf)
     if not stacked:

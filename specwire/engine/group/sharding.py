@@ -79,7 +79,7 @@ def run_on_local_shards(model: Any) -> None:
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         around = _collective(module, style)
-        if around is not None and isinstance(module._parameters["weight"], DTensor):
+        if around is not None and isinstance(module.weight, DTensor):
             _start_of_shard(module)
             _unwrap(module, shards)
             collectives.append((module, around))
@@ -103,22 +103,21 @@ def _collective(module: nn.Module, style: str | None) -> Callable[[nn.Module, Fo
 
 def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
     """Local parameters and the class's own forward; tied parameters stay tied."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
             key = id(parameter)
             if key not in shards:
                 shards[key] = nn.Parameter(parameter.to_local(), requires_grad=False)
-            module._parameters[name] = shards[key]
+            setattr(module, name, shards[key])
     module.__dict__.pop("forward", None)
 
 
 def _start_of_shard(module: nn.Module) -> None:
     """Note at which row of the whole weight the shard starts: known to the DTensor only."""
-    weight = module._parameters["weight"]
     if isinstance(module, nn.Embedding):
-        assert weight is not None
-        size = -(-weight.shape[0] // dist.get_world_size())
-        module.first_row = min(dist.get_rank() * size, weight.shape[0])  # type: ignore[assignment]
+        num_rows = module.weight.shape[0]
+        size = -(-num_rows // dist.get_world_size())
+        module.first_row = min(dist.get_rank() * size, num_rows)  # type: ignore[assignment]
 
 
 def _as_it_is(module: nn.Module, product: Forward) -> Forward:
@@ -128,8 +127,8 @@ def _as_it_is(module: nn.Module, product: Forward) -> Forward:
 
 def _summed(module: nn.Module, product: Forward) -> Forward:
     """Rows: partial products add up; the bias, which every rank has, is added once."""
-    bias = module._parameters["bias"]
-    module._parameters["bias"] = None
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    module.bias = None  # type: ignore[assignment]
 
     def forward(tokens: Tensor) -> Tensor:
         output = product(tokens)
@@ -158,7 +157,7 @@ def _gathered(module: nn.Module, product: Forward) -> Forward:
 def _summed_embedding(module: nn.Module, lookup: Forward) -> Forward:
     """Rows of the vocabulary: who has a token looks it up, the others add zero."""
     first: int = module.first_row  # type: ignore[assignment]
-    num_rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    num_rows = module.weight.shape[0]  # type: ignore[index]
 
     def forward(token_ids: Tensor) -> Tensor:
         rows = token_ids - first

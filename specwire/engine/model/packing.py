@@ -8,10 +8,11 @@ compiler uses when it freezes a model for inference; the products are the same, 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specwire.engine.private import can_pack_weights, pack_weight, packed_linear
 
 _TYPICAL_TOKENS = 64
 """The kernels choose the order by the number of tokens that they are told to expect."""
@@ -25,7 +26,7 @@ def pack_linears(model: nn.Module) -> int:
     Returns:
         How many layers were packed.
     """
-    if not can_pack():
+    if not can_pack_weights():
         return 0
     users = Counter(id(parameter) for parameter in _all_parameters(model))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -33,15 +34,6 @@ def pack_linears(model: nn.Module) -> int:
     for linear in chosen:
         _pack(linear, is_shared=users[id(linear.weight)] > 1)
     return len(chosen)
-
-
-def can_pack() -> bool:
-    """Whether this torch has the operators, and this processor what their bfloat16 kernels are made of."""
-    operators: Any = torch.ops.mkldnn
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    has_operators: bool = all(hasattr(operators, name) for name in names)
-    return has_kernels and has_operators and operators._is_mkldnn_bf16_supported()
 
 
 def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -56,13 +48,11 @@ def _fits(weight: Tensor) -> bool:
 
 
 def _pack(linear: nn.Linear, *, is_shared: bool) -> None:
-    operators: Any = torch.ops.mkldnn
     weight, bias = linear.weight.detach(), linear.bias
-    packed = operators._reorder_linear_weight(weight, _TYPICAL_TOKENS)
+    packed = pack_weight(weight, _TYPICAL_TOKENS)
 
     def forward(tokens: Tensor) -> Tensor:
-        output: Tensor = operators._linear_pointwise(tokens, packed, bias, "none", [], "")
-        return output
+        return packed_linear(tokens, packed, bias)
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
     if not is_shared:  # keep shape and dtype, which models ask for, without the memory
