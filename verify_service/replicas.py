@@ -19,7 +19,7 @@ from specwire.cli.supervisor import Service, check_free, device_of, wait_ready
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_words
 from specwire.config.services import VerifyConfig
-from specwire.engine.group.instance import Instance, alone
+from specwire.engine.group.instance import Instance, isolated_environ
 from specwire.engine.group.placement import require_ray
 from specwire.errors import ConfigError, ServiceUnavailableError
 
@@ -46,7 +46,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         replicas: list[LocalReplica] = []
         stack.callback(lambda: [replica.service.kill() for replica in replicas])
         for index in range(config.replicas):
-            replicas.append(LocalReplica(_config_of(config, index, ray_address), alone() if instance else {}))
+            replicas.append(
+                LocalReplica(_config_of(config, index, ray_address), isolated_environ() if instance else {})
+            )
         await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
         try:
             async with asyncio.TaskGroup() as group:

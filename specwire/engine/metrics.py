@@ -1,4 +1,4 @@
-"""The metrics of draft and verify service: what their engines count. Labels say which of the two it is."""
+"""The metrics of draft and verify service, from the counts of their engines; a label names the service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specwire.telemetry.metrics import Group, HistogramData, Labelled, Metric, M
 
 
 class EngineSnapshot(NamedTuple):
-    """An engine and its memory at one moment."""
+    """The state of an engine and its memory at one moment."""
 
     engine: EngineStatus
     pool: PagePool
