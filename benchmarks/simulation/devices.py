@@ -74,7 +74,7 @@ class VirtualRunner(EmulatedRunner):
         rows = Rows(*self._append(feeds))
         self.num_rows = len(rows.positions)
         self.step_s = self._cost.seconds(len(feeds), sum(len(feed.token_ids) for feed in feeds))
-        return torch.from_numpy(self._model.laws(*rows)) if self._exact else rows
+        return torch.from_numpy(self._model.log_probs(*rows)) if self._exact else rows
 
     def end_step(self) -> None:
         """The engine lets the time pass."""

@@ -137,7 +137,7 @@ class TestTwoRanks:
             assert [v for _, v in one.top_logprobs] == pytest.approx(
                 [v for _, v in other.top_logprobs], abs=1e-4
             )
-        nodes = {place.node_id for place in group_runner(service).places}
+        nodes = {place.node_id for place in group_runner(service).locations}
         assert len(nodes) == 1, "packed on one machine as long as it has room"
         stack.assert_idle_within(5.0)
 
@@ -147,7 +147,7 @@ class TestTwoRanks:
     ) -> None:
         """Killed, or stopped for ever: then only the limit of a step tells."""
         stack, service = started
-        before = [place.pid for place in group_runner(service).places]
+        before = [place.pid for place in group_runner(service).locations]
         done: list[list[Completion]] = []
         generating = threading.Thread(target=lambda: done.append(generate_all(stack.address, NUM_TOKENS)))
         with Client(stack.address) as client:
@@ -163,7 +163,7 @@ class TestTwoRanks:
         generating.join(START_S)
         assert token_ids == list(undisturbed[0].token_ids)
         assert [one.token_ids for one in done[0]] == [one.token_ids for one in undisturbed]
-        after = [place.pid for place in group_runner(service).places]
+        after = [place.pid for place in group_runner(service).locations]
         assert not set(before) & set(after), "all ranks start again"
         stack.assert_idle_within(5.0)
         group_runner(service).pool.check_integrity()
@@ -177,8 +177,8 @@ class TestFourRanks:
         )
         runner = GroupRunner(config, str(target), "float32")
         try:
-            assert len({place.node_id for place in runner.places}) == 2
-            assert len({place.pid for place in runner.places}) == 4
+            assert len({place.node_id for place in runner.locations}) == 2
+            assert len({place.pid for place in runner.locations}) == 4
             alone = ModelRunner(loading.load_model(target), num_pages=64)
             for found, expected in zip(_history(runner), _history(alone), strict=True):
                 np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -313,7 +313,7 @@ class TestBackgroundJobs:
             job = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=2)
             waits = engine.submit(job, 2, background=True)
             long = engine.submit(DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
-            engine.hurry(job)
+            engine.promote(job)
             await waits
             assert not long.done()
             await long
@@ -352,7 +352,7 @@ class TestBackgroundJobs:
             await engine.submit(DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle), 2, background=True)
             assert engine.status().num_sequences == 1
             assert engine.status().num_preemptions == 0
-            engine.adopt(idle, fork)
+            engine.replace_with_fork(idle, fork)
             proposal = await engine.run(DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
             assert proposal.base_len == 142
 
@@ -367,9 +367,9 @@ class TestBackgroundJobs:
         stream, other = (engine.open(params, 3) for _ in range(2))
 
         def too_late(_: DraftJob) -> None:
-            engine._inbox.put(lambda: engine._cancel(engine._background, stream, "no memory"))
+            engine._inbox.put(lambda: engine._queues.cancel_background(stream, "no memory"))
 
-        monkeypatch.setattr(engine, "hurry", too_late)
+        monkeypatch.setattr(engine, "promote", too_late)
         forecast = Forecast(SharedForecast())
 
         async def push(*_: Any) -> None:

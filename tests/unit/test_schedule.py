@@ -164,5 +164,5 @@ def test_nobody_waits_for_a_stream_that_is_slow_to_return(counting: CountingEngi
         await asyncio.gather(*(engine.run(VerifyJob(s, 5, [1])) for s in (quick, slow)))
 
     counting.thread.run(run())
-    assert slow.away_ns >= 50e6
-    assert not engine._expected
+    assert slow.turnaround_ns >= 50e6
+    assert not engine._gathering.expected
