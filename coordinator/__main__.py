@@ -8,12 +8,11 @@ import sys
 
 from specwire.config import flags
 from specwire.config import services as config
-from specwire.rpc import listening as doors
-from specwire.rpc import process
+from specwire.rpc import listening, process
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse flags and variables, meet the model services, serve until a signal."""
+    """Parse flags and variables, connect to the model services, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
     flags.add_flags(parser, config.CoordinatorConfig)
     args = parser.parse_args(argv)
@@ -24,7 +23,7 @@ async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
     process.set_up_logging(settings.log_level)
-    doors.check(settings)
+    listening.check(settings)
     from coordinator.service import serving  # after the flags were checked
 
     await process.run_until_signal(serving(settings))

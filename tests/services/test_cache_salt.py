@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import coordinator.service
-from coordinator.servicer import cache_salt
+from coordinator.requests import cache_salt
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
 from specwire.config.services import CoordinatorConfig
 from specwire.security.bearer import make_token

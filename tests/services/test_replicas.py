@@ -47,8 +47,8 @@ class Fake(Replica):
 
     def __init__(self, name: str, *, num_streams: int = 0, num_others: int = 0) -> None:
         super().__init__("verify", name)
-        self.came(ModelInfo(name="m", vocab_size=64, context_len=64, incarnation=name))
-        self.num_streams, self.num_others = num_streams, num_others
+        self.mark_ready(ModelInfo(name="m", vocab_size=64, context_len=64, incarnation=name))
+        self.num_streams, self.num_other_streams = num_streams, num_others
 
     def open_stream(self, timeout_s: float | None) -> None:
         raise AssertionError
@@ -65,7 +65,7 @@ class TestChoice:
 
     def test_of_equals_the_one_taken_longest_ago(self) -> None:
         a, b = Fake("a"), Fake("b")
-        a.last_taken, b.last_taken = 2, 1
+        a.last_used, b.last_used = 2, 1
         assert choose([a, b]) is b
 
     @pytest.mark.parametrize(("num_streams", "taken"), [(0, "holder"), (8, "holder"), (9, "other")])
@@ -89,19 +89,19 @@ class TestTrials:
         with clock.simulated(lambda: int(now_s * 1e9)):
             replica = Fake("a")
             for pause_s in (0.0, 1.0, 2.0, 4.0):
-                replica.lost("hangs")
+                replica.mark_lost("hangs")
                 if pause_s:
                     now_s += pause_s - 0.01
-                    replica.came(self.INFO)
+                    replica.mark_ready(self.INFO)
                     assert replica.unavailable == "hangs"
                     now_s += 0.02
-                replica.came(self.INFO)
+                replica.mark_ready(self.INFO)
                 assert not replica.unavailable
                 assert not replica.is_proven
-            replica.answered()
+            replica.mark_proven()
             assert replica.is_proven
-            replica.lost("killed")
-            replica.came(self.INFO)
+            replica.mark_lost("killed")
+            replica.mark_ready(self.INFO)
             assert not replica.unavailable, "the first loss after an answer may be a restart"
             assert replica.num_lost == 5
 
@@ -109,16 +109,16 @@ class TestTrials:
     def test_one_stream_at_a_time_tries_it(self, is_needed: bool) -> None:
         pool = Pool("draft", "", lambda _: Fake("none"), Names(), is_needed=is_needed)
         replica = Fake("a")
-        pool.adopt(replica)
-        replica.lost("hangs")
-        replica.came(self.INFO)
+        pool.add(replica)
+        replica.mark_lost("hangs")
+        replica.mark_ready(self.INFO)
         assert pool.choose([1]) is replica
         pool.opened(replica, [1])
         assert pool.choose([1]) is (replica if is_needed else None)
         other = Fake("b", num_streams=7)
-        pool.adopt(other)
+        pool.add(other)
         assert pool.choose([1]) is other
-        replica.answered()
+        replica.mark_proven()
         assert pool.choose([1]) is replica
 
 

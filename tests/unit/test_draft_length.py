@@ -76,7 +76,7 @@ class Machine:
         for stream, length in zip(self.streams, lengths, strict=True):
             accepted = int(np.argmin([*(self.rng.random(length) < alpha), False]))
             draft_ns = int(self.step * length * noise)
-            draft_cost = Cost(forward_ns=draft_ns, wall_ns=draft_ns, num_new_tokens=1)
+            draft_cost = Cost(forward_ns=draft_ns, wall_ns=draft_ns, num_prefill_tokens=1)
             verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
             done = Round(
                 Proposal(0, [0] * length), Verdict(0, []), Outcome(accepted, 0), draft_cost, verify_cost, 0
@@ -149,7 +149,9 @@ def far_round(plan: Plan, num_accepted: int) -> Round:
         Proposal(0, [0] * num_drafted),
         Verdict(0, []),
         Outcome(min(num_accepted, num_drafted), 0),
-        Cost(forward_ns=draft_ns, wall_ns=draft_ns + 80_000_000, num_new_tokens=1) if num_drafted else Cost(),
+        Cost(forward_ns=draft_ns, wall_ns=draft_ns + 80_000_000, num_prefill_tokens=1)
+        if num_drafted
+        else Cost(),
         Cost(forward_ns=30_000_000, wall_ns=30_000_000, load=Load(0, 1, 30_000_000, 0, 0)),
         0,
     )
@@ -231,7 +233,7 @@ def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None
     before = stream.plan().num_draft_tokens
     for _ in range(3000):
         stream.plan()
-        stream.observe(replace(far_round(Plan(0), 0), draft_cost=Cost(away=True)), 30_000_000)
+        stream.observe(replace(far_round(Plan(0), 0), draft_cost=Cost(draft_unavailable=True)), 30_000_000)
     assert stream.plan().num_draft_tokens == before > 0
     assert shared.chosen.num_trials == 0
 
