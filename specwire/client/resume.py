@@ -119,7 +119,7 @@ class Search:
         self._order = [(index + (not is_there) + i) % num_addresses for i in range(num_addresses)]
         self._todo = self._order.copy() if is_there else self._order[:-1]
         self._refusals = {index: refusal}
-        self._until_s = until_s
+        self.until_s = until_s
         self._full_until_s = full_until_s
         self._pause_s = policy.pause_s
         self._longest_pause_s = _LONGEST_PAUSE_FACTOR * policy.pause_s
@@ -145,7 +145,7 @@ class Search:
         if isinstance(refusal.error, ResourceExhaustedError):
             wait_s, until_s = (refusal.error.retry_after_ms or 0) / 1e3, self._full_until_s
         elif refusal.may_come_back:
-            wait_s, until_s = self._pause_s, self._until_s
+            wait_s, until_s = self._pause_s, self.until_s
         else:
             return None
         return wait_s if now_s + wait_s < until_s else None

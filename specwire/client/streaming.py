@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -111,6 +112,15 @@ class Part:
         self._call.cancel()
 
 
+class _Need(enum.Enum):
+    """What a generation whose coordinator fails it needs from another one."""
+
+    START = enum.auto()
+    """It never ran: each other address is asked once."""
+    RESUME = enum.auto()
+    """It ran, which is worth waiting for a coordinator that resumes it."""
+
+
 class AsyncStream:
     """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
 
@@ -190,30 +200,42 @@ class AsyncStream:
             return await self._go_on(refusal)
 
     async def _go_on(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
-        """The next message, from whoever takes the generation after this one gave it up.
+        """The next message, from the coordinator that takes the generation over.
 
-        What ran is worth patience. What was refused is offered to every other address once.
+        Raises:
+            SpecwireError: none takes it, or it may not be resumed.
         """
-        is_lost = self._part.has_begun(refusal)
-        self._num_idle += (was_idle := isinstance(refusal.error, StreamIdleError))
-        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
-        if is_lost and not (self._retry.resume and may_resume):
-            raise self._progress.lost(refusal.error) from None
-        until_s = min(self._now_s + self._retry.patience_s, self._ends_s) if is_lost else -math.inf
-        search = self._search(refusal, until_s)
+        need, search = self._start_search(refusal)
         while (turn := search.next(self._now_s)) is not None:
             index, pause_s = turn
             await self._pause(pause_s)
             try:
-                response = await self._try(index, until_s if is_lost else self._ends_s)
+                response = await self._try(index, search.until_s if need is _Need.RESUME else self._ends_s)
             except NotServedError as another:
-                if not is_lost and self._part.has_begun(another):
-                    return await self._go_on(another)
-                search.refused(index, another)
+                if need is _Need.START and self._part.has_begun(another):
+                    need, search = self._start_search(another)
+                else:
+                    search.refused(index, another)
             else:
-                self._num_resumes += is_lost
+                self._num_resumes += need is _Need.RESUME
                 return response
-        raise (self._progress.lost(search.error) if is_lost else search.error) from None
+        raise (self._progress.lost(search.error) if need is _Need.RESUME else search.error) from None
+
+    def _start_search(self, refusal: NotServedError) -> tuple[_Need, Search]:
+        """What the generation needs after this failure, and where to look for it.
+
+        Raises:
+            GenerationLostError, GenerationIdleError: it ran, and may not be resumed.
+        """
+        if not self._part.has_begun(refusal):
+            return _Need.START, self._search(refusal, -math.inf)
+        was_idle = isinstance(refusal.error, StreamIdleError)
+        self._num_idle += was_idle
+        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if not (self._retry.resume and may_resume):
+            raise self._progress.lost(refusal.error) from None
+        until_s = min(self._now_s + self._retry.patience_s, self._ends_s)
+        return _Need.RESUME, self._search(refusal, until_s)
 
     def _search(self, refusal: NotServedError, until_s: float) -> Search:
         return Search(
