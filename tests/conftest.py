@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from specwire import Client
 from specwire.tokenizer import Tokenizer
-from tests import texts
-from tests.harness import LocalStack, local_stack
+from tests.support import report, texts
+from tests.support.effort import CHAOS
+from tests.support.harness import LocalStack, local_stack
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if CHAOS:
+        terminalreporter.write("\n" + report.keep())

@@ -1,0 +1,392 @@
+"""The benchmarks' own foundations: a widened model is the same function, and ratios are what they claim."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import curve, curve_report, measure, report, stats, systems, volume, widen, windows
+from benchmarks.__main__ import Target, compare, measure_curve
+from benchmarks.batching import BatchOrder
+from benchmarks.curve import Burst, Curve
+from benchmarks.curve_systems import CONTINUOUS
+from benchmarks.echo import EchoPair
+from benchmarks.measure import Comparison, Plan, Series
+from benchmarks.peers import Generator, Order, Peer
+from benchmarks.systems import Sample, Work
+from specwire import embedded, tokenizer
+from specwire.completion import Timing
+from tests.support import tiny_models
+
+SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
+
+
+def _greedy(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
+    return model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0].tolist()
+
+
+# --- widening -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.inference_mode()
+def test_a_widened_model_is_the_same_function(tied: bool) -> None:
+    small = tiny_models.build("llama", tie_word_embeddings=tied)
+    large = widen.widen(small, SHAPE, torch.float32)
+    prompt = torch.randint(0, tiny_models.VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
+    wanted, got = (model(prompt).logits.softmax(-1) for model in (small, large))
+    assert (wanted - got).abs().max() < 1e-5
+    assert wanted.max() > 10 / tiny_models.VOCAB_SIZE  # a flat law would agree with anything
+    assert _greedy(large, prompt) == _greedy(small, prompt)
+    assert widen.small_shape(large.config) == SHAPE
+    assert large.config.head_dim == small.config.head_dim
+
+
+@torch.inference_mode()
+def test_epsilon_is_scaled_with_the_mean_square() -> None:
+    small = tiny_models.build("llama", rms_norm_eps=0.1)
+    large = widen.widen(small, SHAPE, torch.float32)
+    prompt = torch.arange(1, 30)[None]
+    torch.testing.assert_close(large(prompt).logits, small(prompt).logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_padding_is_costed_but_never_seen() -> None:
+    """Weights that do not matter are random, so that no kernel can profit from zeros; others are zero."""
+    small = tiny_models.build("llama")
+    one, other = (widen.widen(small, SHAPE, torch.float32, seed=seed) for seed in (0, 1))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    prompt = torch.arange(20)[None]
+    torch.testing.assert_close(one(prompt).logits, other(prompt).logits)
+    assert one.model.layers[-1].mlp.up_proj.weight.ne(0).all()
+    assert one.model.layers[-1].mlp.down_proj.weight.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 16}, {"num_layers": 1}, {"num_kv_heads": 12}, {"num_heads": 10}]
+)
+def test_a_shape_that_does_not_fit_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        widen.widen(tiny_models.build("llama"), dataclasses.replace(SHAPE, **change), torch.float32)
+
+
+def test_only_plain_llamas_are_widened() -> None:
+    for model in (tiny_models.build("qwen2"), tiny_models.build("llama", attention_bias=True)):
+        with pytest.raises(ValueError, match="only a Llama"):
+            widen.widen(model, SHAPE, torch.float32)
+
+
+def test_the_widened_model_is_made_once(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build("llama"), tmp_path / "small")
+    first = widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache")
+    written_ns = (first / "model.safetensors").stat().st_mtime_ns
+    assert widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache") == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written_ns
+    other = dataclasses.replace(SHAPE, num_layers=4)
+    assert widen.cached(source, other, torch.bfloat16, tmp_path / "cache") != first
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    """The machine halves its speed in the second repetition: the ratio does not notice."""
+    assert stats.ratios([30.0, 15.0, 33.0], [20.0, 10.0, 20.0]) == [1.5, 1.5, 1.65]
+    summary = stats.summarise([1.65, 1.5, 1.5])
+    assert (summary.median, summary.low, summary.high) == (1.5, 1.5, 1.65)
+    assert summary.text(2) == "1.50 (1.50 to 1.65)"
+
+
+def test_ratios_need_as_many_of_both() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        stats.ratios([1.0, 2.0], [1.0])
+
+
+def test_own_time_is_what_no_service_and_no_network_explains() -> None:
+    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, queue_ms=5, network_ms=15, rule_ms=4)
+    assert systems.own_ms(timing) == 10
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+class _Scripted:
+    """A system that takes a set time and notes the work it gets."""
+
+    def __init__(self, name: str, log: list[tuple[str, int, int]], elapsed_s: float) -> None:
+        self.name, self._log, self._elapsed_s = name, log, elapsed_s
+
+    def generate(self, work: Work) -> Sample:
+        self._log.append((self.name, work.seed, work.prompt_token_ids[0]))
+        token_ids = [0] * work.num_tokens
+        return Sample(elapsed_s=self._elapsed_s, token_ids=token_ids, num_passes=4, own_ms=2.0)
+
+
+class _NoEcho:
+    def round_trips_s(self, count: int) -> list[float]:
+        return [0.001] * count
+
+
+def test_repetitions_are_interleaved() -> None:
+    log: list[tuple[str, int, int]] = []
+    plan = Plan(num_repetitions=2, num_tokens=8, prompts=[[10], [20]])
+    both = [_Scripted("a", log, 0.5), _Scripted("b", log, 0.25)]
+    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+    assert log == [(name, seed, prompt) for seed, prompt, name in itertools.product((0, 1), (10, 20), "ab")]
+    assert done.series["a"].tokens_per_s == [16, 16]
+    assert done.series["b"].tokens_per_s == [32, 32]
+    assert done.series["b"].tokens_per_pass == [2, 2]
+    assert done.series["b"].own_ms_per_round == [0.5, 0.5]
+    assert done.two_echoes_ms == [2.0, 2.0]
+
+
+def test_a_system_that_stops_early_is_not_counted_as_fast() -> None:
+    class Short(_Scripted):
+        def generate(self, work: Work) -> Sample:
+            return dataclasses.replace(super().generate(work), token_ids=[1])
+
+    plan = Plan(num_repetitions=1, num_tokens=8, prompts=[[10]])
+    with pytest.raises(RuntimeError, match="made 1 tokens, not 8"):
+        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+
+
+def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
+    generator = Generator(str(target), str(draft), "float32", "float32")
+    texts = []
+    for assisted, constant in ((False, None), (True, None), (True, 3)):
+        order = Order(
+            prompt_token_ids=[5, 6, 7],
+            max_new_tokens=12,
+            temperature=0.0,
+            seed=0,
+            assisted=assisted,
+            num_assistant_tokens=constant,
+        )
+        answer = generator.run(order)
+        assert len(answer.token_ids) == 12
+        assert 0 < answer.first_s < answer.elapsed_s
+        assert answer.num_passes <= 12
+        texts.append(answer.token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_bare_round_trips() -> None:
+    with EchoPair() as echo:
+        times_s = echo.round_trips_s(20)
+    assert len(times_s) == 20
+    assert all(0 < time_s < 10 for time_s in times_s)
+
+
+def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) -> Target:
+    return Target(
+        name="embedded",
+        source=embedded.TARGET_DIR,
+        dtype="float32",
+        num_threads=1,
+        plan=plan or Plan(num_repetitions=1, num_tokens=1, prompts=[]),
+        streams_plan=streams_plan or curve.Plan(),
+    )
+
+
+def test_all_systems_run_side_by_side() -> None:
+    """Real processes, the embedded pair, next to nothing to do."""
+    plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
+    with EchoPair() as echo:
+        comparisons = compare(_target(plan=plan), echo)
+    for comparison in comparisons:
+        assert len(comparison.series) == 5
+        assert all(series.tokens_per_s[0] > 0 for series in comparison.series.values())
+        assert 0 < comparison.series[systems.SPECWIRE].own_ms_per_round[0] < 100
+    greedy = [series.token_ids for series in comparisons[0].series.values()]
+    assert greedy.count(greedy[0]) == 5
+
+
+# --- many streams ---------------------------------------------------------------------------------
+
+
+class _ScriptedStreams:
+    """Answers a burst at once and notes its prompts."""
+
+    def __init__(self, name: str, log: list[tuple[str, list[list[int]]]], own_prompts: bool = False) -> None:
+        self.name, self.own_prompts, self.learns, self._log = name, own_prompts, False, log
+
+    def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        self._log.append((self.name, [list(prompt) for prompt in prompts]))
+        n = len(prompts)
+        return Burst(elapsed_s=0.5, token_ids=[[7] * num_tokens] * n, tpots_ms=list(range(1, n + 1)))
+
+
+def _streams_plan(**changes: int) -> curve.Plan:
+    return dataclasses.replace(
+        curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
+    )
+
+
+def test_few_streams_run_in_several_bursts() -> None:
+    plan = curve.Plan(num_streams=(1, 2, 4, 8), least_requests=4)
+    assert [plan.num_bursts(n) for n in plan.num_streams] == [4, 2, 1, 1]
+    assert plan.num_windows == 8
+    assert curve.Plan(num_streams=(1, 3), least_requests=4).num_windows == 6
+
+
+def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
+    log: list[tuple[str, list[list[int]]]] = []
+    both = [_ScriptedStreams("a", log), _ScriptedStreams("b", log, own_prompts=True)]
+    prompts = [[i] for i in range(4)]
+    series = curve.measure(both, _streams_plan(), prompts, lambda text: None)
+    assert [(name, len(burst)) for name, burst in log] == [
+        ("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 4), ("b", 4)
+    ] * 2  # fmt: skip
+    sent = [tuple(prompt) for _, burst in log for prompt in burst]
+    assert len(set(sent)) == len(sent)
+    assert {prompt[1:] for prompt in sent} == {(0,), (1,), (2,), (3,)}
+    assert series[1]["a"].tokens_per_s == [16.0, 16.0]  # two bursts of one request
+    assert series[4]["b"].tokens_per_s == [64.0, 64.0]
+    assert series[4]["b"].p99_tpot_ms == pytest.approx([3.97, 3.97])
+
+
+def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
+    log: list[tuple[str, list[list[int]]]] = []
+    learner, other = _ScriptedStreams("a", log), _ScriptedStreams("b", log)
+    learner.learns = True
+    curve.measure(
+        [learner, other], _streams_plan(num_repetitions=1), [[i] for i in range(4)], lambda text: None
+    )
+    settling = [("a", 1)] * 6 + [("a", 4)] * 3
+    assert [(name, len(burst)) for name, burst in log[: len(settling)]] == settling
+    assert len(log) == len(settling) + 6
+    sent = [tuple(prompt) for name, burst in log if name == "a" for prompt in burst]
+    assert len(set(sent)) == len(sent)
+
+
+def test_time_per_output_token_leaves_out_the_first() -> None:
+    assert curve.tpot_ms(first_s=0.1, end_s=0.5, num_tokens=5) == pytest.approx(100)
+
+
+def test_speculation_must_not_change_a_text_in_float32() -> None:
+    class Other(_ScriptedStreams):
+        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+            burst = super().run(prompts, num_tokens)
+            return dataclasses.replace(burst, token_ids=[[8] * num_tokens, *burst.token_ids[1:]])
+
+    prompts = [[i] for i in range(4)]
+    all_three = [_ScriptedStreams("a", []), Other("b", [], own_prompts=True), _ScriptedStreams("c", [])]
+    identical = curve.compare_texts(all_three, _streams_plan(), prompts, exact=False)
+    assert identical == {"b": 3, "c": 4}
+    with pytest.raises(RuntimeError, match="1 of 4 texts change with speculation"):
+        curve.compare_texts(all_three, _streams_plan(), prompts, exact=True)
+
+
+def test_a_short_stream_is_not_counted_as_fast() -> None:
+    class Short(_ScriptedStreams):
+        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+            return super().run(prompts, num_tokens - 1)
+
+    with pytest.raises(RuntimeError, match="a made 7 tokens, not 8"):
+        curve.exactly(Short("a", []), [[1]], 8)
+
+
+def test_windows_are_distinct() -> None:
+    loaded = tokenizer.load(embedded.TARGET_DIR)
+    assert loaded is not None
+    cut = windows.cut(loaded, 64)
+    assert len({tuple(window[:16]) for window in cut}) == 64  # distinct from the first page on
+    assert {len(window) for window in cut} <= set(range(64, 101))
+    assert windows.cut(loaded, 64) == cut
+    assert all(0 < prompt[0] < loaded.vocab_size for prompt in windows.fresh(cut, 100))
+
+
+def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
+    """A real process; everything at once gives what one prompt at a time does."""
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    settings = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
+    with Peer(target, draft, "float32", "float32", 1) as peer:
+        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]  # type: ignore[arg-type]
+        for _ in range(2):  # the second time with the manager of the first
+            batch = peer.run_batch(BatchOrder(prompts=prompts, max_new_tokens=6))
+            assert batch.token_ids == alone
+            assert all(0 < first < last for first, last in zip(batch.first_s, batch.last_s, strict=True))
+
+
+def test_the_curve_runs_side_by_side() -> None:
+    plan = _streams_plan(num_repetitions=1, num_tokens=6)
+    done = measure_curve(_target(streams_plan=plan))
+    assert done.identical == {systems.NO_SPECULATION: 4, CONTINUOUS: 4}
+    assert list(done.series) == [1, 4]
+    for of_all in done.series.values():
+        assert list(of_all) == [systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS]
+        assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
+
+
+def _curve(target: str, rates: dict[int, tuple[float, float, float, float]]) -> Curve:
+    names = (systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS)
+    series = {
+        n: {
+            name: curve.Series([rate, 2 * rate, rate], [4.0, 6.0, 5.0])
+            for name, rate in zip(names, of_all, strict=True)
+        }
+        for n, of_all in rates.items()
+    }
+    return Curve(target, f"{target} target", 8, "its defaults", 16, {CONTINUOUS: 15}, series)
+
+
+def test_the_report_of_the_curve(tmp_path: Path) -> None:
+    curves = [
+        _curve("embedded", {1: (950, 1000, 900, 800)}),
+        _curve("widened", {1: (60, 20, 50, 20), 16: (300, 200, 50, 310)}),
+    ]
+    text = curve_report.write({"CPU": "2 cores"}, curves, tmp_path)
+    assert "| 1 | 950; 5.0 | 1,000; 5.0 | 900; 5.0 | 800; 5.0 | 0.95 (0.95 to 0.95) |" in text
+    assert "| 1 | 60.0; 5.0 | 20.0; 5.0 | 50.0; 5.0 | 20.0; 5.0 | 3.00 (3.00 to 3.00) |" in text
+    assert [(bar.least, bar.verdict) for bar in curve_report.bars(curves)] == [
+        (5.0, "pass"), (1.0, "miss"), (0.98, "miss"), (0.98, "pass")
+    ]  # fmt: skip
+    assert "| widened, 16 streams: × assisted | ≥ 5 | 6.00 | pass |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"curve.md", "curve.json", "curve.png"}
+
+
+def test_what_was_not_measured_is_neither_passed_nor_missed() -> None:
+    bars = curve_report.bars([_curve("widened", {1: (60, 20, 50, 20)})])
+    assert [bar.verdict for bar in bars] == ["not measured", "not measured", "pass"]
+
+
+# --- bytes and report -----------------------------------------------------------------------------
+
+
+def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
+    sizes = volume.synthetic()
+    assert sizes["Gumbel or greedy"] < 1024
+    assert sizes["rejection"] < sizes["rejection, all supports at their limit"] < 24 * 1024
+
+
+def test_the_report_compares_with_the_better_assisted_setting(tmp_path: Path) -> None:
+    rates = {
+        systems.PLAIN: 10.0,
+        systems.ASSISTED: 12.0,
+        systems.ASSISTED_CONSTANT: 20.0,
+        systems.SPECWIRE: 30.0,
+    }
+    series = {
+        name: Series([rate] * 3, [2.0] * 3, [0.5] * 3, [[1, 2], [3, 4]]) for name, rate in rates.items()
+    }
+    comparison = Comparison("x target", 0.0, 2, series, [0.25] * 3)
+    results = report.Results(
+        machine={"CPU": "2 cores"},
+        assisted_tokens=5,
+        comparisons=[comparison],
+        volumes={"greedy": volume.Volume(model_bytes=200, client_bytes=30, num_draft_tokens=5)},
+        synthetic_bytes={"rejection": 34_000},
+    )
+    assert report.best_assisted(comparison) == systems.ASSISTED_CONSTANT
+    text = report.write(results, tmp_path)
+    assert "| specwire | 30.0 (30.0 to 30.0) | 3.00 (3.00 to 3.00) | 1.50 (1.50 to 1.50) | 2.00 |" in text
+    assert "2.00 (2.00 to 2.00) |" in text  # own time against two echoes
+    assert {path.name for path in tmp_path.iterdir()} == {"cpu.md", "cpu.json", "cpu.png"}

@@ -1,0 +1,245 @@
+"""The page in a real browser: Chromium without a window, driven through WebDriver, against a real stack.
+
+Nothing is installed here. Without a browser the tests are skipped, unless REQUIRE_BROWSER is set, as in CI.
+With SCREENSHOTS=DIR pictures of the page are left there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from specwire import SamplingParams, embedded
+from specwire.http import page
+from tests.support.fronts import Fronted, fronted
+
+PATIENCE_S = 60.0
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--no-proxy-server", "--window-size=1280,1000"),
+)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Fronted]:
+    with fronted("embedded", "embedded") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not browser or not driver:
+        missing = "no chromium and chromedriver on the PATH (Debian: chromium, chromium-driver)"
+        if os.environ.get("REQUIRE_BROWSER"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    options = Options()
+    options.binary_location = browser
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        started = webdriver.Chrome(options, Service(driver))
+        try:
+            yield started
+        finally:
+            started.quit()
+
+
+class Page:
+    """What a person sees and does."""
+
+    def __init__(self, driver: webdriver.Chrome, url: str) -> None:
+        self.driver = driver
+        driver.get_log("browser")
+        driver.get(url + "/")
+        self.until(lambda: "connecting" not in self.text("#model"))
+
+    def one(self, selector: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.one(selector).get_property("textContent"))
+
+    def until(self, condition: Any) -> None:
+        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: condition())
+
+    def fill(self, selector: str, value: str) -> None:
+        field = self.one(selector)
+        field.clear()
+        field.send_keys(value)
+
+    @property
+    def state(self) -> str:
+        return str(self.one("body").get_attribute("data-state"))
+
+    def finished(self) -> None:
+        self.until(lambda: self.state != "running")
+        assert self.state == "done", self.text("#status")
+
+    def tokens(self, lane: str, fate: str = "") -> list[str]:
+        """Texts of a lane's tokens, all that stay or those of one fate."""
+        which = f'[data-fate="{fate}"]' if fate else ":not(.rejected)"
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        found: list[str] = self.driver.execute_script(script, f"#lane-{lane} .text .token{which}")
+        return found
+
+    def record(self, lane: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text(f"#record-{lane}"))
+        return found
+
+    def picture(self, name: str) -> None:
+        folder = os.environ.get("SCREENSHOTS")
+        if folder:
+            size = "return document.documentElement.scrollHeight"
+            height = self.driver.execute_script(size)
+            width = self.driver.execute_script("return innerWidth")
+            view = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
+            self.driver.save_screenshot(str(Path(folder, f"{name}.png")))
+            self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+    def assert_no_complaints(self) -> None:
+        assert [entry["message"] for entry in self.driver.get_log("browser")] == []
+
+
+def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#prompt", "class Queue:")
+    shown.fill("#max-tokens", "48")
+    shown.one("#keep").click()
+    shown.one("#run").click()
+    shown.finished()
+    done = here.stack.client.generate(
+        "class Queue:", SamplingParams(max_tokens=48, temperature=0.7, seed=7, rule="gumbel")
+    )
+    assert "".join(shown.tokens("on")) == done.text
+    counts = shown.record("on")["speculation"]
+    assert len(shown.tokens("on", "accepted")) == counts["num_accepted_tokens"] > 0
+    assert len(shown.tokens("on", "recovered")) == len(shown.tokens("on", "rejected")) > 0
+    own = len(shown.tokens("on", "recovered")) + len(shown.tokens("on", "bonus"))
+    assert own == counts["num_rounds"] == int(shown.text("#rounds"))
+    assert len(chromium.find_elements(By.CSS_SELECTOR, "#strip > div")) == counts["num_rounds"]
+    assert len(chromium.find_elements(By.CSS_SELECTOR, "#positions .column")) == 4
+    rate = 100 * counts["num_accepted_tokens"] / counts["num_draft_tokens"]
+    assert abs(int(shown.text("#rate").rstrip(" %")) - rate) <= 0.5
+    assert float(shown.text("#mean-length")) == pytest.approx(counts["mean_acceptance_length"], abs=0.005)
+    stages = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#stage-times dt")]
+    assert stages == ["draft", "verify", "queue", "rule", "network", "rest"]
+    shown.picture("run-light")
+    shown.assert_no_complaints()
+
+
+def test_rejected_guesses_pass_unless_kept(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#max-tokens", "16")
+    shown.one("#run").click()
+    shown.finished()
+    opacity = (
+        "return [...document.querySelectorAll('.text .rejected')].map((e) => getComputedStyle(e).opacity)"
+    )
+    shown.until(lambda: set(chromium.execute_script(opacity)) <= {"0"})
+    shown.assert_no_complaints()
+
+
+def test_a_race_ends_with_the_same_text(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#max-tokens", "40")
+    shown.one("#race").click()
+    shown.finished()
+    assert shown.tokens("on") == shown.tokens("off")
+    assert len(shown.tokens("off")) == 40
+    assert shown.text("#verdict").startswith("Same text, all 40 tokens")
+    assert shown.record("off")["speculation"]["num_draft_tokens"] == 0
+    assert shown.record("on")["speculation"]["num_draft_tokens"] > 0
+    assert shown.record("on")["rule"] == shown.record("off")["rule"] == "gumbel"
+    for lane in ("on", "off"):
+        assert re.fullmatch(r"\d+\.\d\d s", shown.text(f"#lane-{lane} .clock"))
+        assert re.fullmatch(r"\d+\.\d tokens/s", shown.text(f"#lane-{lane} .speed"))
+    shown.picture("race-light")
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert max(map(int, re.findall(r"\d+", chromium.execute_script(background))[:3])) < 64
+    shown.picture("race-dark")
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    shown.assert_no_complaints()
+
+
+def test_a_race_at_the_same_time(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#max-tokens", "24")
+    shown.one("#together").click()
+    shown.one("#race").click()
+    shown.finished()
+    assert shown.tokens("on") == shown.tokens("off")
+    assert "sharing the device" in shown.text("#verdict")
+    shown.assert_no_complaints()
+
+
+def test_by_keyboard_on_a_narrow_screen(here: Fronted, chromium: webdriver.Chrome) -> None:
+    narrow = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        shown = Page(chromium, here.url)
+        shown.fill("#max-tokens", "1000")
+        shown.one("#prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+        shown.until(lambda: len(shown.tokens("on")) > 30)
+        assert chromium.execute_script("return document.documentElement.scrollWidth") <= 360
+        shown.one("body").send_keys(Keys.ESCAPE)
+        shown.until(lambda: shown.state == "idle")
+        assert shown.text("#status") == "Stopped."
+        here.stack.assert_idle_within(20)
+        shown.picture("narrow")
+        shown.assert_no_complaints()
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_what_is_refused_is_said(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#max-tokens", "99999")
+    shown.one("#run").click()
+    shown.until(lambda: shown.state == "failed")
+    assert "is over the context of 2048" in shown.text("#status")
+
+
+def test_a_server_with_another_model_is_found_at_the_next_try(
+    here: Fronted, chromium: webdriver.Chrome
+) -> None:
+    shown = Page(chromium, here.url)
+    chromium.execute_script("model = 'gone'")  # as a page knows it that was open while the server changed
+    shown.fill("#max-tokens", "8")
+    shown.one("#run").click()
+    shown.until(lambda: shown.state == "failed")
+    assert "'gone' does not exist" in shown.text("#status")
+    shown.one("#run").click()
+    shown.finished()
+    assert shown.text("#model") == here.model
+
+
+def test_the_page_may_load_nothing_from_elsewhere(here: Fronted) -> None:
+    response = httpx2.get(here.url + "/")
+    policy = dict(rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert re.findall(r"(?:src|href)=\"(?!data:)", page.html()) == []
+    assert (embedded.TARGET_DIR / "config.json").exists()

@@ -1,0 +1,439 @@
+"""The manifests of k8s/, as kustomize renders them: the API server takes them, and they fit the code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specwire.cli import main as cli
+from tests.support.manifest_rules import HEALTH_SERVICES, ROLES, problems
+from tests.support.manifests import COMPONENT, K8S, OVERLAYS, ROOT, Manifests, Object, may_connect, render
+
+NOT_WITH_THOSE = {"autoscaling", "http"}
+"""Components that the gpu overlay has already, or that do not fit components/tls."""
+
+rendered = functools.cache(lambda name: Manifests(render(K8S / "overlays" / name)))
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+class TestOverlay:
+    def test_has_no_problems(self, name: str) -> None:
+        assert problems(rendered(name)) == []
+
+    def test_runs_every_service_with_all_that_belongs_to_it(self, name: str) -> None:
+        manifests = rendered(name)
+        for kind in ("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"):
+            assert HEALTH_SERVICES.keys() <= manifests.of(kind).keys(), kind
+
+    def test_denies_what_no_policy_allows(self, name: str) -> None:
+        policy = rendered(name).of("NetworkPolicy")["default-deny"]["spec"]
+        assert policy == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+
+    def test_is_explained(self, name: str) -> None:
+        assert f"k8s/overlays/{name}" in (ROOT / "docs/kubernetes.md").read_text()
+
+
+def test_components_fit_every_overlay(tmp_path: Path) -> None:
+    """All at once, with the one that is furthest from the base."""
+    wanted = [
+        K8S / "overlays/gpu",
+        *(path for path in (K8S / "components").iterdir() if path.name not in NOT_WITH_THOSE),
+    ]
+    gpu, *components = (os.path.relpath(path, tmp_path) for path in wanted)
+    kustomization = {"resources": [gpu], "components": sorted(components)}
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    assert problems(Manifests(render(tmp_path))) == []
+
+
+def test_every_service_is_asked_for_its_own_health() -> None:
+    assert HEALTH_SERVICES.keys() == ROLES.keys() - {"http"} == cli._SERVICES.keys()
+
+
+def test_the_coordinator_is_the_way_in() -> None:
+    """The rules say who must not get through; here is who must."""
+    manifests = rendered("observability")
+    by_name = {pod.labels[COMPONENT]: pod for pod in manifests.pods}
+    assert may_connect(manifests, by_name["coordinator"], by_name["verify"], 7072)
+    assert may_connect(manifests, by_name["coordinator"], by_name["draft"], 7071)
+    assert not may_connect(manifests, by_name["draft"], by_name["verify"], 7072)
+    assert not may_connect(manifests, by_name["verify"], by_name["coordinator"], 7070)
+    (rule,) = manifests.of("NetworkPolicy")["coordinator"]["spec"]["ingress"]
+    clients = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"specwire-client": "true"}}}
+    assert rule == {"from": [clients], "ports": [{"port": "grpc"}]}
+
+
+# --- defects that must be found -------------------------------------------------------------------
+
+
+def _deployment(manifests: Manifests, name: str) -> Object:
+    spec: Object = manifests.of("Deployment")[name]["spec"]
+    return spec
+
+
+def _pod(manifests: Manifests, name: str) -> Object:
+    spec: Object = _deployment(manifests, name)["template"]["spec"]
+    return spec
+
+
+def _container(manifests: Manifests, name: str) -> Object:
+    container: Object = _pod(manifests, name)["containers"][0]
+    return container
+
+
+def _change(items: list[Any], old: str, new: str) -> None:
+    items[items.index(old)] = new
+
+
+def _misspelt_field(m: Manifests) -> None:
+    _container(m, "draft")["livenessProbe"]["periodSecond"] = 5
+
+
+def _misspelt_flag(m: Manifests) -> None:
+    _change(_container(m, "verify")["args"], "--grace-s=120", "--grace=120")
+
+
+def _bad_value(m: Manifests) -> None:
+    _change(_container(m, "verify")["args"], "--grace-s=120", "--grace-s=-1")
+
+
+def _unknown_variable(m: Manifests) -> None:
+    _container(m, "draft")["env"].append({"name": "SPECWIRE_MODELL", "value": "x"})
+
+
+def _anothers_variable(m: Manifests) -> None:
+    _container(m, "coordinator")["env"].append({"name": "SPECWIRE_NUM_THREADS", "value": "2"})
+
+
+def _hidden_variable(m: Manifests) -> None:
+    _container(m, "draft")["env"].append({"name": "SPECWIRE_GRACE_S", "value": "20"})
+
+
+def _unread_variable(m: Manifests) -> None:
+    _container(m, "draft")["env"].append({"name": "OTEL_EXPORTER_OTLP_ENDPOINTS", "value": "http://x:1"})
+
+
+def _variable_too_early(m: Manifests) -> None:
+    _container(m, "draft")["env"].sort(key=lambda entry: entry["name"] == "POD_NAME")
+
+
+def _other_port(m: Manifests) -> None:
+    _change(_container(m, "draft")["args"], "--address=0.0.0.0:7071", "--address=0.0.0.0:7171")
+
+
+def _probe_of_another_port(m: Manifests) -> None:
+    _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
+
+
+def _front_of_nobody(m: Manifests) -> None:
+    _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
+
+
+def _probe_of_another_service(m: Manifests) -> None:
+    _container(m, "draft")["readinessProbe"]["grpc"]["service"] = "specwire.v1.Draft"
+
+
+def _address_of_nobody(m: Manifests) -> None:
+    args = _container(m, "coordinator")["args"]
+    _change(args, "--verify-address=dns:///verify:7072", "--verify-address=dns:///target:7072")
+
+
+def _address_behind_one_name(m: Manifests) -> None:
+    del m.of("Service")["verify"]["spec"]["clusterIP"]
+
+
+def _service_of_another_port(m: Manifests) -> None:
+    m.of("Service")["coordinator"]["spec"]["ports"][0]["port"] = 7777
+
+
+def _policy_for_nobody(m: Manifests) -> None:
+    m.of("NetworkPolicy")["draft"]["spec"]["podSelector"]["matchLabels"][COMPONENT] = "drafts"
+
+
+def _policy_of_no_port(m: Manifests) -> None:
+    m.of("NetworkPolicy")["verify"]["spec"]["ingress"][0]["ports"] = [{"port": "http"}]
+
+
+def _open_door(m: Manifests) -> None:
+    m.of("NetworkPolicy")["verify"]["spec"]["ingress"].append({})
+    policy = copy.deepcopy(m.of("NetworkPolicy")["verify"])
+    policy["metadata"]["name"] = "out"
+    policy["spec"] = {"podSelector": {}, "policyTypes": ["Egress"], "egress": [{}]}
+    m.objects.append(policy)
+
+
+def _no_config_map(m: Manifests) -> None:
+    m.objects.remove(next(item for item in m.objects if item["kind"] == "ConfigMap"))
+
+
+def _killed_in_its_grace(m: Manifests) -> None:
+    _pod(m, "coordinator")["terminationGracePeriodSeconds"] = 120
+
+
+def _restarted_while_it_starts(m: Manifests) -> None:
+    _container(m, "coordinator")["startupProbe"]["failureThreshold"] = 12
+
+
+def _root(m: Manifests) -> None:
+    _pod(m, "draft")["securityContext"]["runAsUser"] = 0
+
+
+def _writes(m: Manifests) -> None:
+    _container(m, "verify")["securityContext"]["readOnlyRootFilesystem"] = False
+
+
+def _nothing_to_scale(m: Manifests) -> None:
+    m.of("HorizontalPodAutoscaler")["draft"]["spec"]["scaleTargetRef"]["name"] = "drafts"
+
+
+def _no_such_metric(m: Manifests) -> None:
+    m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"][0]["pods"]["metric"]["name"] = (
+        "specwire_streams"
+    )
+
+
+def _number_that_is_not_ours(m: Manifests) -> None:
+    _deployment(m, "draft")["replicas"] = 2
+
+
+def _another_namespace(m: Manifests) -> None:
+    m.of("Deployment")["jaeger"]["metadata"]["namespace"] = "default"
+
+
+def _metrics_at_no_port(m: Manifests) -> None:
+    env = _container(m, "draft")["env"]
+    (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_METRICS_ADDRESS"]
+    entry["value"] = "0.0.0.0:9000"
+
+
+def _too_few_gpus(m: Manifests) -> None:
+    _deployment(m, "verify")["replicas"] = 2
+
+
+def _another_ray(m: Manifests) -> None:
+    m.of("RayCluster")["target"]["spec"]["rayVersion"] = "2.9.0"
+
+
+def _misspelt_ray_field(m: Manifests) -> None:
+    m.of("RayCluster")["target"]["spec"]["workerGroupSpecs"][0]["minReplica"] = 1
+
+
+def _misspelt_field_in_ray_pod(m: Manifests) -> None:
+    m.of("RayCluster")["target"]["spec"]["headGroupSpec"]["template"]["spec"]["container"] = []
+
+
+def _probe_with_a_misspelt_flag(m: Manifests) -> None:
+    command = _container(m, "verify")["livenessProbe"]["exec"]["command"]
+    _change(command, "--server-name=specwire-peer", "--servername=specwire-peer")
+
+
+def _probe_that_is_killed(m: Manifests) -> None:
+    _container(m, "verify")["readinessProbe"]["timeoutSeconds"] = 1
+
+
+def _untold_secret(m: Manifests) -> None:
+    volumes = _pod(m, "coordinator")["volumes"]
+    (secret,) = [volume["secret"] for volume in volumes if volume["name"] == "tokens"]
+    secret["secretName"] = "bearers"
+
+
+def _file_outside_volumes(m: Manifests) -> None:
+    env = _container(m, "draft")["env"]
+    (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_TLS_KEY"]
+    entry["value"] = "/etc/tls/tls.key"
+
+
+def _plaintext_beyond_the_machine(m: Manifests) -> None:
+    env = _container(m, "verify")["env"]
+    env.remove({"name": "SPECWIRE_ALLOW_PLAINTEXT", "value": "true"})
+
+
+DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
+    ("local", _misspelt_field, "'periodSecond' was unexpected"),
+    ("local", _misspelt_flag, "unknown flags --grace=120"),
+    ("local", _bad_value, "--grace-s -1.0: must be"),
+    ("local", _unknown_variable, "SPECWIRE_MODELL"),
+    ("local", _anothers_variable, "SPECWIRE_NUM_THREADS is not read by specwire coordinator"),
+    ("local", _hidden_variable, "--grace-s hides SPECWIRE_GRACE_S"),
+    ("local", _unread_variable, "nothing reads the variable OTEL_EXPORTER_OTLP_ENDPOINTS"),
+    ("observability", _variable_too_early, "made of POD_NAME, which does not come before it"),
+    ("local", _other_port, "listens on 7171, and its port grpc is 7071"),
+    ("local", _probe_of_another_port, "readinessProbe asks at 7072"),
+    ("local", _probe_of_another_service, "asks for specwire.v1.Draft and not for specwire.v1.DraftService"),
+    ("local", _address_of_nobody, "--verify-address dns:///target:7072 is no Service's port"),
+    ("http", _front_of_nobody, "--server coordinator:7071 is no Service's port"),
+    ("local", _address_behind_one_name, "is to name all replicas, and has one address"),
+    ("local", _service_of_another_port, "port 7777 is not grpc"),
+    ("local", _policy_for_nobody, "'drafts'}} chooses no pod"),
+    (
+        "local",
+        _policy_for_nobody,
+        "--draft-address dns:///draft:7071 is not allowed to reach Deployment draft",
+    ),
+    ("local", _policy_of_no_port, "Deployment verify has no port http"),
+    ("local", _open_door, "Deployment draft: can reach Deployment verify at 7072"),
+    ("observability", _no_config_map, "there is no ConfigMap"),
+    ("local", _killed_in_its_grace, "is killed before 130 s"),
+    ("local", _restarted_while_it_starts, "may take 600 s to start, and gets 60"),
+    ("secure", _probe_with_a_misspelt_flag, "unrecognized arguments: --servername"),
+    ("secure", _probe_that_is_killed, "the probe is killed before"),
+    ("secure", _untold_secret, "there is no Secret bearers"),
+    ("secure", _file_outside_volumes, "SPECWIRE_TLS_KEY=/etc/tls/tls.key lies in no volume"),
+    ("local", _plaintext_beyond_the_machine, "would be plaintext beyond this machine"),
+    ("local", _root, "runs as root"),
+    ("local", _writes, "can write to its file system"),
+    ("gpu", _nothing_to_scale, "its target is not there"),
+    (
+        "gpu",
+        _no_such_metric,
+        "HorizontalPodAutoscaler coordinator: its target has no metric specwire_streams",
+    ),
+    ("gpu", _number_that_is_not_ours, "each apply would reset the number of replicas"),
+    ("observability", _another_namespace, "Deployment jaeger: is not in a namespace of ours"),
+    ("observability", _metrics_at_no_port, "shows metrics at 9000, and its port metrics is 9464"),
+    ("gpu", _too_few_gpus, "wants 8 GPUs, and the Ray cluster has 4"),
+    ("gpu", _another_ray, "rayVersion 2.9.0 is not"),
+    ("gpu", _misspelt_ray_field, "'minReplica' was unexpected"),
+    ("gpu", _misspelt_field_in_ray_pod, "'container' was unexpected"),
+]
+
+
+@pytest.mark.parametrize(("overlay", "defect", "message"), DEFECTS)
+def test_finds(overlay: str, defect: Callable[[Manifests], None], message: str) -> None:
+    broken = Manifests(copy.deepcopy(rendered(overlay).objects))
+    defect(broken)
+    assert any(message in problem for problem in problems(broken)), problems(broken)
+
+
+# --- what is beside the manifests -----------------------------------------------------------------
+
+
+def test_the_way_into_a_ray_cluster_is_good_shell_and_python(tmp_path: Path) -> None:
+    script = K8S / "overlays/gpu/join-ray.sh"
+    subprocess.run(["sh", "-n", str(script)], check=True, timeout=10)
+    _, _, python = script.read_text().partition("<<'WAIT'\n")
+    compile(python.partition("\nWAIT\n")[0], str(script), "exec")
+
+
+def test_jaeger_listens_where_its_service_and_its_probes_say() -> None:
+    manifests = rendered("observability")
+    config = yaml.safe_load(_text(manifests, "jaeger-"))
+    (pod,) = [pod for pod in manifests.pods if pod.owner == "Deployment jaeger"]
+    extensions = config["extensions"]
+    listening = {
+        "otlp": config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"],
+        "page": extensions["jaeger_query"]["http"]["endpoint"],
+        "health": extensions["healthcheckv2"]["http"]["endpoint"],
+    }
+    assert {name: f"0.0.0.0:{port}" for name, port in pod.ports.items()} == listening
+    storage = extensions["jaeger_query"]["storage"]["traces"]
+    assert storage == config["exporters"]["jaeger_storage_exporter"]["trace_storage"]
+    assert storage in extensions["jaeger_storage"]["backends"]
+    pipeline = config["service"]["pipelines"]["traces"]
+    for part in ("receivers", "processors", "exporters"):
+        assert pipeline[part] == list(config[part])
+    assert sorted(config["service"]["extensions"]) == sorted(extensions)
+
+
+def _text(manifests: Manifests, config_map: str) -> str:
+    """The one file of a generated ConfigMap."""
+    (found,) = [
+        item["data"] for name, item in manifests.of("ConfigMap").items() if name.startswith(config_map)
+    ]
+    (text,) = found.values()
+    return str(text)
+
+
+def test_prometheus_scrapes_every_service_and_names_pods_as_autoscalers_do() -> None:
+    manifests = rendered("observability")
+    (job,) = yaml.safe_load(_text(manifests, "prometheus-"))["scrape_configs"]
+    (keep,) = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    (prometheus,) = [pod for pod in manifests.pods if pod.labels[COMPONENT] == "prometheus"]
+    for pod in manifests.services_pods:
+        (port,) = [number for name, number in pod.ports.items() if re.fullmatch(keep["regex"], name)]
+        assert may_connect(manifests, prometheus, pod, port)
+    targets = {rule["target_label"] for rule in job["relabel_configs"] if "target_label" in rule}
+    assert {"namespace", "pod"} <= targets
+    (sd,) = job["kubernetes_sd_configs"]
+    assert sd == {"role": "pod", "namespaces": {"own_namespace": True}}
+    assert {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]} in manifests.of(
+        "Role"
+    )["prometheus"]["rules"]
+
+
+def test_the_dashboard_is_there_for_grafana() -> None:
+    (found,) = [
+        m for m in rendered("observability").of("ConfigMap").values() if "dashboard" in m["metadata"]["name"]
+    ]
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(found["data"]["specwire.json"])["panels"]
+
+
+# --- the image ------------------------------------------------------------------------------------
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def _project() -> Object:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_dockerfile_is_clean() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_image_is_what_the_manifests_think() -> None:
+    assert 'ENTRYPOINT ["specwire"]' in DOCKERFILE
+    assert "USER 10001:10001" in DOCKERFILE
+    version = _project()["project"]["version"]
+    for name in OVERLAYS:
+        for pod in rendered(name).services_pods:
+            assert re.fullmatch(rf"specwire:{re.escape(version)}(-cuda)?", pod.container["image"])
+
+
+def test_digests_are_written_beside_the_tags(tmp_path: Path) -> None:
+    """Of every image that is not ours; a digest that is there is replaced."""
+    shutil.copy(ROOT / "Dockerfile", tmp_path)
+    shutil.copytree(K8S, tmp_path / "k8s")
+    shutil.copytree(ROOT / "docs/grafana", tmp_path / "docs/grafana")
+    skopeo = tmp_path / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    environ = {**os.environ, "PATH": f"{skopeo.parent}:{os.environ['PATH']}"}
+    for digest in ("sha256:" + "a" * 64, "sha256:" + "b" * 64):
+        skopeo.write_text(f'#!/bin/sh\ncase "$*" in *@*) exit 1;; esac\necho {digest}\n')
+        skopeo.chmod(0o755)
+        subprocess.run([tmp_path / "k8s/digests.sh"], env=environ, check=True, timeout=30)
+        manifests = Manifests(render(tmp_path / "k8s/overlays/observability"))
+        images = {pod.container["image"] for pod in manifests.pods} - {
+            pod.container["image"] for pod in manifests.services_pods
+        }
+        assert len(images) == 2
+        assert all(re.fullmatch(rf"[^:@]+:[^:@]+@{digest}", image) for image in images)
+        (base,) = re.findall(r"^ARG BASE=(\S+)$", (tmp_path / "Dockerfile").read_text(), re.MULTILINE)
+        assert re.fullmatch(rf"python:[^:@]+@{digest}", base)
+
+
+def test_the_context_of_the_image_has_every_package() -> None:
+    lines = (ROOT / ".dockerignore").read_text().split()
+    found = _project()["tool"]["setuptools"]["packages"]["find"]
+    packages = {pattern.rstrip("*") for pattern in found["include"]}
+    assert {f"!{name}" for name in packages} <= set(lines)
+    copied = {"LICENSE", "README.md", "pyproject.toml", "requirements"}  # read by pip, or by the build
+    assert {f"!{name}" for name in copied} <= set(lines)

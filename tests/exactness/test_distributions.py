@@ -1,0 +1,396 @@
+"""Emitted text follows the target's law: the real functions end to end, without models or network.
+
+A "model" is a table of logits by last token. The draft is hostile: its logits are the target's negated,
+so most of its guesses are rejected. Every generation starts at the same prompt and emits three tokens;
+the law of all 16**3 continuations is computed independently, with transformers' own processors where
+they exist, and a chi-square test compares it at each position and jointly. A test function raises a
+false alarm with probability below 1e-6 over seeds (see tests/support/statistics.py); seeds are fixed.
+
+The negative controls are the mistakes that real engines made. Each must be caught by the same test.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.rule.acceptance import accept, accept_by_rejection
+from specwire.rule.random import Purpose, gumbel_noise, uniforms
+from specwire.rule.sampling import (
+    Row,
+    apply_history,
+    apply_warps,
+    draw,
+    greedy,
+    gumbel_scores,
+    judge_support,
+    truncate_support,
+)
+from tests.support.statistics import CLEARLY_WRONG, assert_same_law, sequence_p_values
+
+VOCAB = 16
+PROMPT = (3, 9, 3, 12)
+NUM_POSITIONS = 3
+NUM_DRAFT_TOKENS = 2
+TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(20)) * 1.1
+HOSTILE = -TARGET
+
+NUM_FOR_A_RULE = 70_000
+"""Generations per rule: 210,000 draws."""
+NUM_FOR_A_PARAMETER = 3_000
+"""Generations per sampling parameter, and per negative control."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Pair:
+    """Draft, target and coordinator in one place, many generations at a time."""
+
+    def __init__(self, params: SamplingParams, draft=HOSTILE, mass=0.99, max_support=1024):
+        self.params = params
+        self.draft_logits = draft
+        self.mass = mass
+        self.max_support = max_support
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def generate(self, num: int, first_seed: int = 0) -> np.ndarray:
+        """[num, NUM_POSITIONS] tokens; generation i has the seed `first_seed + i`."""
+        contexts = [list(PROMPT) for _ in range(num)]
+        wanted = len(PROMPT) + NUM_POSITIONS
+        while active := [i for i, context in enumerate(contexts) if len(context) < wanted]:
+            self.round([contexts[i] for i in active], np.array(active) + first_seed)
+        return np.array([context[len(PROMPT) : wanted] for context in contexts])
+
+    def round(self, contexts: list[list[int]], seeds: np.ndarray) -> None:
+        """Draft, verify, commit: extends every context by what its round emits."""
+        proposals = self.propose(contexts, seeds)
+        verdicts = self.verify(contexts, proposals, seeds)
+        for context, seed, proposal, verdict in zip(
+            contexts, seeds.tolist(), proposals, verdicts, strict=True
+        ):
+            outcome = self.decide(proposal, verdict, seed)
+            self.num_drafted += min(outcome.num_accepted + 1, len(proposal.token_ids))
+            self.num_accepted += outcome.num_accepted
+            context += [*proposal.token_ids[: outcome.num_accepted], outcome.next_token]
+
+    def propose(self, contexts: list[list[int]], seeds: np.ndarray) -> list[Proposal]:
+        extended = [list(context) for context in contexts]
+        supports: list[list[Support]] = [[] for _ in contexts]
+        for _ in range(NUM_DRAFT_TOKENS):
+            positions = np.array([len(context) for context in extended])
+            log_probs = self.law(self.draft_logits, self.params, extended, seeds, positions)
+            if self.params.matches_tokens:
+                token_ids = self.choose(log_probs, seeds, positions).tolist()
+            else:
+                coins = torch.from_numpy(uniforms(seeds, Purpose.DRAFT, positions))
+                sampled, *law = self.sample(log_probs.exp(), coins)
+                token_ids = sampled.tolist()
+                for held, support_ids, probs, length in zip(supports, *(x.numpy() for x in law), strict=True):
+                    held.append(Support(support_ids[:length], probs[:length]))
+            for context, token_id in zip(extended, token_ids, strict=True):
+                context.append(token_id)
+        return [
+            self.cut(Proposal(len(context), longer[len(context) :], held))
+            for context, longer, held in zip(contexts, extended, supports, strict=True)
+        ]
+
+    def verify(
+        self, contexts: list[list[int]], proposals: list[Proposal], seeds: np.ndarray
+    ) -> list[Verdict]:
+        """All positions of all proposals in one batch, the last one of each with an empty support."""
+        histories, support_ids = [], []
+        for context, proposal in zip(contexts, proposals, strict=True):
+            for i in range(NUM_DRAFT_TOKENS + 1):
+                histories.append([*context, *proposal.token_ids[:i]])
+                ids = np.full(VOCAB, -1)
+                if i < len(proposal.supports):
+                    ids[: len(proposal.supports[i].token_ids)] = proposal.supports[i].token_ids
+                support_ids.append(ids)
+        positions = np.array([len(history) for history in histories])
+        row_seeds = np.repeat(seeds, NUM_DRAFT_TOKENS + 1)
+        log_probs = self.law(TARGET, self.target_params(), histories, row_seeds, positions)
+        per_proposal = (len(contexts), NUM_DRAFT_TOKENS + 1)
+        if self.params.matches_tokens:
+            chosen = self.choose(log_probs, row_seeds, positions).reshape(per_proposal).tolist()
+            return [Verdict(p.base_len, ids) for p, ids in zip(proposals, chosen, strict=True)]
+        coins = torch.from_numpy(uniforms(row_seeds, Purpose.TARGET, positions))
+        probs, tail_mass, tails = judge_support(
+            log_probs.exp(), torch.from_numpy(np.stack(support_ids)), coins
+        )
+        probs, tail_mass = (
+            probs.reshape(*per_proposal, VOCAB).numpy(),
+            tail_mass.reshape(per_proposal).tolist(),
+        )
+        return [
+            Verdict(
+                proposal.base_len,
+                token_ids[: len(proposal.token_ids) + 1],
+                [law[: len(s.token_ids)] for law, s in zip(target_probs, proposal.supports, strict=False)],
+                masses[: len(proposal.token_ids)],
+            )
+            for proposal, token_ids, target_probs, masses in zip(
+                proposals, tails.reshape(per_proposal).tolist(), probs, tail_mass, strict=True
+            )
+        ]
+
+    @staticmethod
+    def law(table, params, contexts, seeds, positions) -> torch.Tensor:
+        """The warped law of a model after each context."""
+        logits = table[torch.tensor([context[-1] for context in contexts])]
+        if params.needs_history:
+            each = zip(contexts, positions.tolist(), seeds.tolist(), strict=True)
+            rows = [Row(params, len(PROMPT), *rest) for rest in each]
+        else:
+            rows = [Row(params, len(PROMPT), (), 0, 0)] * len(contexts)
+        return apply_warps(apply_history(logits, rows), rows)
+
+    def choose(self, log_probs, seeds, positions) -> torch.Tensor:
+        """The token that greedy decoding or the Gumbel coupling takes."""
+        if self.params.greedy:
+            return greedy(log_probs)
+        return greedy(gumbel_scores(log_probs, gumbel_noise(seeds, positions, VOCAB, device="cpu")))
+
+    # What follows is what the negative controls get wrong.
+
+    def sample(self, probs, coins):
+        """Draft tokens, then the law they are declared to come from: ids, probabilities, lengths."""
+        token_ids, declared, lengths = truncate_support(probs, self.mass, self.max_support)
+        slots = draw(declared, coins)[:, None]
+        return token_ids.gather(1, slots)[:, 0], token_ids, declared, lengths
+
+    def cut(self, proposal: Proposal) -> Proposal:
+        return proposal
+
+    def target_params(self) -> SamplingParams:
+        return self.params
+
+    def decide(self, proposal: Proposal, verdict: Verdict, seed: int) -> Outcome:
+        return accept(proposal, verdict, self.params, seed)
+
+
+def reference_law(params: SamplingParams) -> np.ndarray:
+    """The law of all continuations, [VOCAB] * NUM_POSITIONS, from transformers' classes and numpy."""
+    joint = np.ones(())
+    contexts = torch.tensor([PROMPT])
+    for _ in range(NUM_POSITIONS):
+        scores = _warped(params, contexts, _penalised(params, contexts, TARGET[contexts[:, -1]]))
+        probs = torch.softmax(scores.double(), dim=-1).numpy()
+        joint = joint[..., None] * probs.reshape(*joint.shape, VOCAB)
+        every_token = torch.arange(VOCAB).repeat(len(contexts))[:, None]
+        contexts = torch.cat([contexts.repeat_interleave(VOCAB, dim=0), every_token], dim=1)
+    return joint
+
+
+def _penalised(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if params.logit_bias:
+        bias = {(token_id,): value for token_id, value in params.logit_bias.items()}
+        scores = hf.SequenceBiasLogitsProcessor(bias)(contexts, scores)
+    if params.repetition_penalty != 1:
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(contexts, scores)
+    output = contexts[:, len(PROMPT) :].numpy()
+    counts = (output[:, :, None] == np.arange(VOCAB)).sum(axis=1)
+    return scores - torch.from_numpy(
+        params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+    )
+
+
+def _warped(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if params.temperature != 1:
+        scores = hf.TemperatureLogitsWarper(params.temperature)(contexts, scores)
+    if params.top_k:
+        scores = hf.TopKLogitsWarper(params.top_k)(contexts, scores)
+    if params.top_p < 1:
+        scores = hf.TopPLogitsWarper(params.top_p)(contexts, scores)
+    if params.min_p > 0:
+        scores = hf.MinPLogitsWarper(params.min_p)(contexts, scores)
+    return scores
+
+
+def test_rejection_sampling_follows_the_target():
+    """Half of the draws with the whole vocabulary as support, half with a few tokens and a tail."""
+    params, half = SamplingParams(), NUM_FOR_A_RULE // 2
+    whole, sparse = Pair(params), Pair(params, mass=0.8, max_support=8)
+    sequences = np.concatenate([whole.generate(half), sparse.generate(half, first_seed=half)])
+    assert_same_law(sequences, reference_law(params))
+    for pair in (whole, sparse):
+        assert 0.05 < pair.num_accepted / pair.num_drafted < 0.35, "the draft should be hostile"
+
+
+def test_gumbel_coupling_follows_the_target():
+    params = SamplingParams(rule=Rule.GUMBEL)
+    pair = Pair(params)
+    assert_same_law(pair.generate(NUM_FOR_A_RULE), reference_law(params))
+    assert 0.01 < pair.num_accepted / pair.num_drafted < 0.35, "the draft should be hostile"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_rejection_sampling_with_a_friendly_draft(noise):
+    """Most rounds accept everything here, so bonus tokens are tested too."""
+    params = SamplingParams()
+    generator = torch.Generator().manual_seed(4)
+    draft = TARGET + noise * torch.randn(VOCAB, VOCAB, generator=generator)
+    pair = Pair(params, draft)
+    assert_same_law(pair.generate(NUM_FOR_A_PARAMETER), reference_law(params), num_tests=2)
+    assert pair.num_accepted / pair.num_drafted > 0.75
+
+
+PARAMETERS = [
+    {"temperature": 0.6},
+    {"temperature": 1.8},
+    {"top_k": 6},
+    {"top_p": 0.8},
+    {"min_p": 0.15},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -1.2},
+    {"logit_bias": {2: 2.0, 9: -3.0, 12: 1.0}},
+    {
+        "temperature": 0.9,
+        "top_k": 12,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": {3: 1.5},
+    },
+]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
+def test_every_sampling_parameter_follows_the_target(settings, rule):
+    params = SamplingParams(rule=rule, **settings)
+    sequences = Pair(params, mass=0.9, max_support=6).generate(NUM_FOR_A_PARAMETER)
+    assert_same_law(sequences, reference_law(params), num_tests=len(PARAMETERS) * len(Rule))
+
+
+@pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
+def test_greedy_decoding_emits_the_targets_argmax(settings):
+    params = SamplingParams(**settings | {"temperature": 0})
+    context = list(PROMPT)
+    for _ in range(NUM_POSITIONS):
+        contexts = torch.tensor([context])
+        context.append(int(_penalised(params, contexts, TARGET[contexts[:, -1]]).argmax()))
+    for draft in (HOSTILE, TARGET):
+        assert (Pair(params, draft).generate(3) == context[len(PROMPT) :]).all()
+
+
+def test_under_gumbel_coupling_the_draft_never_changes_the_text():
+    params = SamplingParams(rule=Rule.GUMBEL, temperature=0.9, top_p=0.9)
+    texts = [Pair(params, draft).generate(300) for draft in (HOSTILE, TARGET, TARGET * 0.5)]
+    assert (texts[0] == texts[1]).all()
+    assert (texts[0] == texts[2]).all()
+    contexts = [list(PROMPT)] * 300
+    log_probs = Pair.law(TARGET, params, contexts, np.arange(300), np.full(300, len(PROMPT)))
+    noise = gumbel_noise(range(300), [len(PROMPT)] * 300, VOCAB, device="cpu")
+    assert (texts[0][:, 0] == greedy(gumbel_scores(log_probs, noise)).numpy()).all()
+
+
+def test_the_same_seed_gives_the_same_text():
+    params = SamplingParams()
+    again = Pair(params).generate(50, first_seed=20)
+    assert (Pair(params).generate(100)[20:70] == again).all()
+
+
+class GreedyAssistant(Pair):
+    """Takes the draft's argmax, yet declares the softmax as the law it was sampled from."""
+
+    def sample(self, probs, coins):
+        token_ids, declared, lengths = truncate_support(probs, self.mass, self.max_support)
+        return token_ids[:, 0], token_ids, declared, lengths
+
+
+class RawProbabilitiesDeclared(Pair):
+    """Samples from a truncated law, yet declares the one before truncation."""
+
+    def sample(self, probs, coins):
+        sampled, *_ = Pair(self.params, mass=0.6, max_support=4).sample(probs, coins)
+        return sampled, *truncate_support(probs, 1.0, VOCAB)
+
+
+class NoiseSharedWithResidual(Pair):
+    """Draws the recovered token from the number that drew the draft token."""
+
+    coin_streams = Purpose.ACCEPT, Purpose.DRAFT
+
+    def decide(self, proposal, verdict, seed):
+        positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
+        coins = (uniforms(seed, stream, positions) for stream in self.coin_streams)
+        return accept_by_rejection(proposal, verdict, *coins)
+
+
+class NoiseSharedWithAcceptance(NoiseSharedWithResidual):
+    """Flips the coin that drew the draft token."""
+
+    coin_streams = Purpose.DRAFT, Purpose.RESIDUAL
+
+
+class TemperatureOnOneSide(Pair):
+    """The draft is warped by the temperature, the target is not."""
+
+    def target_params(self):
+        return replace(self.params, temperature=1.0)
+
+
+class UnlikelyDraftTokenDropped(Pair):
+    """Shortens the draft where the sampled token has a low probability: a look at its own value."""
+
+    def cut(self, proposal):
+        for i, (token_id, support) in enumerate(zip(proposal.token_ids, proposal.supports, strict=True)):
+            if support.probs[support.token_ids == token_id] < 0.1:
+                return Proposal(proposal.base_len, proposal.token_ids[:i], proposal.supports[:i])
+        return proposal
+
+
+class QuantisedAfterSampling(Pair):
+    """Declares the draft law in steps of 1/8, which is not what was sampled from."""
+
+    def sample(self, probs, coins):
+        sampled, token_ids, declared, lengths = super().sample(probs, coins)
+        coarse = (declared * 8).ceil()
+        return sampled, token_ids, coarse / coarse.sum(dim=-1, keepdim=True), lengths
+
+
+class TruncatedAfterSampling(Pair):
+    """Samples from the whole law, then declares only its likeliest tokens and the sampled one."""
+
+    def sample(self, probs, coins):
+        sampled, *_ = super().sample(probs, coins)
+        threshold = probs.topk(4, dim=-1).values[:, -1:]
+        kept = (probs >= threshold) | (torch.arange(VOCAB) == sampled[:, None])
+        return sampled, *truncate_support(probs * kept, 1.0, VOCAB)
+
+
+FAULTS = [
+    GreedyAssistant,
+    RawProbabilitiesDeclared,
+    NoiseSharedWithResidual,
+    NoiseSharedWithAcceptance,
+    TemperatureOnOneSide,
+    UnlikelyDraftTokenDropped,
+    QuantisedAfterSampling,
+    TruncatedAfterSampling,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_negative_controls_are_caught(fault):
+    params = SamplingParams(temperature=0.8)
+    sequences = fault(params).generate(NUM_FOR_A_PARAMETER)
+    assert min(sequence_p_values(sequences, reference_law(params))) < CLEARLY_WRONG
+
+
+def test_the_right_pair_passes_where_the_controls_fail():
+    params = SamplingParams(temperature=0.8)
+    assert_same_law(Pair(params).generate(NUM_FOR_A_PARAMETER), reference_law(params))

@@ -1,0 +1,65 @@
+"""Greedy text, in float32, is token for token that of transformers' own `generate`, whatever the draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specwire import SamplingParams
+from tests.support import tiny_models
+from tests.support.harness import local_stack
+from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+
+NUM_TOKENS = 40
+PROMPTS = [[5, 9, 11, 2, 7], [3] * 20 + [8, 1, 30], [64]]
+
+
+def reference(model, prompt: list[int], **options: object) -> list[int]:
+    """What transformers writes by itself."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            **options,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_greedy_text_is_that_of_transformers(tmp_path, family):
+    target = save_target(tmp_path / "target", family)
+    expected = [reference(tiny_models.build(family), prompt) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=4)
+    accepted = {}
+    for kind, save in (("good", save_good_draft), ("hostile", save_hostile_draft)):
+        draft = save(tmp_path / kind, family)
+        with local_stack(target, draft) as stack:
+            done = [stack.client.generate(params=params, prompt_token_ids=prompt) for prompt in PROMPTS]
+            stack.assert_idle_within(1.0)
+        assert [list(completion.token_ids) for completion in done] == expected
+        accepted[kind] = sum(completion.speculation.draft_acceptance_rate for completion in done) / len(done)
+    assert accepted["good"] > 0.3, "the good draft was meant to be accepted often"
+    assert accepted["hostile"] < 0.1, "the hostile draft was meant to be refused"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {7: 3.0, 12: -5.0}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_greedy_with_history_processors_is_that_of_transformers(tmp_path, settings):
+    target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
+    options = dict(settings)
+    if bias := options.pop("logit_bias", None):
+        options["sequence_bias"] = {(token_id,): value for token_id, value in bias.items()}
+    expected = [reference(tiny_models.build("llama"), prompt, **options) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
+    with local_stack(target, draft) as stack:
+        done = [stack.client.generate(params=params, prompt_token_ids=prompt) for prompt in PROMPTS]
+    assert [list(completion.token_ids) for completion in done] == expected

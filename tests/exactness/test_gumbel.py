@@ -1,0 +1,90 @@
+"""Under Gumbel coupling the text is fixed by the seed: not by the draft, its length, or the company."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specwire import AsyncClient, Rule, SamplingParams
+from specwire.testing.delay_proxy import Link
+from tests.support.harness import local_stack
+from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+
+PROMPT = [5, 9, 11, 2, 7]
+NUM_TOKENS = 80
+
+
+def params(seed: int, num_draft_tokens: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        rule=Rule.GUMBEL,
+        seed=seed,
+        max_tokens=NUM_TOKENS,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        ignore_eos=True,
+        num_draft_tokens=num_draft_tokens,
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gumbel")
+    return {
+        "target": save_target(directory / "target"),
+        "good": save_good_draft(directory / "good"),
+        "hostile": save_hostile_draft(directory / "hostile"),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """Seed → token ids, without any draft service."""
+    with local_stack(models["target"]) as stack:
+        return {
+            seed: stack.client.generate(params=params(seed), prompt_token_ids=PROMPT).token_ids
+            for seed in range(9)
+        }
+
+
+def test_different_seeds_give_different_texts(expected):
+    assert len(set(expected.values())) == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["good", "hostile"])
+def test_the_draft_and_its_length_do_not_change_the_text(models, expected, kind):
+    with local_stack(models["target"], models[kind]) as stack:
+        for num_draft_tokens in (None, 0, 1, 2, 5, 8, 13):
+            done = stack.client.generate(params=params(3, num_draft_tokens), prompt_token_ids=PROMPT)
+            assert done.token_ids == expected[3]
+            assert (done.speculation.num_draft_tokens == 0) == (num_draft_tokens == 0)
+
+
+@pytest.mark.parametrize("num_outcomes", ["0", "3", "32"])
+def test_what_the_draft_prepares_does_not_change_the_text(models, expected, num_outcomes):
+    options = {"num_outcomes": num_outcomes}
+    link = Link(rtt_ms=100)  # time enough to prepare on a busy machine
+    with local_stack(
+        models["target"], models["good"], coordinator_options=options, verify_link=link
+    ) as stack:
+        done = stack.client.generate(params=params(3, 4), prompt_token_ids=PROMPT)
+    assert done.token_ids == expected[3]
+    assert (done.speculation.num_prepared > 0) == (num_outcomes != "0")
+
+
+def test_the_company_does_not_change_the_text(models, expected):
+    async def together(address: str) -> list[tuple[int, ...]]:
+        async with AsyncClient(address) as client:
+            requests = [client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(9)]
+            return [done.token_ids for done in await asyncio.gather(*requests)]
+
+    with local_stack(models["target"], models["good"]) as stack:
+        assert asyncio.run(together(stack.address)) == [expected[seed] for seed in range(9)]
+
+
+def test_the_same_seed_is_named_and_repeats_the_text(models):
+    free = SamplingParams(rule=Rule.GUMBEL, max_tokens=20)
+    with local_stack(models["target"], models["good"]) as stack:
+        first = stack.client.generate(params=free, prompt_token_ids=PROMPT)
+        again = SamplingParams(rule=Rule.GUMBEL, max_tokens=20, seed=first.seed)
+        assert stack.client.generate(params=again, prompt_token_ids=PROMPT).token_ids == first.token_ids

@@ -1,0 +1,67 @@
+"""Text that a seed fixes is the same in bfloat16 too, in any pass, if the target is batch-invariant."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from specwire import AsyncClient, Completion, Rule, SamplingParams
+from tests.support.harness import local_stack
+from tests.support.pairs import save_good_draft, save_target
+
+NUM_TEXTS = 16
+NUM_TOKENS = 60
+
+
+async def texts(address: str, num_draft_tokens: int, num_streams: int) -> list[Completion]:
+    """Every other one greedy, so many at a time."""
+    free = asyncio.Semaphore(num_streams)
+
+    async def one(client: AsyncClient, seed: int) -> Completion:
+        params = SamplingParams(
+            rule=Rule.GUMBEL,
+            temperature=seed % 2,
+            seed=seed,
+            max_tokens=NUM_TOKENS,
+            num_draft_tokens=num_draft_tokens,
+            ignore_eos=True,
+        )
+        async with free:
+            return await client.generate(params=params, prompt_token_ids=[3 + seed, 5, 9])
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(one(client, seed) for seed in range(NUM_TEXTS)))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    return save_target(directory / "target"), save_good_draft(directory / "draft")
+
+
+def test_the_text_is_the_same_with_any_length_and_any_company(pair: tuple[Path, Path]) -> None:
+    options = {"dtype": "bfloat16", "batch_invariant": True}
+    with local_stack(*pair, verify_options=options) as stack:
+        alone = asyncio.run(texts(stack.address, 0, 1))
+        assert all(done.reproducible for done in alone)
+        for num_draft_tokens, num_streams in ((4, 1), (7, NUM_TEXTS), (0, NUM_TEXTS)):
+            found = asyncio.run(texts(stack.address, num_draft_tokens, num_streams))
+            assert [done.token_ids for done in found] == [done.token_ids for done in alone]
+        # Prefilled in one piece instead of decoded: the rest of a text after its own beginning.
+        for done in alone[::4]:
+            half = NUM_TOKENS // 2
+            rest = SamplingParams(temperature=0, max_tokens=NUM_TOKENS - half, ignore_eos=True)
+            prompt = [3 + alone.index(done), 5, 9, *done.token_ids[:half]]
+            again = stack.client.generate(params=rest, prompt_token_ids=prompt)
+            assert again.token_ids == done.token_ids[half:]
+
+
+def test_without_it_the_completion_does_not_promise_that(pair: tuple[Path, Path]) -> None:
+    with local_stack(*pair, verify_options={"dtype": "bfloat16"}) as stack:
+        for params in (SamplingParams(seed=1, max_tokens=4), SamplingParams(temperature=0, max_tokens=4)):
+            assert not stack.client.generate(params=params, prompt_token_ids=[5]).reproducible
+    with local_stack(*pair, verify_options={"batch_invariant": True}) as stack:
+        params = SamplingParams(seed=1, max_tokens=4, rule=Rule.REJECTION, num_draft_tokens=2)
+        assert not stack.client.generate(params=params, prompt_token_ids=[5]).reproducible

@@ -1,0 +1,206 @@
+"""Emitted text follows the target's law whenever proposals come: prepared, late, too late, or cut short.
+
+The real services in simulated time, so that every moment is chosen and every run is the same. A false alarm
+has a probability of 1e-6 a test over seeds (see `statistics.py`); seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats
+
+import coordinator.servicer
+import draft_service.servicer
+from benchmarks.simulation import virtual_time
+from benchmarks.simulation.devices import StepCost
+from benchmarks.simulation.network import Link
+from benchmarks.simulation.system import Client, Setting, World
+from coordinator.generation import Plan
+from coordinator.length.draft_length import AdaptiveLength
+from coordinator.peers.replicas import Replica
+from specwire import Rule, SamplingParams
+from specwire.core import IntArray
+from specwire.engine.emulated import EmulatedModel
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
+
+PROMPT_TOKEN = 3
+RANKS = np.array([0.4, 0.3, 0.2, 0.1])
+"""What the emulated target's law is at every position, by rank."""
+
+
+class Reader(Client):
+    """Keeps the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_ids: list[int] = []
+
+    async def write(self, message: generation_pb2.GenerateResponse) -> None:
+        self.token_ids += [token.id for token in message.chunk.tokens]
+        await super().write(message)
+
+
+def generated(setting: Setting, params: SamplingParams) -> tuple[list[int], generation_pb2.Speculation]:
+    """The tokens of one generation, and what speculation did in it."""
+
+    async def main() -> Any:
+        world, reader = World(setting), Reader()
+        request = client_wire.generate_request(None, params, (PROMPT_TOKEN,))
+        await world.groups[0].generate(request, reader)
+        world.check()
+        assert reader.completion is not None
+        return reader.token_ids, reader.completion.speculation
+
+    return virtual_time.run(main())  # type: ignore[no-any-return]
+
+
+def setting(model: EmulatedModel, **fields: Any) -> Setting:
+    """A draft 20 ms away from a target with passes of 30 ms, with real sampling."""
+    defaults = {
+        "target": StepCost(base_ms=30.0),
+        "draft": StepCost(base_ms=2.0),
+        "link": Link(rtt_ms=20.0),
+        "num_outcomes": "0",
+    }
+    return Setting(model=model, exact=True, **defaults | fields)
+
+
+# --- size and lateness ----------------------------------------------------------------------------
+
+HALF = 512
+"""Token ids below are heads, those from here on tails."""
+
+
+class Coins(EmulatedModel):
+    """Every token is a fair coin: heads or tails. After heads two tokens say it, after tails a hundred do.
+
+    With `runner_up` the draft knows nothing after tails: its logits are no numbers.
+    """
+
+    def laws(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
+        """See `EmulatedModel`."""
+        fails = self.alpha < 1 and self.runner_up
+        out = np.full((len(positions), self.vocab_size), -1e9, dtype=np.float32)
+        for row, before in zip(out, tokens_before, strict=True):
+            if before < HALF:
+                row[[0, HALF]] = 0
+            elif fails:
+                row[:] = np.nan
+            else:
+                row[:50] = row[HALF : HALF + 50] = 0
+        return out
+
+
+class Impatient(AdaptiveLength):
+    """Waits for some proposals and hardly for others, whatever they are."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._random = random.Random(0)
+
+    def plan(self) -> Plan:
+        return Plan(2, patience_s=1.0 if self._random.random() < 0.1 else 0.006)
+
+
+@pytest.mark.parametrize("fails_after_tails", [False, True])
+def test_lateness_does_not_look_at_the_tokens(monkeypatch, fails_after_tails):
+    """Behind a line so slow that the size of a message decides when it arrives.
+
+    If a proposal were as large as its supports, heads would come in time more often; likewise if one were
+    given up because the draft fails after one of its tokens.
+    """
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
+    monkeypatch.setattr(Replica, "lost", lambda *_: None)  # by logits that are no numbers: it is asked again
+    world = setting(
+        Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
+        draft=StepCost(base_ms=1.0),
+        link=Link(rtt_ms=2.0, mbit_per_s=2.0),
+    )
+    params = SamplingParams(rule=Rule.REJECTION, seed=1, max_tokens=2_000)
+    tokens, speculation = generated(world, params)
+    assert speculation.num_accepted_tokens > len(tokens) / 10
+    is_heads = [token_id < HALF for token_id in tokens]
+    for side in (True, False):
+        after = [second for first, second in pairwise(is_heads) if first is side]
+        assert stats.binomtest(sum(after), len(after)).pvalue > FALSE_ALARM_RATE / 2
+
+
+# --- prepared and late ----------------------------------------------------------------------------
+
+
+class Hasty(AdaptiveLength):
+    """Never waits: it uses what is left of proposals whose first tokens the target wrote meanwhile."""
+
+    def plan(self) -> Plan:
+        return Plan(4, patience_s=0.0)
+
+
+def ranks_p_value(model: EmulatedModel, tokens: Sequence[int], temperature: float) -> float:
+    """Ranks of the emitted tokens are independent draws from one law: compared one by one, and in pairs."""
+    before = np.array([PROMPT_TOKEN, *tokens[:-1]])
+    first = replace(model, alpha=1.0).likeliest(np.arange(1, 1 + len(tokens)), before)
+    ranks = (np.array(tokens) - first) % (model.vocab_size // 2)
+    assert ranks.max() < len(RANKS)
+    law = RANKS ** (1 / temperature) / (RANKS ** (1 / temperature)).sum()
+    pairs = np.zeros((len(RANKS), len(RANKS)))
+    np.add.at(pairs, (ranks[:-1:2], ranks[1::2]), 1)
+    alone = np.bincount(ranks, minlength=len(RANKS))
+    return 2 * min(chi_square_p_value(alone, law), chi_square_p_value(pairs, np.outer(law, law)))
+
+
+def test_prepared_proposals_do_not_bend_the_law(monkeypatch):
+    slow_pushes(monkeypatch, 0.01)
+    model = EmulatedModel(alpha=0.9)
+    params = SamplingParams(rule=Rule.REJECTION, seed=1, num_draft_tokens=2, max_tokens=2_000)
+    tokens, speculation = generated(setting(model, num_outcomes="16"), params)
+    assert speculation.num_prepared > 0.2 * speculation.num_rounds
+    assert ranks_p_value(model, tokens, 1.0) > FALSE_ALARM_RATE
+
+
+def test_what_is_left_of_late_proposals_does_not_bend_the_law(monkeypatch):
+    """In the cold, where draft and target often come to the same token by themselves."""
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
+    model = EmulatedModel(alpha=0.9)
+    params = SamplingParams(rule=Rule.REJECTION, seed=2, temperature=0.5, max_tokens=6_000)
+    world = setting(model, num_draft_tokens="auto", link=Link(rtt_ms=16.0))  # it comes during the next pass
+    tokens, speculation = generated(world, params)
+    assert speculation.num_accepted_tokens > 0.1 * len(tokens)
+    assert ranks_p_value(model, tokens, 0.5) > FALSE_ALARM_RATE
+
+
+def slow_pushes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A push lasts so long, as on a machine or a line that is busy."""
+    push = draft_service.servicer._Answers.push
+
+    async def slowly(*arguments: Any) -> None:
+        await push(*arguments)
+        await asyncio.sleep(seconds)
+
+    monkeypatch.setattr(draft_service.servicer._Answers, "push", slowly)
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("push_s", [0.0, 0.078])
+def test_with_prepared_proposals_the_text_is_that_of_lockstep(monkeypatch, rule, push_s):
+    """With a fixed length random numbers decide how a round ends, prepared or not.
+
+    A round takes 90 ms, so that slow pushes end while the next request is served.
+    """
+    slow_pushes(monkeypatch, push_s)
+    world = setting(EmulatedModel(alpha=0.8), target=StepCost(base_ms=60.0), draft=StepCost(base_ms=5.0))
+    params = SamplingParams(rule=rule, seed=1, num_draft_tokens=2, max_tokens=300)
+    lockstep, _ = generated(world, params)
+    ahead, speculation = generated(replace(world, num_outcomes="8"), params)
+    assert push_s or speculation.num_prepared > 30
+    assert ahead == lockstep

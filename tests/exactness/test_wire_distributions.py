@@ -1,0 +1,226 @@
+"""Emitted text follows the target's law, measured through three real processes over gRPC.
+
+The target's law depends on the last token alone, so every emitted token is one draw from a known law,
+and a long generation is a large sample. The draft is hostile: its logits are the target's negated.
+
+With N_v the count of token v and E_v the sum of its probabilities over the same contexts, N - E is a sum
+of martingale differences whose covariance is the sum of diag(p) - p pᵀ. Grouped by the token before,
+(N - E)ᵀ C⁻ (N - E) is χ² distributed for large samples, whatever the history does to the law. One test
+function raises a false alarm with probability 1e-6 (FALSE_ALARM_RATE) if seeds were random; they are fixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import coordinator.servicer
+from coordinator.generation import Plan
+from coordinator.length.draft_length import AdaptiveLength
+from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
+from specwire.testing.delay_proxy import Link
+from tests.support.harness import local_stack
+from tests.support.markov_law import PROMPT, law_p_value
+from tests.support.pairs import markov_logits, markov_model
+from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
+from tests.support.tiny_models import save
+
+NUM_TOKENS = 6_400
+NUM_STREAMS = 128
+
+LONG = NUM_TOKENS // NUM_STREAMS
+"""Tokens a generation where the law depends on the last token alone."""
+ALONE = 625
+"""The same with few others."""
+SHORT = 25
+"""Tokens a generation where it depends on which tokens came before: later, all have come."""
+
+CASES = [
+    pytest.param({}, LONG, id="plain"),
+    pytest.param({"temperature": 0.8, "top_p": 0.9}, LONG, id="cold"),
+    pytest.param({"temperature": 1.4, "min_p": 0.1}, LONG, id="hot"),
+    pytest.param({"top_k": 5, "logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="biased"),
+    pytest.param(
+        {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7}, SHORT, id="penalised"
+    ),
+]
+"""Every sampling parameter; `test_distributions.py` has each alone."""
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    return markov_logits(markov_model())
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("markov")
+    target = save(markov_model(), directory / "target")
+    draft = save(markov_model(scale=-1.0), directory / "draft")
+    config = UpConfig(
+        target=str(target),
+        draft=str(draft),
+        dtype="float32",
+        draft_dtype="float32",
+        address="127.0.0.1:0",
+        num_draft_tokens="2",
+        num_outcomes="0",
+        num_threads=1,
+    )
+    with Stack(config) as stack:
+        yield stack.address
+
+
+@pytest.mark.parametrize(("settings", "length"), CASES)
+def test_rejection_sampling_follows_the_target(address, logits, settings, length):
+    check_law(address, logits, Rule.REJECTION, settings, length)
+
+
+@pytest.mark.parametrize(("settings", "length"), [CASES[1], CASES[4]])
+def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
+    check_law(address, logits, Rule.GUMBEL, settings, length)
+
+
+def check_law(address, logits, rule, settings, length):
+    params = {"rule": rule, "max_tokens": length, **settings}
+    completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
+    drafted = sum(done.speculation.num_draft_tokens for done in completions)
+    accepted = sum(done.speculation.num_accepted_tokens for done in completions)
+    assert drafted > NUM_TOKENS / 2
+    assert accepted / drafted < 0.6, "the draft was meant to be hostile"
+    p_value = law_p_value(completions, logits, SamplingParams(**params))
+    assert p_value > FALSE_ALARM_RATE
+
+
+def test_a_draft_that_is_cut_down_and_shifted(tmp_path, logits):
+    """Much of the target lies outside of its supports, and much of the residual on them."""
+    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
+    with local_stack(
+        target, draft, coordinator_options={"num_draft_tokens": "2"}, draft_options={"max_support": 9}
+    ) as stack:
+        check_law(stack.address, logits, Rule.REJECTION, {}, LONG)
+
+
+MIXED = [
+    {"rule": Rule.REJECTION},
+    {"rule": Rule.REJECTION, "temperature": 0.5},
+    {"rule": Rule.REJECTION, "temperature": 1.6, "top_k": 6},
+    {"rule": Rule.GUMBEL, "temperature": 0.7},
+    {"rule": Rule.GUMBEL, "top_p": 0.9},
+    {"rule": Rule.GUMBEL, "temperature": 0},
+]
+
+
+def test_requests_of_all_kinds_in_one_step(address, logits):
+    """Each has its own rule, temperature, seed and place among the rows, whatever is beside it."""
+    params = [{"max_tokens": LONG, **each} for each in MIXED]
+    kinds = asyncio.run(_sample_together(address, params, range(48)))
+    for number, (settings, completions) in enumerate(zip(MIXED, kinds, strict=True)):
+        [alone] = asyncio.run(_sample_together(address, [params[number]], range(2)))
+        assert [done.token_ids for done in alone] == [done.token_ids for done in completions[:2]]
+        if settings.get("temperature") == 0:
+            tokens = [*PROMPT, *completions[0].token_ids]
+            assert list(completions[0].token_ids) == logits[tokens[:-1]].argmax(dim=-1).tolist()
+            assert len({done.token_ids for done in completions}) == 1
+        else:
+            p_value = law_p_value(completions, logits, SamplingParams(**params[number]))
+            assert p_value > FALSE_ALARM_RATE / len(MIXED), settings
+
+
+class Restless(AdaptiveLength):
+    """Takes its length from how the last round went, as greedily as the past allows."""
+
+    last = 0
+
+    def plan(self) -> Plan:
+        return Plan((1, 3, 0, 5, 2)[self.last], num_outcomes=8)
+
+    def observe(self, done, elapsed_ns):
+        super().observe(done, elapsed_ns)
+        self.last = (len(done.proposal.token_ids) + 2 * done.outcome.num_accepted) % 5
+
+
+def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=-1.0), tmp_path / "draft")
+    with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
+        params = {"max_tokens": ALONE, "rule": Rule.REJECTION}
+        completions = asyncio.run(_sample(stack.address, params, 4))
+    lengths = {len(done.speculation.drafted_per_position) for done in completions}
+    assert max(lengths) == 5
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
+    """A draft that is often right, with time to work ahead: many of its proposals are there beforehand."""
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=0.7), tmp_path / "draft")
+    options = {"num_outcomes": "8", "num_draft_tokens": "2"}
+    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
+        params = {"max_tokens": ALONE, "rule": rule}
+        completions = asyncio.run(_sample(stack.address, params, 2, num_streams=1))
+    hits = sum(done.speculation.num_prepared for done in completions)
+    assert hits > 0.1 * sum(done.speculation.num_rounds for done in completions)
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
+class Hasty(AdaptiveLength):
+    """Never waits: it uses what is left of proposals whose first tokens the target wrote meanwhile."""
+
+    def plan(self) -> Plan:
+        return Plan(5, num_outcomes=8, patience_s=0.0)
+
+
+def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+    """In the cold, where draft and target often come to the same token by themselves."""
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
+    target = save(markov_model(), tmp_path / "target")
+    draft = save(markov_model(scale=0.9), tmp_path / "draft")
+    options = {"num_draft_tokens": "auto"}
+    with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
+        params = {"max_tokens": ALONE, "rule": Rule.REJECTION, "temperature": 0.5}
+        completions = asyncio.run(_sample(stack.address, params, 2))
+    accepted = sum(done.speculation.num_accepted_tokens for done in completions)
+    assert accepted > 0.1 * sum(len(done.token_ids) for done in completions)
+    assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
+def test_a_wrong_law_is_caught(address, logits):
+    """The same tokens against a slightly different law: the tests above can fail."""
+    params = {"max_tokens": LONG, "rule": Rule.REJECTION}
+    completions = asyncio.run(_sample(address, params, NUM_STREAMS))
+    wrong = SamplingParams(**params, temperature=1.25)
+    assert law_p_value(completions, logits, wrong) < CLEARLY_WRONG
+
+
+async def _sample(
+    address: str, params: dict[str, object], num_generations: int, num_streams: int = NUM_STREAMS
+) -> list[Completion]:
+    """That many generations with seeds 0, 1, ..., of which so many run at a time."""
+    free = asyncio.Semaphore(num_streams)
+
+    async def one(client: AsyncClient, seed: int) -> Completion:
+        async with free:
+            return await client.generate(params=SamplingParams(**params, seed=seed), prompt_token_ids=PROMPT)
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
+
+
+async def _sample_together(
+    address: str, kinds: list[dict[str, object]], seeds: range
+) -> list[list[Completion]]:
+    """Generations of several kinds, each with these seeds, all at once."""
+
+    async def of_kind(client: AsyncClient, params: dict[str, object]) -> list[Completion]:
+        made = (SamplingParams(**params, seed=seed) for seed in seeds)
+        return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in made))
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(of_kind(client, params) for params in kinds))

@@ -1,0 +1,417 @@
+"""A lost coordinator: another one goes on where the client is, or the client says how far it came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from coordinator.resuming import context_digest
+from specwire import (
+    Client,
+    Completion,
+    GenerationLostError,
+    HandshakeError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    RetryPolicy,
+    Rule,
+    SamplingParams,
+    ServiceUnavailableError,
+)
+from specwire.cli.supervisor import Service
+from specwire.config.services import Link
+from specwire.core import ModelInfo
+from specwire.rpc import statuses
+from specwire.testing.delay_proxy import DelayProxy
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+from tests.support import texts
+from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
+from tests.support.raw_streams import Wire
+
+PROMPT = "The quick brown"
+UNREACHABLE = "127.0.0.1:1"
+SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, num_draft_tokens=3)
+START_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    with local_stack(*texts.save_pair(tmp_path_factory.mktemp("pair"))) as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(stack: LocalStack) -> Iterator[StackProxy]:
+    """A second way to the coordinator, which a test may cut."""
+    thread = LoopThread()
+    way = DelayProxy(stack.address, Link())
+    with thread.entered(lambda: way) as address:
+        yield StackProxy(way, thread, address)
+    thread.close()
+
+
+def generate_cut(address: str, params: SamplingParams, *cuts: int) -> Completion:
+    async def run() -> Completion:
+        async with Wire(address) as wires:
+            return await wires.generate(client_wire.generate_request(PROMPT, params), *cuts)
+
+    return asyncio.run(run())
+
+
+def messages_of(address: str, request: generation_pb2.GenerateRequest) -> list[Any]:
+    async def run() -> list[Any]:
+        async with Wire(address) as wires:
+            return await wires.read(request)
+
+    return asyncio.run(run())
+
+
+class TestSeam:
+    """Where one stream ends and the next begins, nothing shows."""
+
+    @pytest.mark.parametrize("rule", [Rule.GUMBEL, "greedy"])
+    def test_same_tokens_texts_and_log_probabilities_wherever_it_lies(
+        self, stack: LocalStack, rule: str
+    ) -> None:
+        law = {"temperature": 0.0} if rule == "greedy" else {"rule": rule}
+        params = SamplingParams(
+            max_tokens=40,
+            ignore_eos=True,
+            seed=3,
+            num_draft_tokens=3,
+            logprobs=1,
+            presence_penalty=0.5,
+            repetition_penalty=1.1,
+            **law,  # type: ignore[arg-type]
+        )
+        whole = stack.client.generate(PROMPT, params)
+        for cuts in [(1,), (2,), (5,), (3, 1, 2)]:
+            done = generate_cut(stack.address, params, *cuts)
+            assert [(t.token_id, t.text) for t in done.tokens] == [(t.token_id, t.text) for t in whole.tokens]
+            ours, theirs = ([t.logprob for t in each.tokens] for each in (done, whole))
+            assert ours == pytest.approx(theirs, abs=1e-4)
+            assert done.finish_reason is whole.finish_reason
+            assert done.usage.prompt_tokens == whole.usage.prompt_tokens
+            assert done.usage.completion_tokens == 40
+
+    def test_stop_strings_and_characters_may_straddle_it(self, stack: LocalStack) -> None:
+        """Stop strings of three tokens, with a seam between any two of them and within characters."""
+        free = stack.client.generate(PROMPT, SEEDED)
+        for i in range(4, 40, 4):
+            stop = "".join(token.text for token in free.tokens[i : i + 3])
+            if not stop or "\N{REPLACEMENT CHARACTER}" in stop or stop in free.text[: free.text.index(stop)]:
+                continue
+            params = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, stop=stop)
+            params = params.__class__(
+                **{n: getattr(params, n) for n in params.__slots__} | {"num_draft_tokens": 0}
+            )
+            whole = stack.client.generate(PROMPT, params)
+            assert whole.stop_reason == stop
+            num_tokens = len(whole.token_ids)
+            for cut in range(max(1, num_tokens - 4), num_tokens):
+                done = generate_cut(stack.address, params, cut)
+                assert (done.text, done.token_ids) == (whole.text, whole.token_ids)
+                assert done.stop_reason == stop
+
+    def test_every_round_names_all_that_it_emitted(self, stack: LocalStack) -> None:
+        """Held back or not: the law of what follows the seam rests on it."""
+        params = SamplingParams(
+            max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop="the lazy dog"
+        )
+        *chunks, end = messages_of(stack.address, client_wire.generate_request(PROMPT, params))
+        assert any(message.chunk.held for message in chunks)
+        num_named = 0
+        for message in chunks:
+            chunk = message.chunk
+            num_named = max(num_named, chunk.first_index + len(chunk.tokens)) + len(chunk.held)
+        assert num_named == end.completion.usage.completion_tokens == 60
+        assert len(chunks) == end.completion.speculation.num_rounds
+
+    def test_the_first_message_says_what_it_takes(self, stack: LocalStack) -> None:
+        messages = messages_of(
+            stack.address, client_wire.generate_request(PROMPT, SamplingParams(max_tokens=20))
+        )
+        info = client_wire.resume_info_from_proto(messages[0].resume_info)
+        end = client_wire.completion_from_proto(messages[-1].completion, ())
+        assert (info.seed, info.rule) == (end.seed, end.rule)
+        assert info.context_digest
+        assert not any(message.HasField("resume_info") for message in messages[1:])
+
+    def test_a_generation_whose_completion_alone_was_lost(self, stack: LocalStack) -> None:
+        for params in (SEEDED, SamplingParams(seed=7, rule=Rule.GUMBEL, stop="e", ignore_eos=True)):
+            whole = stack.client.generate(PROMPT, params)
+            request = client_wire.generate_request(PROMPT, params)
+            request.generated_token_ids.extend(whole.token_ids)
+            (message,) = messages_of(stack.address, request)
+            again = client_wire.completion_from_proto(message.completion, whole.tokens)
+            assert again.stop_reason == whole.stop_reason
+            assert again.usage.completion_tokens == len(whole.token_ids)
+            assert again.speculation.num_rounds == 0
+
+
+class TestRefused:
+    """Requests that go on with what cannot have been."""
+
+    @staticmethod
+    def refusal(stack: LocalStack, token_ids: list[int], digest: str = "", **params: Any) -> Exception:
+        request = client_wire.generate_request(PROMPT, SamplingParams(**{"max_tokens": 4} | params))
+        request.generated_token_ids.extend(token_ids)
+        request.context_digest = digest
+        with pytest.raises(grpc.RpcError) as caught:
+            messages_of(stack.address, request)
+        return statuses.from_rpc_error(caught.value)
+
+    @pytest.mark.parametrize("token_id", [-1, texts.VOCAB_SIZE])
+    def test_ids_outside_the_vocabulary(self, stack: LocalStack, token_id: int) -> None:
+        error = self.refusal(stack, [5, token_id])
+        assert isinstance(error, InvalidRequestError)
+        assert (error.field, error.value) == ("generated_token_ids[1]", str(token_id))
+
+    def test_more_than_were_asked_for(self, stack: LocalStack) -> None:
+        error = self.refusal(stack, [5] * 5, ignore_eos=True)
+        assert isinstance(error, InvalidRequestError)
+        assert error.field == "generated_token_ids[4]"
+
+    @pytest.mark.parametrize("params", [{"stop_token_ids": [9]}, {"stop": "\t"}])
+    def test_tokens_after_the_end(self, stack: LocalStack, params: dict[str, Any]) -> None:
+        tab = texts.build_tokenizer().encode("\t")
+        end = [9] if "stop_token_ids" in params else tab
+        error = self.refusal(stack, [*end, 5], **params)
+        assert isinstance(error, InvalidRequestError)
+        assert error.field == f"generated_token_ids[{len(end)}]"
+
+    def test_another_context(self, stack: LocalStack) -> None:
+        assert isinstance(self.refusal(stack, [5], digest="0123456789abcdef"), HandshakeError)
+
+    def test_the_digest_is_of_model_tokenizer_and_prompt(self) -> None:
+        base: dict[str, Any] = {
+            "name": "a",
+            "vocab_size": 10,
+            "context_len": 99,
+            "tokenizer_fingerprint": "f",
+        }
+        digests = {context_digest([1, 2], ModelInfo(**base | {"incarnation": i})) for i in "xy"}
+        assert len(digests) == 1
+        others = {
+            "name": "b",
+            "vocab_size": 11,
+            "tokenizer_fingerprint": "g",
+            "weights_fingerprint": "w",
+            "dtype": "bfloat16",
+        }
+        for name, value in others.items():
+            digests.add(context_digest([1, 2], ModelInfo(**base | {name: value})))
+        digests.add(context_digest([1, 3], ModelInfo(**base)))
+        assert len(digests) == 2 + len(others)
+
+    def test_only_the_first_request_may_say_it(self) -> None:
+        request = generation_pb2.GenerateRequest(generated_token_ids=[1])
+        with pytest.raises(InvalidRequestError, match="generated_token_ids"):
+            client_wire.acknowledged_tokens(request)
+
+
+def read_on(stream: Any, done: list[Any]) -> Completion:
+    """To the end; every index once."""
+    for chunk in stream:
+        assert chunk.first_index == len(done)
+        done += chunk.tokens
+    assert tuple(done) == stream.completion.tokens
+    return stream.completion
+
+
+class TestClient:
+    """The SDK, with a way to the coordinator that is cut."""
+
+    @pytest.mark.parametrize("addresses", [2, 1])
+    def test_a_reset_in_mid_stream_is_not_seen(
+        self, stack: LocalStack, proxy: StackProxy, addresses: int
+    ) -> None:
+        """With another address, or the same one again."""
+        whole = stack.client.generate(PROMPT, SEEDED)
+        with (
+            Client([proxy.address, stack.address][:addresses]) as client,
+            client.stream(PROMPT, SEEDED) as stream,
+        ):
+            done = list(next(iter(stream)).tokens)
+            proxy.cut()
+            completion = read_on(stream, done)
+            assert stream.num_resumes == completion.num_resumes == 1
+        assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
+        assert completion.usage.completion_tokens == 120
+        assert (completion.seed, completion.rule) == (whole.seed, whole.rule)
+
+    def test_silence_is_noticed(self, stack: LocalStack, proxy: StackProxy) -> None:
+        whole = stack.client.generate(PROMPT, SEEDED)
+        with Client(f"{proxy.address},{stack.address}") as client, client.stream(PROMPT, SEEDED) as stream:
+            done = list(next(iter(stream)).tokens)
+            proxy.stall()
+            started = time.monotonic()
+            completion = read_on(stream, done)
+            assert time.monotonic() - started < 10.0
+            assert completion.num_resumes == 1
+        assert completion.token_ids == whole.token_ids
+
+    def test_what_the_server_chose_stays_chosen(self, stack: LocalStack, proxy: StackProxy) -> None:
+        params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.0)
+        with Client([proxy.address, stack.address]) as client, client.stream(PROMPT, params) as stream:
+            done = list(next(iter(stream)).tokens)
+            seen: list[Any] = []
+            open_ = stream._stream._progress.request
+            stream._stream._progress.request = lambda: seen.append(open_()) or seen[-1]
+            proxy.cut()
+            completion = read_on(stream, done)
+        assert (seen[0].sampling.seed, completion.num_resumes) == (completion.seed, 1)
+
+    def test_credit_goes_on_too(self, stack: LocalStack, proxy: StackProxy) -> None:
+        """A generation longer than the window, so that the second coordinator waits for acknowledgements."""
+        params = SamplingParams(max_tokens=200, ignore_eos=True, seed=7, rule=Rule.GUMBEL)
+        with Client([proxy.address, stack.address]) as client, client.stream(PROMPT, params) as stream:
+            done = list(next(iter(stream)).tokens)
+            proxy.cut()
+            assert read_on(stream, done).usage.completion_tokens == 200
+
+    def test_without_leave_to_resume_it_says_how_far_it_came(
+        self, stack: LocalStack, proxy: StackProxy
+    ) -> None:
+        whole = stack.client.generate(PROMPT, SEEDED)
+        retry = RetryPolicy(resume=False)
+        with (
+            Client([proxy.address, stack.address], retry=retry) as client,
+            client.stream(PROMPT, SEEDED) as stream,
+        ):
+            next(iter(stream))
+            proxy.cut()
+            with pytest.raises(GenerationLostError, match="lost after") as caught:
+                list(stream)
+            error = caught.value
+            assert error.tokens == tuple(stream.tokens)
+            assert 0 < error.num_tokens == len(error.tokens) < 120
+            assert whole.text.startswith(error.text)
+        assert isinstance(error, ServiceUnavailableError)
+
+    def test_so_many_times_and_no_more(self, stack: LocalStack, proxy: StackProxy) -> None:
+        retry = RetryPolicy(max_resumes=1)
+        params = SamplingParams(max_tokens=400, ignore_eos=True, seed=7)
+        with Client(proxy.address, retry=retry) as client, client.stream(PROMPT, params) as stream:
+            next(iter(stream))
+            proxy.cut()
+            next(iter(stream))
+            while not stream.num_resumes:  # what was on its way comes first
+                next(iter(stream))
+            proxy.cut()
+            with pytest.raises(GenerationLostError):
+                list(stream)
+
+    def test_cancelled_while_it_searches(self, stack: LocalStack, proxy: StackProxy) -> None:
+        retry = RetryPolicy(patience_s=60.0, pause_s=30.0)
+        with ThreadPoolExecutor(1) as pool:
+            with Client(proxy.address, retry=retry) as client, client.stream(PROMPT, SEEDED) as stream:
+                next(iter(stream))
+                proxy.cut()
+                reading = pool.submit(list, stream)
+                stream.cancel()
+            with pytest.raises(Exception, match=r"cancelled|closed"):
+                reading.result(20)
+
+    def test_an_address_without_a_server_is_passed_over(self, stack: LocalStack) -> None:
+        params = SamplingParams(max_tokens=8, seed=1)
+        with Client([UNREACHABLE, stack.address]) as client:
+            assert client.get_status().num_running == 0
+            assert client.generate(PROMPT, params).num_resumes == 0
+        with Client([UNREACHABLE, stack.address]) as client:
+            assert client.generate(PROMPT, params).usage.completion_tokens <= 8
+            assert client.get_model_info()[0].name == "target"
+
+    def test_nobody_anywhere_is_said_at_once(self) -> None:
+        started = time.monotonic()
+        with Client([UNREACHABLE, "127.0.0.1:2"]) as client:
+            for call in (lambda: client.generate(PROMPT), client.get_status):
+                with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:1 .*; .*127\.0\.0\.1:2 "):
+                    call()
+        assert time.monotonic() - started < 8.0
+
+
+def test_a_full_server_is_asked_again_only_when_wanted() -> None:
+    limits = {"max_running": 1, "max_waiting": 0}
+    params = SamplingParams(max_tokens=8, seed=1)
+    with (
+        local_stack("emulated:step_ms=1", coordinator_options=limits) as stack,
+        ThreadPoolExecutor(1) as pool,
+        Client(stack.address, retry=RetryPolicy(wait_when_full=True)) as patient,
+        stack.client.stream(params=SamplingParams(max_tokens=4000), prompt_token_ids=[1]) as running,
+    ):
+        next(iter(running))
+        with pytest.raises(ResourceExhaustedError):
+            stack.client.generate(params=params, prompt_token_ids=[1])
+        waiting = pool.submit(patient.generate, params=params, prompt_token_ids=[1])
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        running.cancel()
+        assert waiting.result(30).usage.completion_tokens == 8
+
+
+@contextlib.contextmanager
+def coordinator_process(stack: LocalStack) -> Iterator[Service]:
+    """Another coordinator before the same model services."""
+    peers = ["--verify-address", stack.verify_address, "--draft-address", stack.draft_address]
+    service = Service("coordinator", ["--address", "127.0.0.1:0", "--num-draft-tokens", "3", *peers])
+    try:
+        service.ready(START_S)
+        yield service
+    finally:
+        service.kill()
+
+
+NUM_CLIENTS = 8
+
+
+def test_killed_in_mid_stream_another_coordinator_goes_on() -> None:
+    """kill -9, with eight generations on their way; none of them shows it."""
+    params = [SamplingParams(max_tokens=150, seed=i, rule=Rule.GUMBEL) for i in range(NUM_CLIENTS)]
+    with (
+        local_stack("emulated:step_ms=2", "emulated:step_ms=1,alpha=0.8") as stack,
+        coordinator_process(stack) as doomed,
+        Client([doomed.address, stack.address]) as client,
+        contextlib.ExitStack() as streams,
+    ):
+        whole = [stack.client.generate(params=each, prompt_token_ids=[1, 2]) for each in params]
+        running = [
+            streams.enter_context(client.stream(params=each, prompt_token_ids=[1, 2])) for each in params
+        ]
+        got = [list(next(iter(stream)).tokens) for stream in running]
+        doomed.kill()
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            done = list(pool.map(read_on, running, got))
+        assert [each.token_ids for each in done] == [each.token_ids for each in whole]
+        assert [each.num_resumes for each in done] == [1] * NUM_CLIENTS
+        assert client.generate(params=params[0], prompt_token_ids=[1, 2]).num_resumes == 0
+        stack.assert_idle_within(5.0)
+
+
+def test_killed_with_no_other_the_client_says_how_far_it_came() -> None:
+    params = SamplingParams(max_tokens=150, seed=1, rule=Rule.GUMBEL)
+    with (
+        local_stack("emulated:step_ms=2", "emulated:step_ms=1,alpha=0.8") as stack,
+        coordinator_process(stack) as doomed,
+        Client(doomed.address, retry=RetryPolicy(patience_s=60.0)) as client,
+        client.stream(params=params, prompt_token_ids=[1, 2], timeout_s=3.0) as stream,
+    ):
+        next(iter(stream))
+        whole = stack.client.generate(params=params, prompt_token_ids=[1, 2])
+        doomed.kill()
+        started = time.monotonic()
+        with pytest.raises(GenerationLostError, match="nothing serves at") as caught:
+            list(stream)
+        assert time.monotonic() - started < 3.0 + 2.0, "patience ends with the deadline"
+        num_tokens = caught.value.num_tokens
+        assert 0 < num_tokens < 150
+        assert tuple(token.token_id for token in caught.value.tokens) == whole.token_ids[:num_tokens]

@@ -1,0 +1,397 @@
+"""The command line, in this process wherever no process is the point."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coordinator.__main__
+import draft_service.__main__
+import verify_service.__main__
+from specwire import SamplingParams
+from specwire.cli import main as cli
+from specwire.cli import supervisor
+from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from tests.support.command_line import check_completion, one_line_error, usage_error
+from tests.support.harness import LocalStack, local_stack
+from tests.support.pairs import save_target
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "The quick brown"
+COMMAND = [sys.executable, "-m", "specwire.cli"]
+SERVICE_MAINS = [
+    (draft_service.__main__.main, DraftConfig),
+    (verify_service.__main__.main, VerifyConfig),
+    (coordinator.__main__.main, CoordinatorConfig),
+]
+
+
+pytestmark = pytest.mark.usefixtures("restored")
+
+
+class TestHelp:
+    def test_lists_the_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        for command in ("up", "demo", "generate", "timeline", "proxy", "draft", "verify", "coordinator"):
+            assert re.search(rf"^    {command}\b", text, re.MULTILINE)
+        assert "examples:" in text
+
+    @pytest.mark.parametrize("command", ["up", "demo", "generate", "timeline", "proxy"])
+    def test_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        self.check_lines(capsys.readouterr().out)
+
+    @pytest.mark.parametrize(("main", "config"), SERVICE_MAINS)
+    def test_of_a_service_names_every_flag_and_variable(
+        self, main: Any, config: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        self.check_lines(text)
+        for field in dataclasses.fields(config):
+            assert flag_name(field.name) in text
+            assert env_name(field.name) in text
+
+    @staticmethod
+    def check_lines(text: str) -> None:
+        assert text.startswith("usage: specwire ")
+        assert not {"==SUPPRESS==", "None", "MISSING"} & set(text.split())
+        assert all(len(line) <= 100 for line in text.splitlines())
+
+    def test_services_are_reached_through_the_command(self) -> None:
+        done = subprocess.run(
+            [*COMMAND, "draft", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.startswith("usage: specwire draft ")
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        assert re.match(r"specwire \d+\.\d+", capsys.readouterr().out)
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("argv", "part"),
+        [
+            ([], "COMMAND"),
+            (["fly"], "fly"),
+            (["up", "--targets", "x"], "--targets x"),
+            (["up", "--addr", "127.0.0.1:0"], "--addr"),
+            (["up", "prompt"], "prompt"),
+            (["generate"], "prompt --token-ids"),
+            (["generate", "x", "--token-ids", "1"], "not allowed with"),
+            (["generate", "--token-ids", "1,x"], "'1,x' is not a comma-separated list"),
+            (["generate", "x", "--logit-bias", "7"], "'7' is not TOKEN_ID=BIAS"),
+            (["generate", "x", "--rule", "tree"], "'tree'"),
+            (["generate", "x", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
+        ],
+    )
+    def test_wrong_flags(self, argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert part in usage_error(argv, capsys)
+
+    @pytest.mark.parametrize(
+        ("argv", "parts"),
+        [
+            (["generate", "x", "--top-p", "2"], "top_p=2.0: must lie in (0, 1]"),
+            (["generate", "x", "--temperature", "nan"], "temperature=nan"),
+            (["generate", "x", "--server", "here"], "--server here: is not HOST:PORT"),
+            (["generate", "x", "--timeout-s", "0"], "--timeout-s 0.0: must be"),
+            (["up", "--target", "/none/such"], "--target /none/such: no such model directory"),
+            (["up", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
+            (["up", "--dtype", "int4"], "--dtype int4: is not one of auto, float32"),
+            (["demo", "--draft", "/none/such"], "--draft /none/such: no such model directory"),
+            (["proxy", "--rtt-ms", "-1"], "--rtt-ms -1.0: must be a finite number, at least 0"),
+            (["proxy", "--jitter-ms", "3", "--rtt-ms", "4"], "--jitter-ms 3.0: is more than half the round"),
+            (["proxy", "--to", "nowhere"], "--to nowhere: is not HOST:PORT"),
+            (["demo", "--num-draft-tokens", "65"], "--num-draft-tokens 65: must lie in [0, 64]"),
+        ],
+    )
+    def test_values_that_cannot_be(
+        self, argv: list[str], parts: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert parts in one_line_error(2, argv, capsys)
+
+    def test_a_port_in_use_is_known_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            started = time.monotonic()
+            for command in ("up", "demo"):
+                cli.main([command, "--address", address, *(["--json"] if command == "demo" else [])])
+                assert f"error: --address {address}: cannot be bound (" in capsys.readouterr().err
+            assert time.monotonic() - started < 3.0, "before any model is loaded"
+
+    @pytest.mark.parametrize("command", ["up", "demo", "generate"])
+    def test_variables(
+        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = [command, "x"] if command == "generate" else [command]
+        monkeypatch.setenv("SPECWIRE_SEVER", "127.0.0.1:1")
+        assert "SPECWIRE_SEVER='127.0.0.1:1' is not known" in one_line_error(2, argv, capsys)
+        monkeypatch.delenv("SPECWIRE_SEVER")
+        name = "SPECWIRE_TIMEOUT_S" if command == "generate" else "SPECWIRE_NUM_THREADS"
+        monkeypatch.setenv(name, "lots")
+        assert f"{name}='lots' is not a" in one_line_error(2, argv, capsys)
+
+    @pytest.mark.parametrize(("main", "config"), SERVICE_MAINS)
+    def test_variables_of_services(
+        self, main: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_GRACE", "1")
+        assert main([]) == 2
+        assert capsys.readouterr().err == "error: environment variable SPECWIRE_GRACE='1' is not known\n"
+        monkeypatch.delenv("SPECWIRE_GRACE")
+        monkeypatch.setenv("SPECWIRE_GRACE_S", "-1")
+        assert main([]) == 2
+        assert "environment variable SPECWIRE_GRACE_S=-1.0: must be" in capsys.readouterr().err
+
+    def test_variables_without_a_flag_of_ups_reach_the_services(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_PAGE_SIZE", "4")
+        monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
+        inherited = supervisor._inherited()
+        assert inherited["SPECWIRE_PAGE_SIZE"] == "4"
+        assert "SPECWIRE_ADDRESS" not in inherited
+        assert inherited["PATH"] == os.environ["PATH"]
+
+    def test_every_config_field_of_up_reaches_a_service(self) -> None:
+        changed = UpConfig(
+            target="org/t",
+            draft="org/d",
+            dtype="float16",
+            device="cuda:0",
+            draft_dtype="bfloat16",
+            draft_device="cuda:1",
+            address="127.0.0.1:81",
+            num_draft_tokens="3",
+            num_outcomes="7",
+            draft_rtt_ms=2.5,
+            least_pass_ms=12.5,
+            num_kv_tokens=4096,
+            num_threads=2,
+            draft_num_threads=3,
+            prefix_sharing=False,
+            grace_s=1.5,
+            log_level="error",
+            tls_cert=__file__,
+            tls_key=supervisor.__file__,
+            tls_client_ca=os.__file__,
+            tokens=dataclasses.__file__,
+            allow_plaintext=True,
+        )
+
+        said = [
+            *supervisor._verify_flags(changed, 0),
+            *supervisor._draft_flags(changed),
+            *supervisor._proxy_flags(changed, "127.0.0.1:83"),
+            *supervisor._coordinator_flags(changed, "127.0.0.1:82", "127.0.0.1:83"),
+        ]
+        for field in dataclasses.fields(UpConfig):
+            value = getattr(changed, field.name)
+            if field.name not in ("start_timeout_s", "replicas"):  # those are for `up` itself
+                word = flag_words(field.name, value)[-1]
+                assert word in said, field.name
+
+
+FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
+    "max_tokens": (["12"], 12),
+    "temperature": (["0.5"], 0.5),
+    "top_k": (["9"], 9),
+    "top_p": (["0.9"], 0.9),
+    "min_p": (["0.1"], 0.1),
+    "repetition_penalty": (["1.2"], 1.2),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["0.25"], 0.25),
+    "logit_bias": (["7=-2.5"], {7: -2.5}),
+    "stop": (["a\nb"], ("a\nb",)),
+    "stop_token_ids": (["4,5"], (4, 5)),
+    "ignore_eos": ([], True),
+    "seed": (["0"], 0),
+    "rule": (["gumbel"], "gumbel"),
+    "num_draft_tokens": (["0"], 0),
+    "logprobs": (["0"], 0),
+    "cache_salt": (["s"], "s"),
+}
+
+
+class TestSamplingFlags:
+    def test_every_parameter_is_here(self) -> None:
+        assert set(FLAG_VALUES) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+    @pytest.mark.parametrize("name", FLAG_VALUES)
+    @pytest.mark.parametrize("command", ["generate", "demo"])
+    def test_one_by_one(self, command: str, name: str) -> None:
+        texts_, value = FLAG_VALUES[name]
+        args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
+        shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
+        defaults = {"demo": shown, "generate": SamplingParams()}
+        assert cli._sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
+
+    def test_repeated_flags_add_up(self) -> None:
+        argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
+        params = cli._sampling_params(cli._parser().parse_args(argv))
+        assert params.stop == ("a", "b")
+        assert params.logit_bias == {1: 2.0, 3: 4.0}
+
+    def test_all_together_through_the_services(
+        self, stack: LocalStack, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        flags = [part for name, (texts_, _) in FLAG_VALUES.items() for part in (flag_name(name), *texts_)]
+        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *flags]) == 0
+        got = json.loads(capsys.readouterr().out)
+        params = SamplingParams(**{name: value for name, (_, value) in FLAG_VALUES.items()})
+        expected = stack.client.generate(PROMPT, params).to_dict()
+        assert {**got, "timing": 0} == {**expected, "timing": 0}
+
+
+class TestGenerate:
+    FLAGS = ("--max-tokens", "20", "--seed", "3")
+    PARAMS = SamplingParams(max_tokens=20, seed=3)
+
+    def test_prints_the_text(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["generate", PROMPT, "--server", stack.address, *self.FLAGS]) == 0
+        out, err = capsys.readouterr()
+        assert out == stack.client.generate(PROMPT, self.PARAMS).text + "\n"
+        assert err == ""
+
+    def test_the_server_comes_from_the_variable(
+        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPECWIRE_SERVER", stack.address)
+        assert cli.main(["generate", PROMPT, *self.FLAGS]) == 0
+        assert capsys.readouterr().out.strip() != ""
+        assert cli.main(["generate", PROMPT, *self.FLAGS, "--server", "127.0.0.1:1"]) == 1
+
+    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *self.FLAGS]) == 0
+        check_completion(json.loads(capsys.readouterr().out), num_tokens=20)
+
+    def test_token_ids(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", "--token-ids", "5,6,7", "--server", stack.address, "--json", *self.FLAGS]
+        assert cli.main(argv) == 0
+        got = json.loads(capsys.readouterr().out)
+        expected = stack.client.generate(prompt_token_ids=[5, 6, 7], params=self.PARAMS)
+        assert got["token_ids"] == list(expected.token_ids)
+        assert got["usage"]["prompt_tokens"] == 3
+
+    def test_ids_come_out_where_there_is_no_text(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with local_stack(save_target(tmp_path / "bare")) as bare:
+            argv = ["generate", "--token-ids", "5,6", "--server", bare.address, "--ignore-eos", *self.FLAGS]
+            assert cli.main(argv) == 0
+            assert len(capsys.readouterr().out.split()) == 20
+            assert "no tokenizer" in one_line_error(
+                2, ["generate", "x", "--server", bare.address, *self.FLAGS], capsys
+            )
+
+    def test_a_refusal_of_the_server(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", "--token-ids", "5,9999", "--server", stack.address]
+        assert "prompt_token_ids[1]=9999" in one_line_error(2, argv, capsys)
+
+    def test_nobody_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        started = time.monotonic()
+        error = one_line_error(1, ["generate", "x", "--server", "127.0.0.1:1"], capsys)
+        assert "nothing serves at 127.0.0.1:1" in error
+        assert time.monotonic() - started < 5.0
+
+    def test_the_deadline(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--timeout-s", "0.3", "--json"]
+        error = one_line_error(1, [*argv, "--max-tokens", "4000", "--ignore-eos"], capsys)
+        assert "DEADLINE_EXCEEDED" in error
+        stack.assert_idle_within(1.0)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+    def test_an_interrupt_cancels(self, stack: LocalStack, number: int, status: int) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
+        with subprocess.Popen(
+            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            assert stack.status("verify").num_sequences == 1
+            process.send_signal(number)
+            assert process.wait(10) == status
+            assert process.stderr.read() == b""
+        stack.assert_idle_within(1.0)
+
+    def test_a_reader_that_goes_away(self, stack: LocalStack) -> None:
+        argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
+        with subprocess.Popen(
+            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            process.stdout.close()
+            assert process.wait(20) == 141
+            assert process.stderr.read() == b""
+        stack.assert_idle_within(1.0)
+
+    def test_as_a_module(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["specwire", "generate", "x", "--top-p", "7"])
+        monkeypatch.delitem(sys.modules, "specwire.cli.__main__", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("specwire.cli", run_name="__main__")
+        assert ended.value.code == 2
+        assert "top_p=7.0" in capsys.readouterr().err
+
+
+class TestProxy:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_stands_between_and_ends_cleanly(self, number: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as service:
+            to = f"127.0.0.1:{service.getsockname()[1]}"
+            argv = ["proxy", "--to", to, "--rtt-ms", "40", "--jitter-ms", "2", "--bandwidth-mbps", "8"]
+            with subprocess.Popen(
+                [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                line = process.stdout.readline()
+                adds = f" to {to}: 40 ms round trip, ±2 ms and 8 Mbit/s each way\n"
+                assert line.startswith("ready 127.0.0.1:")
+                assert line.endswith(adds)
+                started = time.monotonic()
+                port = int(line.removesuffix(adds).rpartition(":")[2])
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                    service.settimeout(10)
+                    served, _ = service.accept()
+                    with served:
+                        served.settimeout(10)
+                        served.sendall(served.recv(1, socket.MSG_WAITALL) if client.send(b"x") else b"")
+                        assert client.recv(1) == b"x"
+                        assert time.monotonic() - started >= 0.036
+                        process.send_signal(number)
+                        with pytest.raises(ConnectionResetError):
+                            client.recv(1)
+                assert process.wait(10) == 0
+                assert process.stdout.read() == process.stderr.read() == ""
+
+    def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            listen = f"127.0.0.1:{taken.getsockname()[1]}"
+            error = one_line_error(2, ["proxy", "--listen", listen], capsys)
+        assert error.startswith(f"error: --listen {listen}: cannot be bound (")

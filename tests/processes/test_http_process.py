@@ -1,0 +1,144 @@
+"""A front as a process of its own: its memory and its descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.harness import LocalStack, local_stack
+
+MB = 1 << 20
+NUM_DESCRIPTORS = 1024
+BOMBS = {
+    "objects": b'{"model":"m","prompt":[' + b"{}," * (7 * MB // 3) + b"{}]}",
+    "nesting": b'{"model":"m","prompt":' + b"[" * 4 * MB + b"]" * 3 * MB,
+    "tokens": b'{"model":"m","prompt":[' + b"1," * (7 * MB // 2) + b"1]}",
+    "keys": b'{"model":"m"' + b"".join(b',"k%d":1' % i for i in range(600_000)) + b"}",
+    "a string": b'{"model":"m","prompt":"' + b"a" * 7 * MB + b'"}',
+}
+
+
+class Front:
+    """`specwire http`, started with few descriptors.
+
+    Attributes:
+        told: its standard error so far.
+    """
+
+    def __init__(self, server: str, told: Path) -> None:
+        self.told = told
+        with told.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    *("sh", "-c", f'ulimit -n {NUM_DESCRIPTORS}; exec "$@"', "sh"),
+                    *(sys.executable, "-m", "specwire.cli", "http", "--address", "127.0.0.1:0"),
+                    *("--server", server, "--model-name", "m", "--grace-s", "0"),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().decode().removeprefix("ready ").strip()
+
+    @property
+    def peak_mb(self) -> float:
+        """The most memory that it had since it was last asked."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) / 1024
+
+    def connect(self) -> socket.socket:
+        host, _, port = self.address.partition(":")
+        return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    with local_stack("emulated:step_ms=1,vocab_size=4096") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    running = Front(stack.address, tmp_path_factory.mktemp("front") / "stderr")
+    try:
+        complete(running)
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def complete(front: Front) -> None:
+    """A request that is served."""
+    wanted = {"model": "m", "prompt": [1, 2], "max_tokens": 2}
+    answer = httpx2.post(f"http://{front.address}/v1/completions", json=wanted, timeout=20)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_costs_little_memory_and_time(front: Front, name: str) -> None:
+    """8 MB of `[{},...]` took 7 GB, and no answer came for minutes."""
+    assert front.peak_mb > 0
+    before_mb = front.peak_mb
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with front.connect() as connection:
+        connection.sendall(f"{head}Content-Length: {len(BOMBS[name])}\r\n\r\n".encode() + BOMBS[name])
+        sent_s = time.monotonic()
+        answer = connection.recv(1 << 16)
+        assert time.monotonic() - sent_s < 2, "on a quiet machine it is 0.1 s"
+    assert re.match(rb"HTTP/1\.1 4(00|13) ", answer), answer[:200]
+    assert front.peak_mb - before_mb < 50
+    complete(front)
+
+
+def test_many_choices_with_many_biases_do_not_keep_others_waiting(front: Front) -> None:
+    biases = {str(token_id): 1.0 for token_id in range(2048)}
+    wanted = {"model": "m", "prompt": [1], "max_tokens": 1, "n": 128, "logit_bias": biases}
+    assert min(longest_wait_s(front, wanted) for _ in range(2)) < 0.5, "it was 0.8 to 2 s"
+
+
+def longest_wait_s(front: Front, wanted: dict[str, Any]) -> float:
+    """For `/health`, while a request is served."""
+    longest_s = 0.0
+    with (
+        ThreadPoolExecutor(1) as thread,
+        httpx2.Client(base_url=f"http://{front.address}", timeout=60) as http,
+    ):
+        answer = thread.submit(httpx2.post, f"http://{front.address}/v1/completions", json=wanted, timeout=60)
+        while not answer.done():
+            started_s = time.monotonic()
+            assert http.get("/health").status_code == 200
+            longest_s = max(longest_s, time.monotonic() - started_s)
+    assert len(answer.result().json()["choices"]) == wanted["n"]
+    return longest_s
+
+
+def test_idle_connections_make_room(front: Front) -> None:
+    """More of them than descriptors: each printed a traceback, and nothing else was served."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * NUM_DESCRIPTORS:
+        pytest.skip("too few descriptors for so many clients")
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * NUM_DESCRIPTORS), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(NUM_DESCRIPTORS + 100):
+            stack.enter_context(front.connect())
+        for _ in range(3):
+            complete(front)
+    assert front.told.stat().st_size < 2000
+    assert "connections are open: closing those that are idle for longest" in front.told.read_text()

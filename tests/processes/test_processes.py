@@ -1,0 +1,216 @@
+"""What only real processes show: start, signals, sudden death, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specwire import Client, Completion, SamplingParams, ServiceUnavailableError
+from tests.support.pairs import save_target
+from tests.support.processes import END_S, START_S, Command, running, wait_until
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "The quick brown"
+FIXED = ("--num-draft-tokens", "4")  # so that seeded text can be compared
+
+
+class Reading:
+    """A generation that another thread reads to its end."""
+
+    def __init__(self, address: str, params: SamplingParams) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._going = threading.Event()
+        self._done = self._pool.submit(self._read, address, params)
+        assert self._going.wait(START_S)
+
+    def _read(self, address: str, params: SamplingParams) -> Completion:
+        with Client(address) as client, client.stream(PROMPT, params) as stream:
+            for _ in stream:
+                self._going.set()
+            return stream.completion
+
+    def result(self) -> Completion:
+        try:
+            return self._done.result(60)
+        finally:
+            self._pool.shutdown()
+
+
+def up_argv(pair: tuple[Path, Path]) -> list[str]:
+    target, draft = map(str, pair)
+    models = ["--target", target, "--draft", draft]
+    return ["up", "--address", "127.0.0.1:0", *models, "--dtype", "float32", *FIXED]
+
+
+class TestUp:
+    """One after the other on the same three processes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def up(cls, pair: tuple[Path, Path]) -> Iterator[Command]:
+        with running(*up_argv(pair), "--grace-s", "60") as command:
+            yield command
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def address(cls, up: Command) -> str:
+        line = up.ready_line()
+        assert re.fullmatch(r"ready 127\.0\.0\.1:[1-9]\d*\n", line)
+        return line.split()[1]
+
+    def test_three_services_of_their_own(self, up: Command, address: str) -> None:
+        assert up.services.keys() == {"draft_service", "verify_service", "coordinator"}
+        assert up.errors() == "", "no progress bars, no warnings"
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def test_serves(self, address: str) -> None:
+        with Client(address) as client:
+            done = client.generate(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+            assert done.usage.completion_tokens == 40
+            assert done.speculation.num_accepted_tokens > 0
+            assert done.speculation.draft_unavailable == ""
+            assert client.get_model_info()[0].dtype == "float32"
+
+    def test_the_draft_is_killed_and_decoding_goes_on(self, up: Command, address: str) -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+        with Client(address) as client:
+            undisturbed = client.generate(PROMPT, params)
+        reading = Reading(address, params)
+        up.services["draft_service"].kill()
+        done = reading.result()
+        assert done.token_ids == undisturbed.token_ids
+        assert done.speculation.draft_unavailable != ""
+        wait_until(lambda: "draft service ended; decoding goes on" in up.errors(), 10)
+        assert up.process.poll() is None
+
+    def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:
+        params = SamplingParams(max_tokens=800, ignore_eos=True, num_draft_tokens=0)
+        reading = Reading(address, params)
+        up.process.terminate()
+        assert reading.result().usage.completion_tokens == 800
+        assert up.ended() == 0
+        assert up.process.stdout is not None
+        assert up.process.stdout.read() == b"", "the ready line is all there is"
+        assert "Traceback" not in up.errors()
+        assert "by force" not in up.errors()
+        up.assert_all_gone(1.0)
+
+
+def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
+    with running(*up_argv(pair)[:5], "--draft", "none") as up:
+        up.ready_line()
+        assert len(up.services) == 2
+        up.process.kill()
+        up.process.wait()
+        up.assert_all_gone()
+
+
+def test_the_target_killed_is_a_typed_error_and_the_end_of_up(pair: tuple[Path, Path]) -> None:
+    with running(*up_argv(pair)[:5], "--draft", "none") as up:
+        address = up.ready_line().split()[1]
+        reading = Reading(address, SamplingParams(max_tokens=4000, ignore_eos=True))
+        started = time.monotonic()
+        up.services["verify_service"].kill()
+        with pytest.raises(ServiceUnavailableError, match="verify service"):
+            reading.result()
+        assert time.monotonic() - started < 15.0
+        assert up.ended() == 1
+        assert "error: verify_service ended with status -9\n" in up.errors()
+        up.assert_all_gone(1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: signal.Signals) -> None:
+    with running(*up_argv(pair)) as up:
+        wait_until(lambda: len(up.services) == 2, START_S)
+        os.killpg(up.process.pid, number)
+        assert up.ended() == 0
+        assert up.errors() == ""
+        up.assert_all_gone(1.0)
+
+
+def test_a_service_that_cannot_start_is_one_line_and_the_end(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    broken = save_target(tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    with running(*up_argv(pair)[:5], "--draft", str(broken)) as up:
+        wait_until(lambda: len(up.services) == 2, START_S)
+        assert up.process.wait(START_S) == 2
+        assert re.fullmatch(rf"error: --draft {re.escape(str(broken))}: .+\n", up.errors())
+        up.assert_all_gone(1.0)
+
+
+class TestDemo:
+    """On a terminal."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def on_terminal(pair: tuple[Path, Path], max_tokens: int) -> Iterator[tuple[Command, int]]:
+        ours, theirs = pty.openpty()
+        target, draft = map(str, pair)
+        flags = ["--target", target, "--draft", draft, "--ignore-eos", "--max-tokens", str(max_tokens)]
+        flags += ["--seed", "1", "--rule", "rejection"]  # accepts, rejects and adds
+        flags += ["--least-pass-ms", "0"]
+        command = Command("demo", PROMPT, *flags, stdout=theirs)
+        os.close(theirs)
+        try:
+            yield command, ours
+        finally:
+            command.close()
+            os.close(ours)
+
+    @staticmethod
+    def read(command: Command, terminal: int, until: str | None = None) -> str:
+        """Up to where `until` is shown, or all of it."""
+        shown = b""
+        while until is None or until.encode() not in shown:
+            assert select.select([terminal], [], [], START_S)[0], command.errors()
+            try:
+                data = os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            shown += data
+            _ = command.services
+        return shown.decode(errors="replace")
+
+    def test_shows_fates_in_colour_and_cleans_up(self, pair: tuple[Path, Path]) -> None:
+        with self.on_terminal(pair, max_tokens=60) as (command, terminal):
+            shown = self.read(command, terminal)
+            assert command.ended() == 0
+            assert command.errors() == ""
+            text = shown.split(f"\x1b[1m{PROMPT}\x1b[0m")[2]  # the first one is without speculation
+            for code in ("32", "31;9", "34"):
+                assert f"\x1b[{code}m" in text
+            assert "60 tokens in " in text
+            assert "tokens/s" in text
+            command.assert_all_gone(1.0)
+
+    def test_ctrl_c_in_the_middle_leaves_nothing(self, pair: tuple[Path, Path]) -> None:
+        with self.on_terminal(pair, max_tokens=4000) as (command, terminal):
+            self.read(command, terminal, until=f"\x1b[1m{PROMPT}\x1b[0m")
+            assert os.read(terminal, 1), "the first token"
+            assert len(command.services) == 3
+            os.killpg(command.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+            drained = threading.Thread(target=self.read, args=(command, terminal), daemon=True)
+            drained.start()
+            assert command.ended() == 130
+            drained.join(END_S)
+            assert command.errors() == ""
+            command.assert_all_gone(1.0)

@@ -1,0 +1,92 @@
+"""A service as a child process, when it does not do what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from specwire.cli import main as cli
+from specwire.cli.supervisor import Pauses, Service, Stack
+from specwire.config.services import UpConfig
+
+HANGS = """
+import signal, threading
+from specwire import stacks
+stacks.show_on_signal()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def waits_for_ever():
+    print("ready 127.0.0.1:1", flush=True)
+    threading.Event().wait()
+
+waits_for_ever()
+"""
+
+
+def test_what_hangs_is_ended_by_force_and_says_where_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    service = Service("hangs", [], {"PYTHONPATH": path})
+    service.ready(30)
+    assert service.stop(0.2) == -9
+    service._forwarder.join(10)
+    told = capfd.readouterr().err
+    assert "hangs has not ended within 0.2 s: ended by force" in told
+    assert "in waits_for_ever" in told
+
+
+def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.CaptureFixture[str]) -> None:
+    config = UpConfig(
+        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
+    )
+    with Stack(config, {"SPECWIRE_MODEL_NAME": "m"}) as stack:
+        assert stack.http is not None
+        address, pids = stack.http.address, [stack.http.process.pid]
+        served = []
+
+        def kill() -> None:
+            for _ in range(2):
+                os.kill(pids[-1], signal.SIGKILL)
+                served.append(answer(address, old_pid=pids[-1], stack=stack))
+                pids.append(stack.http.process.pid)
+            stack.coordinator.process.kill()
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        assert cli._supervise(stack) == 1
+        killing.join()
+    assert [data["data"][0]["id"] for data in served] == ["m", "m"]
+    assert len(set(pids)) == 3
+    told = capfd.readouterr().err
+    assert "the HTTP front ended with status -9; it starts again in 0.5 s" in told
+    assert "the HTTP front ended with status -9; it starts again in 1 s" in told
+    assert "error: coordinator ended with status -9" in told
+
+
+def answer(address: str, old_pid: int, stack: Stack) -> dict[str, list[dict[str, str]]]:
+    """Of the next front, when it answers."""
+    ends_s = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < ends_s
+        with contextlib.suppress(OSError):
+            if stack.http and stack.http.process.pid != old_pid:
+                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=20) as response:
+                    return dict(json.load(response))
+        time.sleep(0.05)
+
+
+def test_pauses_grow_until_a_process_lasts() -> None:
+    pauses = Pauses()
+    assert [pauses.next(now_s) for now_s in (100, 101, 103, 110)] == [0.5, 1.0, 2.0, 4.0]
+    assert [pauses.next(111 + i) for i in range(5)] == [8.0, 16.0, 30.0, 30.0, 30.0]
+    assert pauses.next(300.0) == 0.5

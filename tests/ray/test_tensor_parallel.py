@@ -1,0 +1,390 @@
+"""A model over several ranks: the same logits and texts as on one, and nothing lost when a rank dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from benchmarks import rank_memory
+from benchmarks.ranks import run_ranks
+from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
+from specwire.config.services import UpConfig, VerifyConfig
+from specwire.engine import boot
+from specwire.engine.batch import Feed
+from specwire.engine.group import placement
+from specwire.engine.group.replay import AgreedReplay
+from specwire.engine.group.runner import GroupRunner
+from specwire.engine.model import loading
+from specwire.engine.model.graphs import EagerReplay
+from specwire.engine.model.runner import ModelRunner
+from tests.support import texts
+from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.pairs import save_good_draft, save_target
+from tests.support.processes import running
+from verify_service.verifier import VerifyDecider
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+NUM_CPUS = 2  # of each node: two ranks are packed on one, four need both
+START_S = 240.0
+NUM_TOKENS = 160
+STEP_TIMEOUT_S = 5.0
+PROMPT = np.random.default_rng(5).integers(3, 97, 40).tolist()
+#: Every kind of deciding, with drafts of a fixed length so that seeded text can be compared.
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, rule="gumbel", temperature=0.8),
+    SamplingParams(seed=3, repetition_penalty=1.2, presence_penalty=0.3, top_k=20),
+    SamplingParams(seed=4, top_p=0.8, logprobs=3),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={7: 2.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two Ray nodes on this machine; this process is connected to them."""
+    running = cluster_utils.Cluster()
+    try:
+        for _ in range(2):
+            running.add_node(num_cpus=NUM_CPUS, object_store_memory=80 << 20, include_dashboard=False)
+        ray.init(address=running.address, log_to_driver=False, logging_level="error")
+        yield running
+    finally:
+        ray.shutdown()
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with an odd vocabulary, and a draft for it."""
+    directory = tmp_path_factory.mktemp("models")
+    return save_target(directory / "target"), save_good_draft(directory / "draft")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models: tuple[Path, Path]) -> list[Completion]:
+    """What one rank says."""
+    with local_stack(*models) as alone:
+        return generate_all(alone.address, NUM_TOKENS)
+
+
+@pytest.fixture(scope="class")
+def started(cluster: Any, models: tuple[Path, Path]) -> Iterator[tuple[LocalStack, boot.ModelService]]:
+    """The three services with target and draft on two ranks each, and the verify service behind the wire."""
+    options = {"tensor_parallel_size": 2, "num_threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
+    with (
+        started_services() as services,
+        local_stack(*models, verify_options=options, draft_options=options) as stack,
+    ):
+        assert isinstance(services["draft"].runner, GroupRunner)
+        yield stack, services["verify"]
+
+
+def all_logits(question: object, logits: torch.Tensor) -> np.ndarray:
+    """As a `device.Decide`: everything."""
+    return logits.numpy()
+
+
+def group_runner(service: boot.ModelService) -> GroupRunner:
+    assert isinstance(service.runner, GroupRunner)
+    return service.runner
+
+
+def generate_all(address: str, num_tokens: int) -> list[Completion]:
+    """One generation for each of `PARAMS`, all at once."""
+
+    async def together() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            return await asyncio.gather(
+                *(
+                    client.generate(
+                        params=replace(params, max_tokens=num_tokens, ignore_eos=True),
+                        prompt_token_ids=PROMPT[i:],
+                    )
+                    for i, params in enumerate(PARAMS)
+                )
+            )
+
+    return asyncio.run(together())
+
+
+class TestTwoRanks:
+    """Over real gRPC, draft and coordinator beside; greedy, sampled and Gumbel streams in the same steps."""
+
+    def test_texts_and_logprobs_equal_those_of_one_rank(self, started, undisturbed) -> None:
+        stack, service = started
+        done = generate_all(stack.address, NUM_TOKENS)
+        assert [one.token_ids for one in done] == [one.token_ids for one in undisturbed]
+        for one in done:
+            assert 0 < one.speculation.num_accepted_tokens < one.speculation.num_draft_tokens
+        for one, other in zip(done[4].tokens, undisturbed[4].tokens, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [v for _, v in one.top_logprobs] == pytest.approx(
+                [v for _, v in other.top_logprobs], abs=1e-4
+            )
+        nodes = {place.node_id for place in group_runner(service).places}
+        assert len(nodes) == 1, "packed on one machine as long as it has room"
+        stack.assert_idle_within(5.0)
+
+    @pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+    def test_a_rank_lost_in_mid_generation_loses_and_doubles_no_token(
+        self, started, undisturbed, rank: int, how: signal.Signals
+    ) -> None:
+        """Killed, or stopped for ever: then only the limit of a step tells."""
+        stack, service = started
+        before = [place.pid for place in group_runner(service).places]
+        done: list[list[Completion]] = []
+        generating = threading.Thread(target=lambda: done.append(generate_all(stack.address, NUM_TOKENS)))
+        with Client(stack.address) as client:
+            params = replace(PARAMS[0], max_tokens=NUM_TOKENS, ignore_eos=True)
+            with client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+                chunks = iter(stream)
+                generating.start()
+                next(chunks)
+                os.kill(before[rank], how)
+                for _ in chunks:
+                    pass
+                token_ids = list(stream.completion.token_ids)
+        generating.join(START_S)
+        assert token_ids == list(undisturbed[0].token_ids)
+        assert [one.token_ids for one in done[0]] == [one.token_ids for one in undisturbed]
+        after = [place.pid for place in group_runner(service).places]
+        assert not set(before) & set(after), "all ranks start again"
+        stack.assert_idle_within(5.0)
+        group_runner(service).pool.check_integrity()
+
+
+class TestFourRanks:
+    def test_across_two_machines_the_logits_are_those_of_one_rank(self, cluster, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "target", num_key_value_heads=4, tie_word_embeddings=True)
+        config = VerifyConfig(
+            model=str(target), dtype="float32", tensor_parallel_size=4, num_threads=1, num_kv_tokens=1024
+        )
+        runner = GroupRunner(config, str(target), "float32")
+        try:
+            assert len({place.node_id for place in runner.places}) == 2
+            assert len({place.pid for place in runner.places}) == 4
+            alone = ModelRunner(loading.load_model(target), num_pages=64)
+            for found, expected in zip(_history(runner), _history(alone), strict=True):
+                np.testing.assert_allclose(found, expected, atol=1e-4)
+        finally:
+            runner.close()
+
+
+def _history(runner: Any) -> list[np.ndarray]:
+    """Logits of two sequences that share a prefix, after a rollback, a fork and a copy on write."""
+    found = []
+    with runner.new_sequence() as first, runner.new_sequence() as other:
+        found.append(runner.run([Feed(first, PROMPT, 40), Feed(other, PROMPT[:9], 1)], 0, all_logits))
+        first.truncate(21)
+        with first.fork() as fork:
+            feeds = [Feed(fork, [5, 6, 7], 3), Feed(first, PROMPT[21:30], 2), Feed(other, PROMPT[9:], 5)]
+            found.append(runner.run(feeds, 0, all_logits))
+        assert runner.run([Feed(first, [9], 0)], None, all_logits) is None
+        found.append(runner.run([Feed(first, [8, 3], 2)], 0, all_logits))
+    return found
+
+
+def test_a_service_killed_takes_its_ranks_and_its_ray_instance_along(tmp_path: Path) -> None:
+    """The instance is on loopback, and ends within seconds however the service does that started it."""
+    target, _ = texts.save_pair(tmp_path)
+    flags = ["--target", str(target), "--draft", "none", "--tensor-parallel-size", "2"]
+    with running("up", *flags, "--address", "127.0.0.1:0") as up:
+        address = up.ready_line().split()[1]
+        with Client(address) as client:
+            done = client.generate("The quick brown", SamplingParams(max_tokens=8, ignore_eos=True))
+        assert done.usage.completion_tokens == 8
+        verify = up.services["verify_service"]
+        names = [child.name() for child in verify.children(recursive=True)]
+        assert sum(name.startswith("ray::Rank") for name in names) == 2
+        listening = {
+            connection.laddr.ip
+            for child in verify.children(recursive=True)
+            for connection in child.net_connections("tcp")
+            if connection.status == "LISTEN"
+        }
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        verify.kill()
+        assert up.process.wait(START_S) == 1
+        up.assert_all_gone()
+
+
+class TestWhatCannotStart:
+    """One typed error that names rank, device and reason, or flag and value; never a hang."""
+
+    def test_weights_that_only_a_rank_can_miss(self, cluster, models, tmp_path: Path) -> None:
+        broken = save_target(tmp_path / "broken")
+        weights = load_file(broken / "model.safetensors")
+        del weights["model.layers.1.mlp.down_proj.weight"]
+        save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+        config = VerifyConfig(model=str(broken), tensor_parallel_size=2)
+        with pytest.raises(ModelLoadError) as caught:
+            boot.start(config, "verify", VerifyDecider())
+        assert re.fullmatch(
+            rf"--model rank [01] on cpu of \S+: {re.escape(str(broken))}: "
+            r"the checkpoint does not fill the model: 1 missing_keys: .*down_proj.*",
+            str(caught.value),
+        )
+
+    def test_more_ranks_than_devices(self, cluster, models) -> None:
+        config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
+        with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):
+            boot.start(config, "verify", VerifyDecider())
+
+    @pytest.mark.parametrize(
+        ("family", "shape", "problem"),
+        [
+            ("gpt2", {}, "'gpt2' has no tensor parallel plan in transformers"),
+            ("llama", {"num_key_value_heads": 1}, "num_key_value_heads=1 cannot be shared evenly by 2 ranks"),
+            (
+                "gpt_neox",
+                {"num_attention_heads": 3, "hidden_size": 24},
+                "num_attention_heads=3 cannot be shared",
+            ),
+        ],
+    )
+    def test_what_no_rank_could_load_is_refused_before_any_starts(
+        self, tmp_path: Path, family: str, shape: dict[str, int], problem: str
+    ) -> None:
+        model = save_target(tmp_path / "model", family, **shape)
+        with pytest.raises(ModelLoadError, match=re.escape(problem)):
+            boot.start(VerifyConfig(model=str(model), tensor_parallel_size=2), "verify", VerifyDecider())
+
+    def test_without_ray_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 2: needs Ray.*specwire\[ray\]"):
+            boot.start(VerifyConfig(tensor_parallel_size=2), "verify", VerifyDecider())
+
+    @pytest.mark.parametrize("config", [VerifyConfig, UpConfig])
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0: must be at least 1"),
+            ({"ray_address": "auto"}, "--ray-address auto: is of use with"),
+            ({"tensor_parallel_size": 2, "device": "cuda:1"}, "--device cuda:1: must be cpu or cuda"),
+        ],
+    )
+    def test_flags(self, config: Any, options: dict[str, Any], problem: str) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            config(**options)
+
+
+def save_eight_heads(directory: Path) -> Path:
+    return save_target(directory / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
+
+
+#: Every family with a plan that is checked, and its shape.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd vocabulary": ("llama", {"vocab_size": 101}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    **{family: (family, {}) for family in ("qwen3", "mistral", "gemma2", "gemma3", "gpt_neox")},
+}
+
+
+class TestPlainRanks:
+    """Plain processes, without Ray: one start for all of it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sources(cls, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+        root = tmp_path_factory.mktemp("families")
+        return [save_target(root / name, family, **shape) for name, (family, shape) in SHAPES.items()]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+        directory = tmp_path_factory.mktemp("large")
+        large = rank_memory.save_model(directory, "bfloat16", num_layers=3, width=512, file_size="10MB")
+        store = str(directory / "store")
+        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large), store)
+
+    def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
+        self, sources: list[Path], found: tuple[Any, Any, Any]
+    ) -> None:
+        for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
+            model = loading.load_model(source)
+            assert num_parameters == sum(weight.numel() for weight in model.parameters()), name
+            runner = ModelRunner(model, num_pages=8)
+            with runner.new_sequence() as cache:
+                expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+            np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
+
+    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any, Any]) -> None:
+        """Of float32 weights from several bfloat16 files, so that all of them must be converted."""
+        for shard, whole in found[1]:
+            assert whole.weights / 2 <= shard.weights < whole.weights * 0.51
+            bound = shard.weights + rank_memory.BUFFER_BYTES
+            assert shard.weights < shard.own <= bound
+            assert whole.own > bound, "who holds it all is found out"
+
+    def test_padded_steps_are_the_same_and_replayed_by_all_ranks_or_by_none(
+        self, sources: list[Path], found: tuple[Any, Any, Any]
+    ) -> None:
+        """On a CPU, where nothing is recorded; NCCL in CUDA graphs has not been seen."""
+        plain = _history(ModelRunner(loading.load_model(sources[0]), num_pages=64))
+        together, apart = found[2]
+        for logits, _, _ in (together, apart):
+            for ours, expected in zip(logits, plain, strict=True):
+                np.testing.assert_allclose(ours, expected, atol=1e-4)
+        assert together[1] >= 5
+        assert apart[1:] == (0, "rank 1: RuntimeError: no room")
+
+
+class Broken:
+    """A rank that cannot record."""
+
+    def capture(self, run: Any) -> Any:
+        raise RuntimeError("no room\nfor it")
+
+
+def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
+    """Runs on each rank."""
+    return (
+        _logits_on_ranks(num_ranks, sources),
+        rank_memory.loaded_on_ranks(num_ranks, large),
+        _replayed_on_ranks(num_ranks, sources[0], store),
+    )
+
+
+def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[Any, int, str]]:
+    """Logits with padded steps, how many of them are replayed, and why not."""
+    from specwire.engine.group.sharding import load_shard
+
+    rank, found = dist.get_rank(), []
+    for name, ours in (("all record", EagerReplay()), ("one cannot", Broken() if rank else EagerReplay())):
+        model, _ = load_shard(source, dtype="auto", num_ranks=num_ranks)
+        part = dist.PrefixStore(name, dist.FileStore(store, num_ranks))
+        replay = AgreedReplay(ours, part, rank, num_ranks)
+        runner = ModelRunner(model, num_pages=64, replay=replay)
+        replay.warm(runner)
+        found.append((_history(runner), runner.num_graphs, replay.problem))
+    return found
+
+
+def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int]]:
+    from specwire.engine.group.sharding import load_shard
+
+    found = []
+    for source in sources:
+        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
+        assert not [name for name, weight in model.named_parameters() if hasattr(weight, "placements")]
+        runner = ModelRunner(model, num_pages=8)
+        with runner.new_sequence() as cache:
+            logits = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+        found.append((logits, description["num_parameters"]))
+    return found

@@ -1,0 +1,119 @@
+"""Models that cannot be served, and pairs that do not fit, are refused at start with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coordinator.service
+import verify_service.service
+from specwire import ConfigError, HandshakeError, ModelLoadError, ServiceUnavailableError
+from specwire.config.services import CoordinatorConfig, VerifyConfig
+from tests.support import texts, tiny_models
+from tests.support.harness import LoopThread, local_stack
+from tests.support.pairs import save_target
+from tests.support.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return texts.save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def serve(thread: LoopThread, make: Callable[[], Any]) -> contextlib.AbstractContextManager[str]:
+    return thread.entered(make)
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+class TestModels:
+    """Models that cannot be served are refused at start, by name."""
+
+    @staticmethod
+    def start(thread: LoopThread, model: Path | str) -> None:
+        config = VerifyConfig(model=str(model), num_kv_tokens=1024, grace_s=0.0)
+        with serve(thread, lambda: verify_service.service.serving(config)):
+            pass
+
+    def test_missing_directory(self, thread: LoopThread, tmp_path: Path) -> None:
+        with refused(ModelLoadError, f"--model {tmp_path}/none", "no such model directory"):
+            self.start(thread, tmp_path / "none")
+
+    def test_empty_directory(self, thread: LoopThread, tmp_path: Path) -> None:
+        with refused(ModelLoadError, f"--model {tmp_path}", "no config.json"):
+            self.start(thread, tmp_path)
+
+    def test_truncated_weights(self, thread: LoopThread, tmp_path: Path) -> None:
+        directory = save_target(tmp_path / "model")
+        weights = directory / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-64])
+        with refused(ModelLoadError, f"--model {directory}"):
+            self.start(thread, directory)
+
+    def test_broken_config(self, thread: LoopThread, tmp_path: Path) -> None:
+        directory = save_target(tmp_path / "model")
+        (directory / "config.json").write_text('{"model_type": "llama", ')
+        with refused(ModelLoadError, f"--model {directory}"):
+            self.start(thread, directory)
+
+    def test_broken_tokenizer(self, thread: LoopThread, tmp_path: Path) -> None:
+        directory = save_target(tmp_path / "model")
+        (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+        with refused(ModelLoadError, str(directory), "cannot be loaded"):
+            self.start(thread, directory)
+
+    def test_recurrent_state(self, thread: LoopThread, tmp_path: Path) -> None:
+        directory = tiny_models.save(tiny_models.build("mamba"), tmp_path / "mamba")
+        with refused(ModelLoadError, f"--model {directory}", "'mamba'", "rolled back"):
+            self.start(thread, directory)
+
+    def test_port_in_use(self, thread: LoopThread, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            config = VerifyConfig(model=str(save_target(tmp_path)), num_kv_tokens=1024, address=address)
+            with (
+                refused(ConfigError, f"--address {address}", "in use"),
+                serve(thread, lambda: verify_service.service.serving(config)),
+            ):
+                pass
+
+
+class TestPairs:
+    """What cannot work together is refused when the coordinator starts."""
+
+    def test_different_tokenizers(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        other = save_target(tmp_path / "stranger", vocab_size=texts.VOCAB_SIZE)
+        texts.build_tokenizer(["entirely other words, so other merges\n"]).save_pretrained(other)
+        with (
+            refused(HandshakeError, "'target'", "'stranger'", "different tokenizers"),
+            local_stack(pair[0], other),
+        ):
+            pass
+
+    def test_vocabularies_without_tokenizers(self, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "wide")
+        draft_model = save_target(tmp_path / "narrow", vocab_size=90)
+        with (
+            refused(HandshakeError, "'wide'", "'narrow'", "97 and 90"),
+            local_stack(target, draft_model),
+        ):
+            pass
+
+    def test_no_verify_service(self, thread: LoopThread) -> None:
+        config = CoordinatorConfig(verify_address="127.0.0.1:1", connect_timeout_s=0.3)
+        with (
+            refused(ServiceUnavailableError, "127.0.0.1:1"),
+            serve(thread, lambda: coordinator.service.serving(config)),
+        ):
+            pass

@@ -1,0 +1,186 @@
+"""Memory for a few sequences serves many: the youngest give way and run again, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
+from specwire.config.services import VerifyConfig
+from specwire.engine import boot
+from specwire.engine.model.memory import _cgroup_bytes, free_bytes
+from tests.support.harness import local_stack, started_services
+from tests.support.pairs import save_good_draft, save_target
+from verify_service.verifier import VerifyDecider
+
+PROMPT = [5, 9, 11, 2, 7]
+NUM_TOKENS = 75
+NUM_REQUESTS = 20
+PAGE_SIZE = 4
+FOR_FOUR = {"num_kv_tokens": 4 * 80, "page_size": PAGE_SIZE}
+
+
+def params(seed: int) -> SamplingParams:
+    return SamplingParams(
+        rule=Rule.GUMBEL, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=3
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("memory")
+    return save_target(directory / "target"), save_good_draft(directory / "draft")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair):
+    with local_stack(pair[0]) as stack:
+        return asyncio.run(generate_all(stack.address))
+
+
+async def generate_all(address: str) -> list[tuple[int, ...]]:
+    async with AsyncClient(address) as client:
+        requests = [
+            client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(NUM_REQUESTS)
+        ]
+        return [done.token_ids for done in await asyncio.gather(*requests)]
+
+
+@pytest.mark.parametrize("short", ["verify", "draft", "both"])
+def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
+    options = {
+        "verify_options": FOR_FOUR if short in ("verify", "both") else None,
+        "draft_options": FOR_FOUR if short in ("draft", "both") else None,
+    }
+    with local_stack(*pair, **options) as stack:
+        assert asyncio.run(generate_all(stack.address)) == undisturbed
+        roles = ("verify", "draft") if short == "both" else (short,)
+        assert all(stack.status(role).num_preemptions > 0 for role in roles)
+        stack.assert_idle_within(1.0)
+
+
+def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
+    """Of the memory that is free with the model loaded, and no page more."""
+    free = free_bytes(torch.device("cpu"))
+    config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
+    service = boot.start(config, "verify", VerifyDecider())
+    try:
+        pool, per_token = service.runner.pool, service.runner.kv_bytes_per_token
+        assert pool.num_pages * PAGE_SIZE * per_token == pytest.approx(0.01 * free, rel=0.2)
+        assert service.info.context_len <= pool.num_pages * PAGE_SIZE
+    finally:
+        service.engine.close()
+
+
+def test_a_fraction_too_small_for_a_page_is_refused(pair):
+    config = VerifyConfig(model=str(pair[0]), kv_cache_memory=1e-12)
+    with pytest.raises(ModelLoadError, match=r"--kv-cache-memory 1e-12 is 0 bytes on cpu, less than a page"):
+        boot.start(config, "verify", VerifyDecider())
+
+
+def test_a_container_s_limit_counts(tmp_path):
+    assert _cgroup_bytes(tmp_path) > 1 << 60
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_bytes(tmp_path) > 1 << 60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _cgroup_bytes(tmp_path) == 700
+
+
+def test_what_can_never_fit_is_refused_at_once(pair):
+    with local_stack(*pair, verify_options={"num_kv_tokens": 64, "page_size": PAGE_SIZE}) as stack:
+        with pytest.raises(ContextLengthError, match=r"max_tokens=60: .* over the context of 64"):
+            stack.client.generate(params=SamplingParams(max_tokens=60), prompt_token_ids=PROMPT)
+        done = stack.client.generate(
+            params=SamplingParams(max_tokens=59, ignore_eos=True), prompt_token_ids=PROMPT
+        )
+        assert done.usage.completion_tokens == 59
+
+
+# --- random mixes ---------------------------------------------------------------------------------
+
+MIX_SEEDS = range(3)
+NUM_MIXED = 20
+TIMEOUT_S = 60.0
+"""Of a whole mix: a deadlock is a failure, not a test that hangs."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One of a mix; `after_s` is when it is sent."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    after_s: float
+
+
+def mix(seed: int) -> list[Request]:
+    """Short prompts, long ones and ones that begin alike, with short and long answers, one after another."""
+    draws = random.Random(seed)
+    common = [draws.randrange(3, 97) for _ in range(100)]
+    requests = []
+    for number in range(NUM_MIXED):
+        length = draws.choice([draws.randint(1, 9), draws.randint(30, 60), draws.randint(80, 120)])
+        shared = min(length - 1, draws.choice([0, 0, 20, 90]))
+        prompt = common[:shared] + [draws.randrange(3, 97) for _ in range(length - shared)]
+        max_tokens = draws.choice([1, draws.randint(2, 12), draws.randint(20, 40)])
+        requests.append(Request(tuple(prompt), max_tokens, 100 * seed + number, draws.random() * 0.1))
+    return requests
+
+
+def smallest_cache(requests: Sequence[Request]) -> dict[str, int]:
+    """Just enough for the longest request alone; prompts come in small chunks."""
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
+    num_pages = -(-longest // PAGE_SIZE)
+    return {
+        "num_kv_tokens": num_pages * PAGE_SIZE,
+        "page_size": PAGE_SIZE,
+        "max_num_tokens": 65,
+        "max_prefill_tokens": 16,
+    }
+
+
+async def generate_mix(address: str, requests: Sequence[Request]) -> list[Completion]:
+    async def one(client: AsyncClient, request: Request) -> Completion:
+        await asyncio.sleep(request.after_s)
+        law = SamplingParams(
+            rule=Rule.GUMBEL, seed=request.seed, max_tokens=request.max_tokens, ignore_eos=True
+        )
+        return await client.generate(params=law, prompt_token_ids=request.prompt)
+
+    async with AsyncClient(address, timeout_s=TIMEOUT_S) as client:
+        return await asyncio.gather(*(one(client, request) for request in requests))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_mixes(pair):
+    """Texts of every mix with room for all, prompts in one piece, no draft and no known prefixes."""
+    options = {"num_kv_tokens": NUM_MIXED * 256, "prefix_sharing": False}
+    with local_stack(pair[0], verify_options=options) as stack:
+        results = {seed: asyncio.run(generate_mix(stack.address, mix(seed))) for seed in MIX_SEEDS}
+        assert stack.status("verify").num_preemptions == 0
+    return {seed: [done.token_ids for done in mixed] for seed, mixed in results.items()}
+
+
+@pytest.mark.parametrize("seed", MIX_SEEDS)
+@pytest.mark.parametrize("sharing", [True, False], ids=["prefixes shared", "nothing shared"])
+def test_any_mix_gets_on_with_the_memory_of_its_longest(pair, undisturbed_mixes, seed, sharing):
+    requests = mix(seed)
+    options = smallest_cache(requests) | {"prefix_sharing": sharing}
+    with (
+        started_services() as services,
+        local_stack(*pair, verify_options=options, draft_options=options) as stack,
+    ):
+        results = asyncio.run(generate_mix(stack.address, requests))
+        stack.assert_idle_within(1.0)
+        for role, service in services.items():
+            service.runner.pool.check_integrity()
+            assert stack.status(role).num_preemptions > 0
+    assert [done.token_ids for done in results] == undisturbed_mixes[seed]
+    assert {done.speculation.draft_unavailable for done in results} == {""}

@@ -1,0 +1,48 @@
+"""The chosen number of draft tokens in the running system; `test_draft_length.py` has how it is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specwire import Rule, SamplingParams
+from tests.support.harness import local_stack
+
+CHOSEN = {"num_draft_tokens": "auto"}
+
+
+def test_the_running_system_finds_a_good_number() -> None:
+    """Emulated devices, over real gRPC: near the best fixed number, and far above plain decoding."""
+    with local_stack(
+        "emulated:step_ms=30", "emulated:step_ms=2,alpha=0.8", coordinator_options=CHOSEN
+    ) as stack:
+
+        def tokens_per_s(num_draft_tokens: int | None, seed: int) -> float:
+            params = SamplingParams(
+                max_tokens=90, seed=seed, rule=Rule.GUMBEL, num_draft_tokens=num_draft_tokens
+            )
+            done = stack.client.generate(params=params, prompt_token_ids=[1])
+            return 90e3 / done.timing.total_ms
+
+        for seed in range(3):
+            tokens_per_s(None, seed)  # with the first trials
+        runs = [
+            (tokens_per_s(6, seed), tokens_per_s(None, seed), tokens_per_s(0, seed)) for seed in (10, 11, 12)
+        ]
+    best, chosen, plain = np.array(runs).T
+    assert np.median(chosen / best) > 0.8
+    assert np.median(chosen / plain) > 1.5
+
+
+def test_no_round_is_drawn_twice_where_the_length_follows_from_what_was_learned() -> None:
+    """Under rejection, a chosen length that had seen the very same draws before would know how they end."""
+    with local_stack(
+        "emulated:step_ms=0", "emulated:step_ms=0,alpha=0.8", coordinator_options=CHOSEN
+    ) as stack:
+
+        def token_ids(num_draft_tokens: int | None, rule: Rule) -> tuple[int, ...]:
+            params = SamplingParams(max_tokens=40, seed=5, rule=rule, num_draft_tokens=num_draft_tokens)
+            return stack.client.generate(params=params, prompt_token_ids=[1]).token_ids
+
+        assert token_ids(None, Rule.REJECTION) != token_ids(None, Rule.REJECTION)
+        assert token_ids(3, Rule.REJECTION) == token_ids(3, Rule.REJECTION)
+        assert token_ids(None, Rule.GUMBEL) == token_ids(None, Rule.GUMBEL)

@@ -1,0 +1,297 @@
+"""The client SDK over real gRPC: methods, streams, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from specwire import (
+    AsyncClient,
+    Client,
+    InvalidRequestError,
+    RequestCancelledError,
+    Rule,
+    SamplingParams,
+    SpecwireError,
+    UnsupportedError,
+)
+from specwire.client.client import Stream
+from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.wire.client import generate_request
+from tests.support import texts
+from tests.support.harness import LocalStack, local_stack
+from tests.support.pairs import save_target
+
+PROMPT = "The quick brown"
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
+
+
+def first_chunk(stream: Stream) -> None:
+    next(iter(stream))
+
+
+class TestImport:
+    def test_the_package_and_its_clients_load_neither_torch_nor_transformers(self) -> None:
+        code = (
+            "import sys, time; start = time.process_time()\n"
+            "from specwire import AsyncClient, Client, SamplingParams\n"
+            "print(time.process_time() - start)\n"
+            "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        cpu_s, loaded = done.stdout.splitlines()
+        assert loaded == "[]"
+        assert float(cpu_s) < 1.0, "the clients must start fast"
+
+    def test_the_nouns_alone_do_not_load_grpc(self) -> None:
+        code = "import sys, specwire; specwire.SamplingParams(); sys.exit('grpc' in sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestShape:
+    def test_clients_cover_every_method_of_the_service(self) -> None:
+        service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+        calls = {"".join("_" + c.lower() if c.isupper() else c for c in m.name)[1:] for m in service.methods}
+        for kind in (Client, AsyncClient):
+            public = {name for name in vars(kind) if not name.startswith("_")}
+            assert public == calls | {"stream", "close"}
+
+    def test_sync_and_async_methods_take_the_same_arguments(self) -> None:
+        for name in ("get_model_info", "get_status", "close", "__init__"):
+            ours, theirs = (inspect.signature(getattr(k, name)) for k in (Client, AsyncClient))
+            assert list(ours.parameters) == list(theirs.parameters), name
+        for name in ("stream", "generate"):
+            parameters = list(inspect.signature(getattr(Client, name)).parameters)
+            assert parameters == ["self", "prompt", "params", "options"]
+
+
+class TestGenerate:
+    def test_all_prompt_forms_give_the_same(self, client: Client, tokenizer: Tokenizer) -> None:
+        params = SamplingParams(max_tokens=24, seed=3)
+        by_text = client.generate(PROMPT, params)
+        by_ids = client.generate(prompt_token_ids=tokenizer.encode(PROMPT), params=params)
+        assert by_text.token_ids == by_ids.token_ids
+        assert by_text.text == by_ids.text == tokenizer.decode(by_text.token_ids)
+        assert by_text.usage.prompt_tokens == len(tokenizer.encode(PROMPT))
+
+    def test_messages_go_through_the_chat_template(self, client: Client, tokenizer: Tokenizer) -> None:
+        params = SamplingParams(max_tokens=24, seed=3)
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        rendered = tokenizer.apply_chat_template(messages)
+        chat = client.generate(messages=messages, params=params)
+        assert chat.token_ids == client.generate(prompt_token_ids=rendered, params=params).token_ids
+        assert chat.usage.prompt_tokens == len(rendered)
+        with pytest.raises(InvalidRequestError, match=r"messages=.*unknown role robot"):
+            client.generate(messages=[{"role": "robot", "content": "hello"}])
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]"):
+            client.generate(messages=[{"role": "user"}])
+
+    def test_a_chosen_seed_repeats_the_text(self, client: Client) -> None:
+        drawn = client.generate(PROMPT, SamplingParams(max_tokens=24))
+        again = client.generate(PROMPT, SamplingParams(max_tokens=24, seed=drawn.seed, rule=drawn.rule))
+        assert again.token_ids == drawn.token_ids
+        other = client.generate(PROMPT, SamplingParams(max_tokens=24))
+        assert other.seed != drawn.seed
+
+    def test_defaults_work(self, client: Client) -> None:
+        done = client.generate(PROMPT)
+        assert 1 <= done.usage.completion_tokens == len(done.token_ids) <= 256
+        assert done.model == "target"
+        assert done.timing.total_ms > 0
+
+    def test_speculation_adds_up(self, client: Client) -> None:
+        done = client.generate(PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+        spec = done.speculation
+        assert sum(k * n for k, n in enumerate(spec.acceptance_histogram)) == spec.num_accepted_tokens > 0
+        assert sum(spec.drafted_per_position) == spec.num_draft_tokens
+        assert sum(spec.accepted_per_position) == spec.num_accepted_tokens
+        assert done.usage.completion_tokens == 60 == spec.num_accepted_tokens + spec.num_rounds
+        assert spec.draft_unavailable == ""
+        assert spec.mean_acceptance_length > 1
+
+    def test_describes_models_and_status(self, client: Client) -> None:
+        target, draft = client.get_model_info()
+        assert draft is not None
+        assert (target.name, draft.name) == ("target", "draft")
+        assert (target.vocab_size, draft.vocab_size) == (texts.VOCAB_SIZE, texts.DRAFT_VOCAB_SIZE)
+        assert target.tokenizer_fingerprint == draft.tokenizer_fingerprint != ""
+        with client.stream(PROMPT, ENDLESS) as stream:
+            first_chunk(stream)
+            assert client.get_status().num_running == 1
+
+
+class TestStream:
+    @pytest.mark.parametrize("rule", list(Rule))
+    @pytest.mark.parametrize("stop", [(), ("e", "zz"), ("\ufffd\ufffd",)])
+    def test_every_index_once_in_order_then_one_completion(
+        self, client: Client, rule: Rule, stop: tuple[str, ...]
+    ) -> None:
+        params = SamplingParams(max_tokens=80, rule=rule, seed=5, stop=stop, ignore_eos=True)
+        with client.stream(PROMPT, params) as stream:
+            token_ids: list[int] = []
+            text = ""
+            for chunk in stream:
+                assert chunk.first_index == len(token_ids)
+                assert chunk.text == "".join(token.text for token in chunk.tokens)
+                token_ids += chunk.token_ids
+                text += chunk.text
+            done = stream.completion
+            assert list(stream) == [], "an ended stream stays at its end"
+        assert tuple(token_ids) == done.token_ids
+        assert text == done.text
+        assert tuple(stream.tokens) == done.tokens
+        assert client.generate(PROMPT, params).token_ids == done.token_ids
+
+    def test_the_wire_carries_exactly_one_completion_and_it_is_last(self, stack: LocalStack) -> None:
+        request = generate_request(PROMPT, SamplingParams(max_tokens=40, seed=1))
+        with grpc.insecure_channel(stack.address) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            events = [response.WhichOneof("event") for response in stub.Generate(iter([request]), timeout=30)]
+        assert events[-1] == "completion"
+        assert events.count("completion") == 1
+
+    def test_the_completion_is_not_there_before_the_end(self, client: Client) -> None:
+        with client.stream(PROMPT, ENDLESS) as stream:
+            first_chunk(stream)
+            with pytest.raises(SpecwireError, match="not complete"):
+                _ = stream.completion
+
+    def test_leaving_early_frees_memory_on_both_services(self, stack: LocalStack) -> None:
+        with stack.client.stream(PROMPT, ENDLESS) as stream:
+            first_chunk(stream)
+            assert stack.status("verify").num_held_pages > 0
+        stack.assert_idle_within(1.0)
+        assert stack.client.get_status().num_running == 0
+
+    def test_an_error_in_the_caller_cancels_too(self, stack: LocalStack) -> None:
+        def fail() -> None:
+            with stack.client.stream(PROMPT, ENDLESS) as stream:
+                first_chunk(stream)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        stack.assert_idle_within(1.0)
+
+    def test_cancel_from_another_thread_is_told_to_the_reader(self, stack: LocalStack) -> None:
+        with stack.client.stream(PROMPT, ENDLESS) as stream:
+            first_chunk(stream)
+            threading.Thread(target=stream.cancel).start()
+            with pytest.raises(RequestCancelledError):
+                list(stream)
+        stack.assert_idle_within(1.0)
+
+    def test_a_forgotten_iterator_leaves_no_warnings(self, stack: LocalStack) -> None:
+        problems: list[object] = []
+        previous, sys.unraisablehook = sys.unraisablehook, problems.append
+        try:
+            with Client(stack.address) as client, client.stream(PROMPT, ENDLESS) as stream:
+                for _ in stream:
+                    break
+            del stream
+            gc.collect()
+        finally:
+            sys.unraisablehook = previous
+        assert problems == []
+        stack.assert_idle_within(1.0)
+
+
+class TestAsync:
+    async def test_same_text_as_the_sync_client(self, stack: LocalStack) -> None:
+        params = SamplingParams(max_tokens=30, seed=9)
+        async with AsyncClient(stack.address) as client:
+            done = await client.generate(PROMPT, params)
+            async with client.stream(PROMPT, params) as stream:
+                ids = [token_id async for chunk in stream for token_id in chunk.token_ids]
+                assert ids == list(stream.completion.token_ids)
+            assert (await client.get_model_info())[0].name == "target"
+            assert (await client.get_status()).num_running == 0
+        sync = await asyncio.to_thread(stack.client.generate, PROMPT, params)
+        assert done.token_ids == sync.token_ids == tuple(ids)
+
+    async def test_cancelling_the_task_cancels_the_generation(self, stack: LocalStack) -> None:
+        async with AsyncClient(stack.address) as client:
+            started = asyncio.Event()
+
+            async def read() -> None:
+                async with client.stream(PROMPT, ENDLESS) as stream:
+                    async for _ in stream:
+                        started.set()
+
+            task = asyncio.create_task(read())
+            await asyncio.wait_for(started.wait(), 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(stack.assert_idle_within, 1.0)
+
+    async def test_a_timeout_of_the_caller_is_a_timeout(self, stack: LocalStack) -> None:
+        async with AsyncClient(stack.address) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await client.generate(PROMPT, ENDLESS)
+            await asyncio.to_thread(stack.assert_idle_within, 1.0)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    with local_stack(save_target(tmp_path_factory.mktemp("bare") / "target")) as running:
+        yield running
+
+
+class TestTargetAlone:
+    """No draft, no tokenizer: the same interface, and what needs text is refused."""
+
+    def test_ids_work_and_the_completion_says_why_nothing_was_drafted(self, bare: LocalStack) -> None:
+        done = bare.client.generate(
+            prompt_token_ids=[3, 4, 5], params=SamplingParams(max_tokens=9, ignore_eos=True)
+        )
+        assert len(done.token_ids) == 9 == done.speculation.num_rounds
+        assert done.text == ""
+        assert done.speculation.num_draft_tokens == 0
+        assert "no draft service" in done.speculation.draft_unavailable
+        assert bare.client.get_model_info()[1] is None
+
+    def test_what_needs_text_is_refused(self, bare: LocalStack) -> None:
+        with pytest.raises(UnsupportedError, match="no tokenizer; give prompt_token_ids"):
+            bare.client.generate(PROMPT)
+        with pytest.raises(UnsupportedError, match="no tokenizer"):
+            bare.client.generate(messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(UnsupportedError, match=r"stop=.*use stop_token_ids"):
+            bare.client.generate(prompt_token_ids=[3], params=SamplingParams(stop="x"))
+
+
+class TestHealthAndReflection:
+    NAMES = ("GenerationService", "DraftService", "VerifyService")
+
+    def addresses(self, stack: LocalStack) -> list[tuple[str, str]]:
+        found = (stack.address, stack.draft_address, stack.verify_address)
+        return [(f"specwire.v1.{name}", address) for name, address in zip(self.NAMES, found, strict=True)]
+
+    def test_every_service_is_serving(self, stack: LocalStack) -> None:
+        for name, address in self.addresses(stack):
+            with grpc.insecure_channel(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                for asked in ("", name):
+                    answer = health.Check(health_pb2.HealthCheckRequest(service=asked), timeout=5)
+                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def test_reflection_lists_the_service(self, stack: LocalStack) -> None:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        for name, address in self.addresses(stack):
+            with grpc.insecure_channel(address) as channel:
+                stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+                answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
+            listed = {service.name for service in answer.list_services_response.service}
+            assert listed >= {name, "grpc.health.v1.Health"}

@@ -1,0 +1,212 @@
+"""Deadlines of clients, servers that are not there, and how either of them ends."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specwire import (
+    Client,
+    Completion,
+    DeadlineExceededError,
+    GenerationLostError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RetryPolicy,
+    SamplingParams,
+    ServiceUnavailableError,
+    SpecwireError,
+)
+from specwire.rpc import server as rpc
+from tests.support.harness import LocalStack, local_stack
+
+PROMPT = "The quick brown"
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
+UNREACHABLE = "127.0.0.1:1"
+
+
+class TestDeadline:
+    def test_there_is_one_by_default(self) -> None:
+        assert inspect.signature(Client).parameters["timeout_s"].default == 120.0
+
+    def test_passing_it_is_typed_and_frees_memory(self, stack: LocalStack) -> None:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError) as caught:
+            stack.client.generate(PROMPT, ENDLESS, timeout_s=0.3)
+        assert isinstance(caught.value, TimeoutError)
+        assert time.monotonic() - started < 2.0
+        stack.assert_idle_within(1.0)
+
+    def test_the_clients_own_default_counts(self, stack: LocalStack) -> None:
+        with Client(stack.address, timeout_s=0.3) as client, pytest.raises(DeadlineExceededError):
+            client.generate(PROMPT, ENDLESS)
+        stack.assert_idle_within(1.0)
+
+    def test_a_draft_stream_at_its_deadline_is_not_a_lost_draft(self, stack: LocalStack) -> None:
+        for _ in range(3):
+            with pytest.raises(DeadlineExceededError):
+                stack.client.generate(PROMPT, ENDLESS, timeout_s=0.1)
+            assert stack.client.get_status().draft_unavailable == ""
+
+    @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+    def test_none_that_cannot_be(self, client: Client, timeout_s: float) -> None:
+        with pytest.raises(InvalidRequestError, match=r"timeout_s=.*finite number over 0"):
+            client.generate(PROMPT, timeout_s=timeout_s)
+        with pytest.raises(InvalidRequestError, match="timeout_s"):
+            Client("127.0.0.1:7070", timeout_s=timeout_s)
+        with pytest.raises(InvalidRequestError, match="timeout_s"):
+            client.get_status(timeout_s=timeout_s)
+
+
+class TestUnreachable:
+    def test_refused_at_once_with_the_address(self) -> None:
+        started = time.monotonic()
+        with Client(UNREACHABLE) as client:
+            with pytest.raises(
+                ServiceUnavailableError, match=r"nothing serves at 127\.0\.0\.1:1 \(.*refused"
+            ):
+                client.generate(PROMPT)
+            with pytest.raises(ServiceUnavailableError, match=r"nothing serves at 127\.0\.0\.1:1"):
+                client.get_status()
+        assert time.monotonic() - started < 5.0
+
+    def test_a_port_that_accepts_and_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rpc, "_CONNECT_TIMEOUT_MS", 1_000)
+        started = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            with (
+                Client(address) as client,
+                pytest.raises(ServiceUnavailableError, match=f"nothing serves at {address}"),
+            ):
+                client.generate(PROMPT)
+        assert time.monotonic() - started < 5.0
+
+    def test_a_proxy_for_the_web_is_not_for_us(
+        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("http_proxy", f"http://{UNREACHABLE}")
+        for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with Client(stack.address) as client:
+            assert client.get_status().num_running == 0
+
+    @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7070", "localhost:70700", "h:x"])
+    def test_an_address_that_is_none(self, address: str) -> None:
+        with pytest.raises(InvalidRequestError, match=f"address={address}: is not HOST:PORT"):
+            Client(address)
+
+
+class TestLife:
+    def test_a_closed_client_says_so(self, stack: LocalStack) -> None:
+        client = Client(stack.address)
+        client.close()
+        client.close()
+        for call in (client.generate, client.get_status):
+            with pytest.raises(SpecwireError, match="closed"):
+                call()  # type: ignore[operator]
+
+    def test_closing_ends_what_other_threads_wait_for(self, stack: LocalStack) -> None:
+        client = Client(stack.address)
+        running = threading.Event()
+
+        def read() -> None:
+            with client.stream(PROMPT, ENDLESS) as stream:
+                for _ in stream:
+                    running.set()
+
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(read)
+            assert running.wait(30)
+            client.close()
+            with pytest.raises(RequestCancelledError):
+                reading.result(10)
+        stack.assert_idle_within(1.0)
+
+    @pytest.mark.parametrize("status", [0, 3])
+    def test_a_program_that_forgets_to_close_ends(self, stack: LocalStack, status: int) -> None:
+        code = (
+            "import sys\nfrom specwire import Client, SamplingParams\n"
+            f"client = Client('{stack.address}')\n"
+            "context = client.stream('The', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
+            f"for _ in context.__enter__(): sys.exit({status})\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+        stack.assert_idle_within(1.0)
+
+    def test_no_thread_is_left(self, stack: LocalStack) -> None:
+        before = threading.active_count()
+        with Client(stack.address) as client:
+            client.get_status()
+        assert threading.active_count() == before
+
+    def test_threads_share_one_client(self, client: Client) -> None:
+        def generate(seed: int) -> Completion:
+            return client.generate(PROMPT, SamplingParams(max_tokens=30, seed=seed))
+
+        alone = [generate(seed).token_ids for seed in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            together = [done.token_ids for done in pool.map(generate, range(6))]
+        assert together == alone
+
+    def test_a_killed_client_process_frees_memory(self, stack: LocalStack) -> None:
+        code = (
+            "import sys\nfrom specwire import Client, SamplingParams\n"
+            "params = SamplingParams(max_tokens=4000, ignore_eos=True)\n"
+            f"with Client('{stack.address}') as client, client.stream('The', params) as stream:\n"
+            "    for chunk in stream: print('.', flush=True)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            assert stack.status("verify").num_sequences == 1
+            process.kill()
+        stack.assert_idle_within(1.0)
+
+
+def test_a_graceful_stop_lets_a_generation_finish(pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=4, num_draft_tokens=1)
+    with ThreadPoolExecutor() as pool:
+        with local_stack(*pair, coordinator_options={"grace_s": 60.0}) as stack:
+            client = Client(stack.address)
+            running = threading.Event()
+
+            def read() -> Completion:
+                with client.stream(PROMPT, params) as stream:
+                    for _ in stream:
+                        running.set()
+                    return stream.completion
+
+            reading = pool.submit(read)
+            assert running.wait(30)
+        done = reading.result(60)
+        client.close()
+    assert done.usage.completion_tokens == 400
+
+
+def test_a_stop_without_grace_is_a_typed_error(pair: tuple[Path, Path]) -> None:
+    running = threading.Event()
+
+    def read(address: str) -> None:
+        retry = RetryPolicy(patience_s=0.5)
+        with Client(address, retry=retry) as client, client.stream(PROMPT, ENDLESS) as stream:
+            for _ in stream:
+                running.set()
+
+    with ThreadPoolExecutor() as pool:
+        with local_stack(*pair) as stack:
+            reading = pool.submit(read, stack.address)
+            assert running.wait(30)
+        with pytest.raises(GenerationLostError):
+            reading.result(10)

@@ -1,0 +1,406 @@
+"""Credit: a client that stops reading pauses its own generation, costs nearly nothing, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+import coordinator.servicer
+from benchmarks.stalled import Plan, measure, p99
+from coordinator.reader import CreditReader
+from specwire import (
+    AsyncClient,
+    Client,
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestCancelledError,
+    Rule,
+    ServiceUnavailableError,
+)
+from specwire.cli.supervisor import Stack
+from specwire.completion import Completion, Speculation
+from specwire.config.services import UpConfig
+from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS, MAX_LOGPROBS, MIN_CREDIT_TOKENS
+from specwire.rpc.statuses import from_rpc_error
+from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc
+from tests.support.harness import LocalStack, local_stack
+from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
+
+ENDLESS = params(10_000)
+
+
+def rounds(done: Completion) -> Speculation:
+    """What its rounds were; how many proposals were there before they were asked for is a matter of time."""
+    return replace(done.speculation, num_prepared=0)
+
+
+class WatchedReader(CreditReader):
+    """Tells other threads when its generation pauses."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.paused = threading.Event()
+        self.num_acknowledgements = 0
+
+    @property
+    def num_emitted(self) -> int:
+        return self.credit._num_emitted
+
+    def acknowledge(self, num_tokens: int) -> None:
+        super().acknowledge(num_tokens)
+        self.num_acknowledgements += 1
+
+    async def ready(self) -> None:
+        if not self.credit.has_room:
+            self.paused.set()
+        await super().ready()
+        self.paused.clear()
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    with local_stack(TARGET, DRAFT) as running:
+        yield running
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WatchedReader]:
+    """The clients of generations, in the order of their start."""
+    found: queue.SimpleQueue[WatchedReader] = queue.SimpleQueue()
+
+    def watched(*args: Any) -> WatchedReader:
+        found.put(reader := WatchedReader(*args))
+        return reader
+
+    monkeypatch.setattr(coordinator.servicer, "CreditReader", watched)
+    return found
+
+
+@contextlib.contextmanager
+def raw_stub(stack: LocalStack) -> Iterator[Any]:
+    """Raises what the service raised, rather than grpc's error."""
+    with grpc.insecure_channel(stack.address) as channel:
+        try:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+
+class TestStalledReader:
+    @pytest.mark.parametrize("num_draft_tokens", [0, 4, 48, 64])
+    @pytest.mark.parametrize("rule", list(Rule))
+    def test_pauses_its_generation_and_goes_on_to_the_same_text(
+        self, stack: LocalStack, readers: Any, rule: Rule, num_draft_tokens: int
+    ) -> None:
+        law = params(150, rule=rule, num_draft_tokens=num_draft_tokens)
+        undisturbed = stack.client.generate(params=law, prompt_token_ids=PROMPT)
+        readers.get()
+        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            reader = readers.get(timeout=10)
+            assert reader.paused.wait(10)
+            assert reader.num_emitted <= most_ahead(num_draft_tokens + 1)
+            next(chunks)
+            assert reader.paused.wait(10)
+            assert reader.num_emitted - len(stream.tokens) <= most_ahead(num_draft_tokens + 1)
+            list(chunks)
+            assert stream.completion.token_ids == undisturbed.token_ids
+            assert rounds(stream.completion) == rounds(undisturbed), "the very same rounds"
+
+    def test_the_target_stands_still(self, stack: LocalStack, readers: Any) -> None:
+        """Each round runs one token through the target; so its count says how far the generation is."""
+        law = params(10_000, num_draft_tokens=0)
+        before = stack.status("verify").num_tokens
+        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            assert readers.get(timeout=10).paused.wait(10)
+            paused = stack.status("verify")
+            assert paused.num_tokens - before <= len(PROMPT) + MIN_CREDIT_TOKENS
+            time.sleep(0.2)  # a hundred rounds, if it went on
+            assert stack.status("verify").num_steps == paused.num_steps
+        stack.assert_idle_within(1.0)
+
+    def test_control_without_credit_it_runs_ahead(self, stack: LocalStack, readers: Any) -> None:
+        with raw_stub(stack) as stub:
+            call = stub.Generate(iter([opening(0, 10_000)]), timeout=30)
+            next(call)
+            reader = readers.get(timeout=10)
+            deadline = time.monotonic() + 10
+            while reader.num_emitted < 10 * MIN_CREDIT_TOKENS:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            call.cancel()
+        stack.assert_idle_within(1.0)
+
+    def test_others_go_on(self, stack: LocalStack, readers: Any) -> None:
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            stalled = readers.get(timeout=10)
+            assert stalled.paused.wait(10)
+            num_emitted = stalled.num_emitted
+            with Client(stack.address) as other:
+                done = other.generate(params=params(200), prompt_token_ids=PROMPT)
+                assert len(done.token_ids) == 200
+            assert stalled.num_emitted == num_emitted
+
+    def test_a_slow_reader_in_asyncio_code(self, stack: LocalStack, readers: Any) -> None:
+        async def read() -> tuple[int, ...]:
+            async with (
+                AsyncClient(stack.address) as client,
+                client.stream(params=params(200), prompt_token_ids=PROMPT) as stream,
+            ):
+                reader, num_read = None, 0
+                async for chunk in stream:
+                    num_read += len(chunk.tokens)
+                    reader = reader or await asyncio.to_thread(readers.get, timeout=10)
+                    if num_read + MIN_CREDIT_TOKENS < 200:
+                        assert await asyncio.to_thread(reader.paused.wait, 10)
+                        assert reader.num_emitted - num_read <= MIN_CREDIT_TOKENS
+                return stream.completion.token_ids
+
+        expected = stack.client.generate(params=params(200), prompt_token_ids=PROMPT).token_ids
+        readers.get()
+        assert asyncio.run(read()) == expected
+
+
+class TestPausedStreamEnds:
+    @pytest.fixture
+    def paused(self, stack: LocalStack, readers: Any) -> Iterator[Any]:
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            assert readers.get(timeout=10).paused.wait(10)
+            assert stack.status("verify").num_sequences == 1
+            yield stream
+
+    def test_on_cancel(self, stack: LocalStack, paused: Any) -> None:
+        paused.cancel()
+        stack.assert_idle_within(1.0)
+        with pytest.raises(RequestCancelledError):
+            list(paused)
+
+    def test_when_its_context_is_left(self, stack: LocalStack, readers: Any) -> None:
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            assert readers.get(timeout=10).paused.wait(10)
+        stack.assert_idle_within(1.0)
+        assert stack.client.get_status().num_running == 0
+
+    def test_when_its_client_closes(self, stack: LocalStack, readers: Any) -> None:
+        client = Client(stack.address)
+        with client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            assert readers.get(timeout=10).paused.wait(10)
+            started = time.monotonic()
+            client.close()
+            assert time.monotonic() - started < 0.5, "the end of a stream leaves nothing to wait for"
+        stack.assert_idle_within(1.0)
+
+    def test_at_its_deadline(self, stack: LocalStack, readers: Any) -> None:
+        started = time.monotonic()
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=2.0) as stream:
+            next(iter(stream))
+            assert readers.get(timeout=10).paused.wait(10)
+            assert time.monotonic() - started < 2.0
+            stack.assert_idle_within(started + 2.0 + 1.0 - time.monotonic())
+            with pytest.raises(DeadlineExceededError):
+                list(stream)
+
+    def test_at_shutdown(self, readers: Any) -> None:
+        with contextlib.ExitStack() as clients:
+            with local_stack(TARGET, DRAFT) as stack:
+                client = clients.enter_context(Client(stack.address))
+                stream = clients.enter_context(client.stream(params=ENDLESS, prompt_token_ids=PROMPT))
+                next(iter(stream))
+                assert readers.get(timeout=10).paused.wait(10)
+                started = time.monotonic()
+            assert time.monotonic() - started < 5.0
+            with pytest.raises((ServiceUnavailableError, RequestCancelledError)):
+                list(stream)
+
+
+class TestAcknowledgements:
+    def test_they_are_few(self, stack: LocalStack, readers: Any) -> None:
+        """One for each 16 tokens, and one a second."""
+        started_s = time.monotonic()
+        done = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
+        most = len(done.token_ids) / (MAX_KEPT_BACK_TOKENS + 1) + time.monotonic() - started_s
+        assert 1 <= readers.get().num_acknowledgements <= most
+
+    def test_after_the_servers_end_they_hide_nothing(self, stack: LocalStack) -> None:
+        """A write to a stream that has ended fails; what is still to be read counts."""
+        law = params(60, num_draft_tokens=1)
+        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+            stack.assert_idle_within(5.0)
+            list(stream)
+            assert len(stream.completion.token_ids) == 60
+
+    def test_while_the_server_ends_they_hide_nothing(self, stack: LocalStack) -> None:
+
+        async def read_all() -> list[int]:
+            async with AsyncClient(stack.address) as client:
+                requests = [
+                    client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
+                    for length in range(1, 80)
+                ]
+                return [len(done.token_ids) for done in await asyncio.gather(*requests)]
+
+        assert asyncio.run(read_all()) == list(range(1, 80))
+        stack.assert_idle_within(1.0)
+
+    def test_without_credit_one_request_and_a_half_close_get_everything(self, stack: LocalStack) -> None:
+        expected = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
+        with raw_stub(stack) as stub:
+            responses = list(stub.Generate(iter([opening(0)]), timeout=30))
+        assert tuple(received(responses)) == expected.token_ids
+        assert responses[-1].WhichOneof("event") == "completion"
+
+    def test_after_a_half_close_it_stays_within_its_credit(self, stack: LocalStack, readers: Any) -> None:
+        responses: list[Any] = []
+        with raw_stub(stack) as stub:
+            call = stub.Generate(iter([opening(64)]), timeout=30)
+            assert readers.get(timeout=10).paused.wait(10)
+            threading.Timer(0.3, call.cancel).start()
+            with pytest.raises(grpc.RpcError):
+                responses.extend(call)
+        assert 60 <= len(received(responses)) <= 64
+        stack.assert_idle_within(1.0)
+
+    def test_a_larger_credit_is_kept_too(self, stack: LocalStack, readers: Any) -> None:
+        with raw_stub(stack) as stub:
+            call = stub.Generate(iter([opening(200, num_draft_tokens=4)]), timeout=30)
+            reader = readers.get(timeout=10)
+            assert reader.paused.wait(10)
+            assert 195 < reader.num_emitted <= 200
+            call.cancel()
+        stack.assert_idle_within(1.0)
+
+
+class TestBadValues:
+    @pytest.mark.parametrize("credit_tokens", [-1, 1, 63, MAX_CREDIT_TOKENS + 1])
+    def test_in_the_first_request(self, stack: LocalStack, credit_tokens: int) -> None:
+        refusal = rf"credit_tokens={credit_tokens}: must be 0 or lie in \[64, 1048576\]"
+        with pytest.raises(InvalidRequestError, match=refusal), raw_stub(stack) as stub:
+            list(stub.Generate(iter([opening(credit_tokens)]), timeout=30))
+
+    @pytest.mark.parametrize("credit_tokens", [64, MAX_CREDIT_TOKENS])
+    def test_the_limits_themselves_are_good(self, stack: LocalStack, credit_tokens: int) -> None:
+        with raw_stub(stack) as stub:
+            responses = list(stub.Generate(iter([opening(credit_tokens, max_tokens=20)]), timeout=30))
+        assert len(received(responses)) == 20
+
+    @pytest.mark.parametrize(
+        ("late", "refusal"),
+        [
+            (GenerateRequest(), "credit_tokens=0: must be at least 1"),
+            (GenerateRequest(credit_tokens=-3), "credit_tokens=-3: must be at least 1"),
+            (GenerateRequest(credit_tokens=MAX_CREDIT_TOKENS), "credit_tokens=1048576: makes .* unused"),
+            (GenerateRequest(text="", credit_tokens=16), "text=set: only the first request"),
+            (
+                GenerateRequest(sampling=common_pb2.SamplingParams(), credit_tokens=16),
+                "sampling=set: only the",
+            ),
+            (GenerateRequest(num_draft_tokens=0, credit_tokens=16), "num_draft_tokens=set: only the first"),
+            (opening(64), "token_ids=set: only the first request"),
+        ],
+    )
+    def test_in_a_later_request(
+        self, stack: LocalStack, readers: Any, late: GenerateRequest, refusal: str
+    ) -> None:
+        """It ends a paused generation at once, and frees its memory."""
+        requests: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
+        requests.put(opening(64, 10_000))
+        with grpc.insecure_channel(stack.address) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(iter(requests.get, None), timeout=30)
+            assert readers.get(timeout=10).paused.wait(10)
+            requests.put(late)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, InvalidRequestError)
+        assert re.search(refusal, str(error))
+        stack.assert_idle_within(1.0)
+
+    def test_an_acknowledgement_without_credit(self, stack: LocalStack) -> None:
+        requests = iter([opening(0, 10_000), GenerateRequest(credit_tokens=16)])
+        with pytest.raises(InvalidRequestError, match="asked for no credit"), raw_stub(stack) as stub:
+            list(stub.Generate(requests, timeout=30))
+        stack.assert_idle_within(1.0)
+
+    def test_no_request_at_all(self, stack: LocalStack) -> None:
+        with pytest.raises(InvalidRequestError, match="prompt=unset"), raw_stub(stack) as stub:
+            list(stub.Generate(iter([]), timeout=30))
+
+    def test_what_is_no_message_ends_the_generation(self, stack: LocalStack) -> None:
+        with grpc.insecure_channel(stack.address) as channel:
+            method = channel.stream_stream("/specwire.v1.GenerationService/Generate")
+            requests = iter([opening(64, 10_000).SerializeToString(), b"\xff\xff"])
+            with pytest.raises(grpc.RpcError) as caught:
+                list(method(requests, timeout=30))
+        assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+        stack.assert_idle_within(1.0)
+
+
+class TestMemory:
+    NUM_STREAMS = 200
+
+    def test_stalled_streams_cost_the_coordinator_far_less_than_a_megabyte_each(self) -> None:
+        config = UpConfig(
+            address="127.0.0.1:0", target="emulated:step_ms=1", draft="none", grace_s=0.0, num_threads=1
+        )
+        with Stack(config) as stack, Client(stack.address) as client, contextlib.ExitStack() as streams:
+            law = params(10_000, logprobs=MAX_LOGPROBS)  # the largest tokens there are
+
+            def stall(count: int) -> None:
+                for _ in range(count):
+                    stream = streams.enter_context(client.stream(params=law, prompt_token_ids=PROMPT))
+                    next(iter(stream))
+
+            coordinator_process = psutil.Process(stack.coordinator.process.pid)
+            stall(20)  # what is allocated only once belongs to nobody
+            wait_until_still(stack.verify.address)
+            before = coordinator_process.memory_info().rss
+            stall(self.NUM_STREAMS)
+            wait_until_still(stack.verify.address)
+            status = client.get_status()
+            assert status.num_running + status.num_paused == 20 + self.NUM_STREAMS
+            grown = coordinator_process.memory_info().rss - before
+            assert grown / self.NUM_STREAMS < 0.5e6
+
+
+def wait_until_still(verify_address: str) -> None:
+    """No pass of the target for 0.3 s."""
+    request = verify_pb2.VerifyServiceGetModelInfoRequest()
+    with grpc.insecure_channel(verify_address) as channel:
+        stub = verify_pb2_grpc.VerifyServiceStub(channel)
+        deadline, num_steps = time.monotonic() + 30, -1
+        while (now := stub.GetModelInfo(request, timeout=5).status.num_steps) != num_steps:
+            assert time.monotonic() < deadline
+            num_steps = now
+            time.sleep(0.3)
+
+
+def test_the_benchmark_of_a_stalled_reader_measures_both_kinds() -> None:
+    """The bar, at most 10 % longer gaps, takes a quiet machine; this one may be busy."""
+    plan = Plan(readers=20, pairs=3, phase_s=0.5, settle_s=0.5, target="emulated:step_ms=5", draft="none")
+    gaps = measure(plan)
+    assert len(gaps.alone) == len(gaps.beside_stalled) == plan.pairs
+    for phase in (*gaps.alone, *gaps.beside_stalled):
+        assert len(phase) > plan.readers
+        assert min(phase) > 0
+    assert gaps.ratio.median < 3
+    assert p99([float(i) for i in range(1, 201)]) == 198.0

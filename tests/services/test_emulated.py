@@ -1,0 +1,79 @@
+"""Emulated devices: known acceptance under every rule, known costs, many streams."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from specwire import AsyncClient, ModelLoadError, Rule, SamplingParams
+from specwire.engine.emulated import EmulatedModel
+from tests.support.harness import local_stack
+from tests.support.statistics import FALSE_ALARM_RATE
+
+PROMPT = [1, 2, 3]
+
+
+def test_the_draft_agrees_with_probability_alpha_and_else_never():
+    target, draft = EmulatedModel(), EmulatedModel(alpha=0.8)
+    positions, before = np.arange(20_000), np.random.default_rng(0).integers(0, 32, 20_000)
+    agrees = draft.agrees(positions, before)
+    assert stats.binomtest(int(agrees.sum()), len(agrees), 0.8).pvalue > FALSE_ALARM_RATE
+    target_laws, draft_laws = np.exp(target.laws(positions, before)), np.exp(draft.laws(positions, before))
+    np.testing.assert_allclose(target_laws.sum(axis=1), 1, atol=1e-6)
+    overlap = np.minimum(target_laws, draft_laws).sum(axis=1)
+    np.testing.assert_allclose(overlap[agrees], 1, atol=1e-6)
+    np.testing.assert_array_equal(overlap[~agrees], 0)
+
+
+@pytest.mark.parametrize(
+    "source", ["emulated:speed=3", "emulated:alpha=2", "emulated:vocab_size=7", "emulated:alpha"]
+)
+def test_what_it_does_not_know_is_refused(source):
+    with pytest.raises(ModelLoadError, match="emulated:"):
+        EmulatedModel.parse(source)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rule": Rule.GUMBEL}, {"temperature": 0}], ids=["rejection", "gumbel", "greedy"]
+)
+def test_each_draft_token_is_accepted_with_probability_alpha(settings):
+    """The number accepted in a round of γ drafts has the law of Leviathan et al., equation 1."""
+    alpha, gamma = 0.7, 4
+    params = SamplingParams(max_tokens=2_000, seed=5, num_draft_tokens=gamma, **settings)
+    with local_stack("emulated:step_ms=0", f"emulated:step_ms=0,alpha={alpha}") as stack:
+        done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    histogram = np.array(done.speculation.acceptance_histogram)
+    expected = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])
+    p_value = stats.chisquare(histogram, expected * histogram.sum()).pvalue
+    assert p_value > FALSE_ALARM_RATE
+    mean = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert done.speculation.mean_acceptance_length == pytest.approx(mean, rel=0.1)
+
+
+def test_a_pass_takes_the_time_that_was_set():
+    params = SamplingParams(max_tokens=20, num_draft_tokens=0)
+    with local_stack("emulated:step_ms=20") as stack:
+        done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert done.timing.verify_ms >= 20 * 20
+    assert done.timing.verify_ms < 20 * 20 * 1.5
+
+
+def test_many_streams_share_each_pass():
+    """64 streams of 32 tokens take far fewer passes than tokens, and no token is lost or doubled."""
+    params = SamplingParams(max_tokens=32, rule=Rule.GUMBEL, seed=9, num_draft_tokens=3)
+
+    async def together(address: str):
+        async with AsyncClient(address) as client:
+            return await asyncio.gather(
+                *(client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(64))
+            )
+
+    with local_stack("emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8") as stack:
+        results = asyncio.run(together(stack.address))
+        assert stack.status("verify").num_steps < 64 * 32 / 4
+        stack.assert_idle_within(1.0)
+    assert len({done.token_ids for done in results}) == 1
+    assert len(results[0].token_ids) == 32

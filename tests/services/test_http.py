@@ -1,0 +1,366 @@
+"""The HTTP front through OpenAI's own client, against three real services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, cast
+
+import openai
+import pytest
+
+from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
+from specwire.cli.supervisor import Stack
+from specwire.config.client import HttpConfig
+from specwire.config.services import UpConfig
+from specwire.http.model import Models
+from tests.support.fronts import Fronted, front, fronted, save_chat_target
+from tests.support.harness import local_stack
+
+PROMPT = "def fibonacci("
+QUESTION = [{"role": "user", "content": "How does a queue work?"}]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
+    target = save_chat_target(tmp_path_factory.mktemp("pair") / "target")
+    with fronted(target, embedded.DRAFT_DIR) as running:
+        yield running
+
+
+def complete(here: Fronted, **request: Any) -> Any:
+    request = {"model": here.model, "prompt": PROMPT, "max_tokens": 24, "seed": 7} | request
+    return here.openai.completions.create(**request)
+
+
+def chat(here: Fronted, **request: Any) -> Any:
+    request = {"model": here.model, "messages": QUESTION, "max_tokens": 24, "seed": 7} | request
+    return here.openai.chat.completions.create(**request)
+
+
+def by_sdk(here: Fronted, **params: Any) -> Any:
+    return here.stack.client.generate(PROMPT, SamplingParams(**{"max_tokens": 24, "seed": 7} | params))
+
+
+class TestCompletions:
+    def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
+        answer, done = complete(here), by_sdk(here)
+        assert answer.object == "text_completion"
+        assert answer.choices[0].text == done.text
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.prompt_tokens == done.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 24
+        assert answer.usage.total_tokens == done.usage.prompt_tokens + 24
+
+    def test_streamed_it_is_the_same(self, here: Fronted) -> None:
+        chunks = list(complete(here, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == complete(here).choices[0].text
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert not any("specwire" in (chunk.model_extra or {}) for chunk in chunks), "only who asks pays"
+
+    def test_usage_counts_draft_tokens_and_the_record_says_the_rest(self, here: Fronted) -> None:
+        *chunks, last = complete(here, stream=True, stream_options={"include_usage": True})
+        assert all(chunk.usage is None for chunk in chunks)
+        [record] = last.specwire
+        assert (record["seed"], record["rule"]) == (7, "gumbel")
+        counts, details = record["speculation"], last.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens == counts["num_accepted_tokens"] > 0
+        drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        assert drafted == counts["num_draft_tokens"]
+        assert last.usage.completion_tokens == 24
+        assert record["timing"]["verify_ms"] > 0
+
+    def test_a_known_prefix_is_reported_as_cached(self, here: Fronted) -> None:
+        prompt = list(range(40, 140))
+        complete(here, prompt=prompt)
+        usage = complete(here, prompt=prompt).usage
+        assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == 100
+
+    def test_fates_and_progress_come_to_whoever_asks(self, here: Fronted) -> None:
+        options = {"stream_options": {"include_usage": True}, "extra_body": {"return_fates": True}}
+        *chunks, _, last = complete(here, stream=True, **options)
+        extras = [chunk.choices[0].specwire for chunk in chunks]
+        fates = [token["fate"] for extra in extras for token in extra["tokens"]]
+        counts = last.specwire[0]["speculation"]
+        assert len(fates) == 24
+        assert fates.count("accepted") == counts["num_accepted_tokens"]
+        assert fates.count("recovered") == sum(len(extra["rejected"]) for extra in extras)
+        assert "".join(token["text"] for extra in extras for token in extra["tokens"]) == by_sdk(here).text
+        progress = [extra["speculation"]["num_rounds"] for extra in extras]
+        assert progress == sorted(set(progress)), "each chunk is a later round"
+        known = {name: counts[name] for name in extras[-1]["speculation"]}
+        assert extras[-1]["speculation"] == known, "the last progress is the record"
+        assert extras[-1]["timing"]["verify_ms"] <= last.specwire[0]["timing"]["verify_ms"]
+        whole = complete(here, extra_body={"return_fates": True}).choices[0].specwire
+        assert [token["fate"] for token in whole["tokens"]] == fates
+
+    def test_seed_rule_and_length_of_the_draft_are_the_callers(self, here: Fronted) -> None:
+        plain = complete(here, extra_body={"num_draft_tokens": 0, "rule": "gumbel"})
+        assert plain.specwire[0]["speculation"]["num_draft_tokens"] == 0
+        assert plain.choices[0].text == complete(here).choices[0].text
+        rejection = complete(here, extra_body={"rule": "rejection", "num_draft_tokens": 3})
+        assert rejection.specwire[0]["rule"] == "rejection"
+        assert rejection.choices[0].text == by_sdk(here, rule="rejection", num_draft_tokens=3).text
+        assert complete(here, seed=8).choices[0].text != plain.choices[0].text
+
+    def test_every_sampling_parameter_arrives(self, here: Fronted) -> None:
+        openais = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+        extras = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True}
+        bias = {220: -5.0, 300: 2.0}
+        answer = complete(
+            here,
+            **openais,
+            extra_body=extras,
+            logit_bias={str(token): value for token, value in bias.items()},
+        )
+        assert answer.choices[0].text == by_sdk(here, **openais, **extras, logit_bias=bias).text
+
+    def test_n_choices_have_the_seeds_that_follow(self, here: Fronted) -> None:
+        answer = complete(here, n=3)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert [record["seed"] for record in answer.specwire] == [7, 8, 9]
+        assert [choice.text for choice in answer.choices] == [by_sdk(here, seed=7 + i).text for i in range(3)]
+        assert answer.usage.completion_tokens == 72
+        assert answer.usage.prompt_tokens == by_sdk(here).usage.prompt_tokens, "the prompt counts once"
+
+    def test_n_streams_come_together(self, here: Fronted) -> None:
+        texts, order = {0: "", 1: ""}, []
+        for chunk in complete(here, n=2, stream=True, max_tokens=64):
+            [choice] = chunk.choices
+            texts[choice.index] += choice.text
+            order.append(choice.index)
+        whole = complete(here, n=2, max_tokens=64)
+        assert texts == {choice.index: choice.text for choice in whole.choices}
+        assert order != sorted(order), "one after the other would make the second wait"
+
+    def test_prompts_are_text_or_tokens_one_or_several(self, here: Fronted) -> None:
+        ids = [40, 41, 42]
+        several = complete(here, prompt=[PROMPT, "import os"], n=2)
+        assert len(several.choices) == 4
+        alone = [complete(here, prompt=prompt, n=2).choices for prompt in (PROMPT, "import os")]
+        assert [c.text for c in several.choices] == [c.text for choices in alone for c in choices]
+        assert complete(here, prompt=[ids, ids]).choices[1].text == complete(here, prompt=ids).choices[0].text
+
+    def test_stop_strings_and_tokens(self, here: Fronted) -> None:
+        text = complete(here).choices[0].text
+        stop = text[10:13]
+        stopped = complete(here, stop=stop)
+        assert stopped.choices[0].text == text[: text.index(stop)]
+        assert stopped.choices[0].finish_reason == "stop"
+        assert stopped.specwire[0]["stop_reason"] == stop
+        fifth = complete(here, extra_body={"return_fates": True}).choices[0].specwire["tokens"][5]["id"]
+        by_id = complete(here, extra_body={"stop_token_ids": [fifth]})
+        assert by_id.choices[0].finish_reason == "stop"
+        assert by_id.specwire[0]["stop_reason"] == fifth
+
+    def test_logprobs(self, here: Fronted) -> None:
+        found = complete(here, logprobs=3).choices[0]
+        logprobs, done = found.logprobs, by_sdk(here, logprobs=3)
+        assert logprobs.token_logprobs == [token.logprob for token in done.tokens]
+        assert "".join(logprobs.tokens) == found.text
+        offsets = zip(logprobs.text_offset, logprobs.tokens, strict=True)
+        assert all(found.text[offset:].startswith(token) for offset, token in offsets)
+        for token, logprob, top in zip(
+            logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+        ):
+            assert top[token] == logprob
+            assert 3 <= len(top) <= 4
+        streamed = [chunk.choices[0].logprobs for chunk in complete(here, logprobs=3, stream=True)]
+        assert [n for part in streamed if part for n in part.text_offset] == logprobs.text_offset
+        assert complete(here).choices[0].logprobs is None
+
+    def test_a_request_is_left_to_openais_default_length(self, here: Fronted) -> None:
+        assert complete(here, max_tokens=None).usage.completion_tokens == 16
+
+
+class TestChat:
+    def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
+        answer = chat(here)
+        done = here.stack.client.generate(messages=QUESTION, params=SamplingParams(max_tokens=24, seed=7))
+        assert answer.choices[0].message.content == done.text
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.object == "chat.completion"
+        assert answer.usage.prompt_tokens == done.usage.prompt_tokens
+
+    def test_streamed_it_is_the_same(self, here: Fronted) -> None:
+        first, *chunks = chat(here, stream=True)
+        assert first.choices[0].delta.role == "assistant"
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == chat(here).choices[0].message.content
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+    def test_parts_and_answers_that_come_back_are_messages(self, here: Fronted) -> None:
+        answer = chat(here).choices[0].message
+        more = [
+            *QUESTION,
+            answer.model_dump(),
+            {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+        ]
+        plain = [
+            *QUESTION,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": "And?"},
+        ]
+        assert chat(here, messages=more).choices[0].message == chat(here, messages=plain).choices[0].message
+
+    def test_logprobs(self, here: Fronted) -> None:
+        content = chat(here, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert "".join(entry.token for entry in content) == chat(here).choices[0].message.content
+        assert all(len(entry.top_logprobs) == 2 for entry in content)
+        assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+        assert all(math.isfinite(entry.logprob) and entry.logprob <= 0 for entry in content)
+        assert chat(here, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+    def test_without_a_limit_it_goes_on_to_the_end_of_the_context(self, here: Fronted) -> None:
+        long = "a queue " * 660
+        usage = chat(here, messages=[{"role": "user", "content": long}], max_tokens=None).usage
+        context_len = here.openai.models.retrieve(here.model).model_extra["max_model_len"]
+        assert usage.total_tokens <= context_len
+        limited = chat(here, max_tokens=None, max_completion_tokens=5)
+        assert limited.usage.completion_tokens == 5
+
+
+class TestTogether:
+    async def test_many_clients_at_once(self, here: Fronted) -> None:
+        alone = [complete(here, seed=seed).choices[0].text for seed in range(8)]
+        async with openai.AsyncOpenAI(base_url=f"{here.url}/v1", api_key="-", max_retries=0) as client:
+
+            async def one(seed: int) -> str:
+                parts = await client.completions.create(
+                    model=here.model, prompt=PROMPT, max_tokens=24, seed=seed, stream=True
+                )
+                return "".join([part.choices[0].text async for part in parts])
+
+            assert await asyncio.gather(*(one(seed) for seed in range(8))) == alone
+
+    def test_a_client_that_leaves_frees_its_memory(self, here: Fronted) -> None:
+        here.stack.assert_idle_within(10)
+        stream = complete(here, stream=True, max_tokens=700, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        assert here.stack.status("verify").num_held_pages > 0
+        stream.close()
+        here.stack.assert_idle_within(10)
+
+    def test_one_that_waits_for_the_whole_and_leaves_too(self, here: Fronted) -> None:
+        host, _, port = here.address.partition(":")
+        request = {"model": here.model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 4}
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(as_http(request))
+            deadline = time.monotonic() + 20
+            while not here.stack.status("verify").num_held_pages:
+                assert time.monotonic() < deadline
+        here.stack.assert_idle_within(20)
+
+
+class TestHealth:
+    def test_it_says_whether_the_coordinator_answers(self, here: Fronted) -> None:
+        with urllib.request.urlopen(f"{here.url}/health") as response:
+            assert json.load(response)["status"] == "ok"
+        with front("127.0.0.1:1") as address, pytest.raises(urllib.request.HTTPError) as error:
+            urllib.request.urlopen(f"http://{address}/health")
+        assert error.value.code == 503
+        error.value.close()
+
+    def test_models(self, here: Fronted) -> None:
+        [model] = here.openai.models.list().data
+        assert model.id == here.model == "target"
+        assert here.openai.models.retrieve(model.id) == model
+
+
+def as_http(request: dict[str, Any]) -> bytes:
+    body = json.dumps(request).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+
+
+def test_a_slow_reader_pauses_its_generation() -> None:
+    """Unread, it stops within what connection and credit hold; read, it is complete."""
+    num_tokens = 1_600
+    request = {
+        "model": "",
+        "prompt": [1, 2, 3],
+        "max_tokens": num_tokens,
+        "stream": True,
+        "return_fates": True,
+    }
+    with (
+        local_stack("emulated:step_ms=0,token_us=0") as stack,
+        front(stack.address, model_name="slow") as address,
+        socket.socket() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
+        host, _, port = address.partition(":")
+        connection.connect((host, int(port)))
+        connection.sendall(as_http(request | {"model": "slow", "num_draft_tokens": 0}))
+        num_run = settled(lambda: stack.status("verify").num_tokens)
+        assert 0 < num_run < 0.6 * num_tokens
+        status = stack.client.get_status()
+        assert status.num_running + status.num_paused == 1
+        received = bytearray()
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(1 << 20)
+        assert b"[DONE]" in received[-64:]
+        assert received.count(b'"fate":') == num_tokens
+
+
+def test_up_starts_a_front_and_ends_it() -> None:
+    config = UpConfig(
+        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
+    )
+    with Stack(config) as stack:
+        assert stack.http is not None
+        with openai.OpenAI(base_url=f"http://{stack.http.address}/v1", api_key="-", max_retries=0) as client:
+            model = client.models.list().data[0].id
+            answer = client.completions.create(model=model, prompt=[1, 2], max_tokens=8)
+        assert answer.usage.completion_tokens == 8
+        stack.http.terminate()
+        assert stack.wait() is stack.http, "its end is seen"
+        assert stack.http.process.returncode == 0
+        assert not stack.is_missed(stack.http)
+
+
+async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator comes back with another model; the tokenizer is loaded when tokens are to be spelled."""
+
+    class Coordinator:
+        source = "base"
+
+        async def get_model_info(self, **_: object) -> tuple[ModelInfo, None]:
+            return ModelInfo(
+                name=self.source, vocab_size=8, context_len=8, tokenizer_source=self.source
+            ), None
+
+    class Spelled:
+        def __init__(self, source: str) -> None:
+            loaded.append(source)
+            self.source = source
+
+        def spell(self, token_id: int) -> str:
+            return f"{token_id} of {self.source}"
+
+    loaded: list[str] = []
+    monkeypatch.setattr("specwire.http.model._load", Spelled)
+    coordinator = Coordinator()
+    models = Models(cast(AsyncClient, coordinator), HttpConfig())
+    for source, token in (("base", "a"), ("base", "b"), ("tuned", "c")):  # a token's first answer is fresh
+        coordinator.source = source
+        served = await models.served(token)
+        assert served.name == source
+        assert (await models.speller(served))(7) == f"7 of {source}"
+    assert loaded == ["base", "tuned"]
+
+
+def settled(read: Any) -> int:
+    """A count, once it is over 0 and was the same for a second."""
+    last, since = -1, time.monotonic()
+    while last <= 0 or time.monotonic() - since < 1:
+        if (now := read()) != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.05)
+    return last

@@ -1,0 +1,58 @@
+"""The examples of docs/openai.md, as they stand there, against a front."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specwire.http.body import ChatBody, CompletionBody
+from tests.support.fronts import Fronted, fronted
+
+TEXT = (Path(__file__).parents[2] / "docs/openai.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Fronted]:
+    with fronted("embedded", "embedded") as running:
+        yield running
+
+
+def examples(here: Fronted, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert found
+    return [code.replace("http://127.0.0.1:8080", here.url) for code in found]
+
+
+def output(*command: str) -> str:
+    environ = os.environ | {"NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python(here: Fronted) -> None:
+    for code in examples(here, "python"):
+        assert "guesses accepted" in output(sys.executable, "-c", code)
+
+
+def test_curl(here: Fronted) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl command")
+    whole, streamed = (output("bash", "-c", code) for code in examples(here, "bash"))
+    assert '"text_completion"' in whole
+    assert '"accepted_prediction_tokens"' in streamed
+    assert '"fate":"accepted"' in streamed
+    assert streamed.endswith("data: [DONE]\n\n")
+
+
+def test_every_parameter_is_documented() -> None:
+    named = set(re.findall(r"\w+", TEXT))
+    fields = {name for kind in (CompletionBody, ChatBody) for name in kind.model_fields}
+    assert fields <= named, fields - named

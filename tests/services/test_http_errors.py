@@ -1,0 +1,323 @@
+"""What the HTTP front refuses, in OpenAI's shape, as OpenAI's client raises it."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+import coordinator.servicer
+from specwire import errors
+from specwire.config.client import HttpConfig
+from specwire.errors import ConfigError
+from specwire.http import app, server
+from specwire.http.errors import api_error
+from specwire.security.bearer import make_token
+from tests.support.certificates import Authority
+from tests.support.fronts import Fronted, front, fronted
+from tests.support.harness import LoopThread, local_stack
+
+EMULATED = "emulated:step_ms=1"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Fronted]:
+    """Knows no text: what is refused is refused before any is needed."""
+    with fronted(EMULATED) as running:
+        yield running
+
+
+def post(here: Fronted, path: str, body: Any, **headers: str | bytes) -> tuple[int, dict[str, Any], Any]:
+    """Status, error object and headers of a request as it stands."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    response = httpx2.post(here.url + path, content=data, headers=headers, timeout=60)
+    return response.status_code, response.json().get("error", {}), response.headers
+
+
+def completion(here: Fronted, **fields: Any) -> dict[str, Any]:
+    return {"model": here.model, "prompt": [1, 2], "max_tokens": 4} | fields
+
+
+def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
+    return {"model": here.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 2**21}, "max_tokens", "context_length_exceeded"),
+        ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
+        ({"top_k": 2**31}, "top_k", "invalid_value"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias[2147483648]", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 100, "prompt": [[1], [2]]}, "n", "invalid_value"),
+        ({"seed": -1}, "seed", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"logit_bias": {"a": 1}}, "logit_bias['a']", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [1, 10**6]}, "prompt[1]", "invalid_value"),
+        ({"prompt": "text"}, "prompt", "unsupported_value"),
+        ({"prompt": None}, "prompt", "invalid_value"),
+        ({"stop": "x"}, "stop", "unsupported_value"),
+        ({"rule": "greedy"}, "rule", "invalid_value"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens", "invalid_value"),
+        ({"echo": True}, "echo", "unsupported_value"),
+        ({"best_of": 2}, "best_of", "unsupported_value"),
+        ({"suffix": "x"}, "suffix", "unsupported_value"),
+        ({"store": True}, "store", "unsupported_value"),
+        ({"temprature": 1}, "temprature", "unknown_parameter"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream": True, "stream_options": {"often": 1}}, "stream_options.often", "unknown_parameter"),
+    ],
+)
+def test_completions_refuse_by_name(here: Fronted, fields: dict[str, Any], param: str, code: str) -> None:
+    status, error, _ = post(here, COMPLETIONS, completion(here, **fields))
+    assert (status, error["type"], error["param"], error["code"]) == (
+        400,
+        "invalid_request_error",
+        param,
+        code,
+    )
+    assert param.partition("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+            "messages[0].name",
+            "unknown_parameter",
+        ),
+        ({}, "messages", "unsupported_value"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
+        ({"modalities": ["audio"]}, "modalities[0]", "unsupported_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"max_completion_tokens": 5}, "max_tokens", "invalid_value"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "unknown_parameter"),
+        ({"prompt": "x"}, "prompt", "unknown_parameter"),
+    ],
+)
+def test_chat_refuses_by_name(here: Fronted, fields: dict[str, Any], param: str, code: str) -> None:
+    status, error, _ = post(here, CHAT, conversation(here, **fields))
+    assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+def test_what_clients_send_by_habit_is_accepted(here: Fronted) -> None:
+    habits = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "best_of": 1}
+    neutral = {"echo": False, "suffix": None, "n": 1, "top_k": -1, "prompt_cache_key": "k"}
+    status, _, _ = post(here, COMPLETIONS, completion(here, **habits, **neutral))
+    assert status == 200
+
+
+def test_bodies_that_are_none(here: Fronted) -> None:
+    for body, code in ((b"{", "invalid_json"), (b"[]", "invalid_json"), (b"\xff", "invalid_json")):
+        status, error, _ = post(here, COMPLETIONS, body)
+        assert (status, error["code"]) == (400, code)
+    status, error, _ = post(here, COMPLETIONS, {"prompt": [1]})
+    assert (status, error["param"], error["code"]) == (400, "model", "missing_required_parameter")
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    status, error, _ = post(here, COMPLETIONS, completion(here), **form)
+    assert (status, error["code"]) == (415, "unsupported_media_type")
+
+
+def test_routes_and_models_that_are_not_there(here: Fronted) -> None:
+    status, error, _ = post(here, "/v1/embeddings", {})
+    assert (status, error["code"]) == (404, "unknown_url")
+    response = httpx2.get(here.url + COMPLETIONS)
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+    with pytest.raises(openai.NotFoundError) as raised:
+        here.openai.completions.create(model="gpt-9", prompt=[1])
+    assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        here.openai.models.retrieve("gpt-9")
+
+
+def test_the_client_raises_its_own_types(here: Fronted) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        here.openai.completions.create(model=here.model, prompt=[1], top_p=2)
+    assert (raised.value.param, raised.value.type) == ("top_p", "invalid_request_error")
+    assert raised.value.request_id.startswith("req-")
+
+
+def test_every_response_has_a_request_id(here: Fronted) -> None:
+    for headers, expected in (({}, "req-"), ({"x-request-id": "mine-1"}, "mine-1")):
+        _, _, found = post(here, COMPLETIONS, completion(here), **headers)
+        assert found["x-request-id"].startswith(expected)
+    _, _, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "no spaces"})
+    assert found["x-request-id"].startswith("req-")
+
+
+def test_a_defect_has_one_too(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app.Models, "served", broken)
+    status, error, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "mine-2"})
+    assert (status, error["type"], found["x-request-id"]) == (500, "server_error", "mine-2")
+
+
+def test_headers_that_cannot_be_passed_on(here: Fronted) -> None:
+    status, error, _ = post(
+        here, COMPLETIONS, completion(here), authorization="Bearer gr\u00fcn".encode("latin-1")
+    )
+    assert (status, error["code"]) == (401, "invalid_api_key")
+    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent="\u00fc".encode("latin-1"))
+    assert status == 200
+
+
+def test_a_body_over_the_limit(here: Fronted) -> None:
+    with front(here.stack.address, max_body_bytes=1000) as address:
+        response = httpx2.post(
+            f"http://{address}{COMPLETIONS}",
+            content=json.dumps(completion(here, prompt=[1] * 2000)),
+            headers={"content-type": "application/json"},
+        )
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_a_full_coordinator_says_when_to_come_back() -> None:
+    full = {"max_running": 1, "max_waiting": 0}
+    with fronted("emulated:step_ms=5", coordinator_options=full) as here:
+        stream = here.openai.completions.create(model=here.model, prompt=[1], max_tokens=15_000, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as raised:
+            here.openai.completions.create(model=here.model, prompt=[1])
+        stream.close()
+    assert int(raised.value.response.headers["retry-after"]) >= 1
+    assert raised.value.code == "rate_limit_exceeded"
+
+
+def test_a_deadline_that_passes_before_and_amid_the_answer(here: Fronted) -> None:
+    wanted = completion(here, max_tokens=15_000)
+    with front(here.stack.address, timeout_s=0.5) as address:
+        headers = {"content-type": "application/json"}
+        url = f"http://{address}{COMPLETIONS}"
+        whole = httpx2.post(url, content=json.dumps(wanted), headers=headers, timeout=30)
+        assert (whole.status_code, whole.json()["error"]["type"]) == (504, "timeout_error")
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0)
+        with client, pytest.raises(openai.APIError, match=r"(?i)deadline"):
+            for _ in client.completions.create(**wanted, stream=True):
+                pass
+
+
+def test_no_coordinator() -> None:
+    with front("127.0.0.1:1") as address:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0)
+        with client, pytest.raises(openai.InternalServerError) as raised:
+            client.models.list()
+    assert (raised.value.status_code, raised.value.type) == (503, "service_unavailable_error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (errors.InvalidRequestError("top_p", 2, "is wrong"), 400, "invalid_value"),
+        (errors.ContextLengthError("max_tokens", 9, "is wrong"), 400, "context_length_exceeded"),
+        (errors.UnsupportedError("stop", "x", "is wrong"), 400, "unsupported_value"),
+        (errors.ResourceExhaustedError("full"), 429, "rate_limit_exceeded"),
+        (errors.ServiceUnavailableError("gone"), 503, "unavailable"),
+        (errors.RequestCancelledError("shut down"), 503, "cancelled"),
+        (errors.DeadlineExceededError("late"), 504, "deadline_exceeded"),
+    ],
+)
+def test_every_error_has_its_status(error: Exception, status: int, code: str) -> None:
+    told = api_error(error)
+    assert (told.status, told.code) == (status, code)
+    assert str(told) == str(error)
+
+
+@pytest.mark.parametrize("defect", [ValueError("/etc/secret"), errors.ModelLoadError("/models/x")])
+def test_a_defect_tells_nothing(defect: Exception) -> None:
+    told = api_error(defect)
+    assert told.status == 500
+    assert "/" not in str(told)
+
+
+def test_the_callers_trace_reaches_the_coordinator(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    read: Callable[[Any], str] = coordinator.servicer._traceparent
+
+    def noted(context: Any) -> str:
+        seen.append(read(context))
+        return seen[-1]
+
+    monkeypatch.setattr(coordinator.servicer, "_traceparent", noted)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent=trace)
+    assert (status, seen) == (200, [trace])
+
+
+def test_doors(tmp_path: Path) -> None:
+    """TLS on both sides of the front, and a token that it passes on without knowing it."""
+    authority = Authority(tmp_path)
+    cert, key = authority.pair("server")
+    token, line = make_token("alice")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(line + "\n")
+    doors = {"tls_cert": cert, "tls_key": key, "tokens": str(tokens)}
+    trusted = ssl.create_default_context(cafile=authority.path)
+    with (
+        local_stack(EMULATED, coordinator_options=doors) as stack,
+        front(stack.address, tls_ca=authority.path, tls_cert=cert, tls_key=key, model_name="m") as address,
+        httpx2.Client(verify=trusted) as http,
+    ):
+        assert http.get(f"https://{address}/health").json() == {"status": "ok"}
+        for given, expected in ((token, 200), ("wrong", 401)):
+            client = openai.OpenAI(
+                base_url=f"https://{address}/v1", api_key=given, max_retries=0, http_client=http
+            )
+            if expected == 200:
+                assert client.models.list().data[0].id == "m"
+                answer = client.completions.create(model="m", prompt=[1], max_tokens=2)
+                assert answer.usage.completion_tokens == 2
+            else:
+                with pytest.raises(openai.AuthenticationError):
+                    client.models.list()
+                with pytest.raises(openai.AuthenticationError) as raised:
+                    client.completions.create(model="m", prompt=[1])
+                assert raised.value.code == "invalid_api_key"
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"https://{address}/health")
+
+
+def test_a_front_that_cannot_start() -> None:
+    with (
+        front("127.0.0.1:1") as taken,
+        pytest.raises(ConfigError, match=f"--address {taken}: cannot be bound"),
+    ):
+        start(HttpConfig(address=taken))
+    with pytest.raises(ConfigError, match=r"--tls-cert .* are not a PEM certificate and its private key"):
+        start(HttpConfig(address="127.0.0.1:0", tls_cert=__file__, tls_key=__file__))
+    with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:0: would be plaintext"):
+        HttpConfig(address="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="--server 10"):
+        HttpConfig(server="127.0.0.1:7070,10.0.0.1:7070")
+    HttpConfig(server="127.0.0.1:7070,127.0.0.1:7071")
+
+
+def start(config: HttpConfig) -> None:
+    thread = LoopThread()
+    try:
+        with thread.entered(lambda: server.serving(config)):
+            pass
+    finally:
+        thread.close()

@@ -1,0 +1,162 @@
+"""A client that stops reading: its generation leaves its place after a second, and its stream ends in time.
+
+Many of them at once: tests/faults/test_unread.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError
+from specwire.client.streaming import AsyncStream
+from specwire.config.services import VerifyConfig
+from specwire.core import MAX_LOGPROBS, MIN_CREDIT_TOKENS
+from specwire.rpc import server as rpc_server
+from specwire.rpc import statuses
+from specwire.rpc.server import Server
+from specwire.v1 import generation_pb2, generation_pb2_grpc
+from tests.support.harness import LocalStack, local_stack
+from tests.support.paused import DRAFT, PROMPT, TARGET, opening, params, received
+
+MAX_RUNNING = 4
+IDLE_S = 2.0
+LAW = params(150)
+
+
+@pytest.fixture
+def stack() -> Iterator[LocalStack]:
+    limits = {"max_running": MAX_RUNNING, "idle_timeout_s": IDLE_S}
+    with local_stack(TARGET, DRAFT, coordinator_options=limits) as running:
+        yield running
+        running.assert_idle_within(1.0)
+        status = running.client.get_status()
+        assert status.num_running == status.num_waiting == status.num_paused == 0
+
+
+def until(stack: LocalStack, condition: Callable[[generation_pb2.GetStatusResponse], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition(status := stack.client.get_status()):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.01)
+
+
+async def read(stream: AsyncStream) -> tuple[int, ...]:
+    async for _ in stream:
+        pass
+    return stream.completion.token_ids
+
+
+def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
+    """gRPC's flow control holds the writes back: all that it took comes before the error, in order."""
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
+    expected = stack.client.generate(params=params(1_000), prompt_token_ids=PROMPT).token_ids
+    with grpc.insecure_channel(stack.address, window) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(iter([opening(0, 1_000, logprobs=MAX_LOGPROBS)]), timeout=30)
+        until(stack, lambda status: status.num_paused == 1)
+        stack.assert_idle_within(1.0)
+        until(stack, lambda status: status.num_paused == status.num_running == 0)
+        responses: list[generation_pb2.GenerateResponse] = []
+        with pytest.raises(grpc.RpcError) as caught:
+            responses.extend(call)
+        assert isinstance(statuses.from_rpc_error(caught.value), StreamIdleError)
+        token_ids = received(responses)
+        assert len(expected) > len(token_ids) > MIN_CREDIT_TOKENS
+        assert tuple(token_ids) == expected[: len(token_ids)]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_paused_stream_holds_nothing_and_goes_on_to_the_same_text(stack: LocalStack, rule: Rule) -> None:
+    law = params(150, rule=rule, num_draft_tokens=4)
+    expected = stack.client.generate(params=law, prompt_token_ids=PROMPT).token_ids
+    with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+        chunks = iter(stream)
+        next(chunks)
+        until(stack, lambda status: status.num_paused == 1)
+        assert stack.client.get_status().num_running == 0
+        stack.assert_idle_within(1.0)
+        list(chunks)
+        assert stream.completion.token_ids == expected
+        assert stream.num_resumes == 0
+
+
+def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None:
+    """Where others read in all places, it waits until one of them is done."""
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as exits:
+
+            async def begin(law: SamplingParams) -> AsyncStream:
+                client = await exits.enter_async_context(AsyncClient(stack.address))
+                context = client.stream(params=law, prompt_token_ids=PROMPT)
+                stream = await exits.enter_async_context(context)
+                await anext(stream)
+                return stream
+
+            paused = await begin(LAW)
+            await asyncio.to_thread(until, stack, lambda status: status.num_paused == 1)
+            others = [asyncio.create_task(read(await begin(params(10_000)))) for _ in range(MAX_RUNNING)]
+            reading = asyncio.create_task(read(paused))
+            await asyncio.to_thread(until, stack, lambda status: status.num_waiting == 1)
+            assert not reading.done()
+            others[0].cancel()
+            assert len(await reading) == LAW.max_tokens
+            assert paused.num_resumes == 0
+            for other in others:
+                other.cancel()
+
+    asyncio.run(run())
+
+
+async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The status follows what the client has not read; gRPC keeps it, and the call's task ends."""
+    ended, abort = asyncio.Event(), rpc_server._abort
+
+    async def noted(context: Any, error: Exception) -> None:
+        try:
+            await abort(context, error)
+        finally:
+            ended.set()
+
+    async def write_on(_: object, context: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.5):
+                    await context.write(bytes(1000))
+        raise InvalidRequestError("x", 1, "is wrong")
+
+    monkeypatch.setattr(rpc_server, "_abort", noted)
+    server = Server(VerifyConfig(model=TARGET, grace_s=0.0), [])
+    method = grpc.stream_stream_rpc_method_handler(write_on, request_deserializer=bytes)
+    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
+    address = await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop)
+        options = [("grpc.http2.bdp_probe", 0)]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options))
+        call = channel.stream_stream("/s/m")()
+        await call.write(b"")
+        await asyncio.wait_for(ended.wait(), 10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert isinstance(statuses.from_rpc_error(caught.value), InvalidRequestError)
+
+
+def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:
+    """It takes one token after the other, each in a third of the time in which it may take none."""
+    with stack.client.stream(params=params(150, num_draft_tokens=0), prompt_token_ids=PROMPT) as stream:
+        chunks = iter(stream)
+        for _ in range(8):
+            time.sleep(IDLE_S / 3)
+            assert len(next(chunks).tokens) == 1
+        assert stream.num_resumes == 0
+        assert stack.client.get_status().num_finished == 0

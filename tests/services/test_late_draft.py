@@ -1,0 +1,60 @@
+"""A draft that is late, hangs or comes back: one bounded wait, then plain decoding until it answers again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from specwire import Rule, SamplingParams
+from specwire.testing.delay_proxy import Link
+from tests.support.harness import local_stack
+
+PROMPT = [1, 2, 3]
+TARGET_MS = 10.0
+TARGET, DRAFT = f"emulated:step_ms={TARGET_MS:g}", "emulated:step_ms=1,alpha=0.9,runner_up=0.55"
+
+
+def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> list[float]:
+    """Times between those chunks that came while the way to the draft was blocked."""
+    gaps, num_tokens, last_s = [], 0, time.perf_counter()
+    with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+        for chunk in stream:
+            now_s = time.perf_counter()
+            before, num_tokens = num_tokens, num_tokens + len(chunk.tokens)
+            if stall_at <= before < resume_at:
+                gaps.append((now_s - last_s) * 1e3)
+            if before < stall_at <= num_tokens:
+                stack.draft_proxy.stall()
+            if before < resume_at <= num_tokens:
+                stack.draft_proxy.resume()
+            last_s = now_s
+    return gaps
+
+
+@pytest.mark.parametrize("num_outcomes", ["0", "32"])
+def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
+    """Lengths are chosen, so the wait is what the proposal is worth; the timeout is far off."""
+    options = {"num_draft_tokens": "auto", "num_outcomes": num_outcomes}
+    params = SamplingParams(max_tokens=800, seed=1, rule=Rule.GUMBEL)
+    with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:
+        alone = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+        gaps = gaps_ms(stack, params, stall_at=300, resume_at=420)
+        again = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert alone.speculation.mean_acceptance_length > 2
+    assert len(gaps) > 90, "120 tokens came meanwhile, nearly all of them one by one"
+    assert max(gaps) < 300 * TARGET_MS
+    assert sorted(gaps)[-4] < 15 * TARGET_MS, "it waited more than once; the machine may pause now and then"
+    assert again.token_ids == alone.token_ids
+    assert again.speculation.draft_unavailable == ""
+    assert again.speculation.mean_acceptance_length > 2
+
+
+def test_a_fixed_length_waits_until_the_timeout_and_no_longer():
+    """Who fixes the length wants the same text again, whatever the weather."""
+    options = {"num_draft_tokens": "4", "num_outcomes": "0", "draft_timeout_ms": 1000.0}
+    params = SamplingParams(max_tokens=200, seed=1)
+    with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:
+        gaps = gaps_ms(stack, params, stall_at=50, resume_at=180)
+    assert 1000 <= max(gaps) < 3000
+    assert sorted(gaps)[-2] < 900

@@ -1,0 +1,391 @@
+"""The draft works ahead: what it pushes is what it would have answered, and it keeps nothing in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
+from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
+from specwire.config.services import DraftConfig
+from specwire.core import Preparation, Proposal
+from specwire.engine import boot
+from specwire.errors import RequestCancelledError
+from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from specwire.wire import model as wire
+from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
+from tests.support.pairs import save_good_draft, save_target
+from tests.support.refusals import our_errors
+
+PROMPT = [5, 9, 11, 2, 7]
+NUM_DRAFT_TOKENS = 4
+PREPARATION = Preparation(num_outcomes=12, num_draft_tokens=NUM_DRAFT_TOKENS)
+LAWS = [
+    pytest.param({"rule": Rule.REJECTION, "temperature": 0}, id="greedy"),
+    pytest.param({"rule": Rule.GUMBEL}, id="gumbel"),
+    pytest.param({"rule": Rule.REJECTION, "temperature": 0.5}, id="rejection"),
+]
+
+
+class RawStream:
+    """One stream of the draft service, message by message, with the books of what it holds."""
+
+    def __init__(self, stub: draft_pb2_grpc.DraftServiceStub, params: SamplingParams) -> None:
+        self._requests: queue.SimpleQueue[draft_pb2.DraftRequest | None] = queue.SimpleQueue()
+        self._answers = stub.Draft(iter(self._requests.get, None), timeout=60)
+        self._open: common_pb2.OpenSequence | None = wire.open_sequence(params, len(PROMPT))
+        self._number = 0
+        self.committed: list[int] = []
+        self.held: list[int] = []
+        self._pushed: list[tuple[list[int], Proposal]] = []
+
+    def send(self, token_ids: Sequence[int], wanted: int, preparation: Preparation | None) -> None:
+        """Commit tokens after those that are committed already."""
+        committed = [*self.committed, *token_ids]
+        base_len = 0
+        while base_len < min(len(committed), len(self.held)) and committed[base_len] == self.held[base_len]:
+            base_len += 1
+        self._number += 1
+        request = draft_pb2.DraftRequest(
+            open=self._open,
+            request_id=self._number,
+            base_len=base_len,
+            token_ids=committed[base_len:],
+            num_draft_tokens=wanted,
+            prepare=wire.preparation_to_proto(preparation) if preparation else None,
+        )
+        self._open = None
+        self.committed, self.held = committed, committed
+        self._requests.put(request)
+
+    def answer(self) -> Proposal:
+        """To the last request; what comes before it is dropped."""
+        while (message := next(self._answers)).request_id != self._number:
+            pass
+        proposal = wire.proposal_from_proto(message.proposals[0], message.base_len)
+        self.held = [*self.committed, *proposal.token_ids]
+        return proposal
+
+    def pushed(self) -> list[tuple[list[int], Proposal]]:
+        """Of the next message that is no answer: tokens after the committed ones, and what follows them."""
+        while (message := next(self._answers)).request_id:
+            pass
+        before = len(self._pushed)
+        for each in message.proposals:
+            whole = [*self.committed[: message.base_len], *each.prefix_token_ids]
+            self._pushed.append((whole, wire.proposal_from_proto(each, len(whole))))
+        return self.known(before)
+
+    def known(self, before: int = 0) -> list[tuple[list[int], Proposal]]:
+        """Of all messages that were no answers, but for so many proposals: what may still be of use."""
+        length = len(self.committed)
+        return [
+            (whole[length:], proposal)
+            for whole, proposal in self._pushed[before:]
+            if len(whole) > length and whole[:length] == self.committed  # or else it came too late
+        ]
+
+    def close(self) -> None:
+        self._requests.put(None)
+        for _ in self._answers:
+            pass
+
+
+@pytest.fixture
+def stack(tmp_path_factory) -> Iterator[LocalStack]:
+    """A new one for each test: the service learns what to expect from what it has seen."""
+    directory = tmp_path_factory.mktemp("lookahead")
+    target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
+    with started_services() as services, local_stack(target, draft) as running:
+        running.services = services  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.fixture
+def stub(stack) -> Iterator[Any]:
+    with grpc.insecure_channel(stack.draft_address) as channel:
+        yield draft_pb2_grpc.DraftServiceStub(channel)
+    stack.assert_idle_within(2.0)
+    stack.services["draft"].runner.pool.check_integrity()
+
+
+def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:
+    """What a stream that never worked ahead proposes."""
+    stream = RawStream(stub, params)
+    stream.send(committed, NUM_DRAFT_TOKENS, None)
+    proposal = stream.answer()
+    stream.close()
+    return proposal
+
+
+def assert_same(one: Proposal, other: Proposal) -> None:
+    assert (one.base_len, list(one.token_ids)) == (other.base_len, list(other.token_ids))
+    for ours, theirs in zip(one.supports, other.supports, strict=True):
+        order, other_order = np.argsort(ours.token_ids), np.argsort(theirs.token_ids)
+        np.testing.assert_array_equal(ours.token_ids[order], theirs.token_ids[other_order])
+        np.testing.assert_allclose(ours.probs[order], theirs.probs[other_order], atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", LAWS)
+def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
+    """Rounds of every kind: hits that are only told, hits that are asked for again, misses."""
+    params = SamplingParams(seed=3, **settings)
+    stream = RawStream(stub, params)
+    stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
+    proposal = stream.answer()
+    assert_same(proposal, fresh(stub, params, PROMPT))
+    depths = set()
+
+    def longest() -> int:
+        return max(len(path) for path, _ in stream.known())
+
+    def shortest() -> int:
+        return min(len(path) for path, _ in stream.known())
+
+    for number in range(12):
+        kind = number % 3
+        # After all was accepted, and after a rejection; later on, either may not be worth the work.
+        is_enough = {0: lambda: longest() > NUM_DRAFT_TOKENS, 1: lambda: shortest() <= NUM_DRAFT_TOKENS}
+        while not (stream.known() and is_enough.get(number, lambda: True)()):
+            for path, prepared in stream.pushed()[:3]:
+                assert_same(prepared, fresh(stub, params, [*stream.committed, *path]))
+        if kind < 2:
+            path, prepared = (min if kind else max)(stream.known(), key=lambda push: len(push[0]))
+            depths.add(len(path))
+            stream.send(path, NUM_DRAFT_TOKENS if number % 2 else 0, PREPARATION)
+            if number % 2:
+                assert_same(stream.answer(), prepared)
+            stream.held = [*stream.committed, *prepared.token_ids]
+        else:
+            stream.send([96], NUM_DRAFT_TOKENS, PREPARATION)
+            assert_same(stream.answer(), fresh(stub, params, stream.committed))
+    assert len(depths) > 1
+    stream.close()
+
+
+def test_it_gets_more_than_one_round_ahead(stub):
+    """Without news from the coordinator it goes on with the outcomes of what it has prepared."""
+    stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
+    stream.send(PROMPT, NUM_DRAFT_TOKENS, Preparation(num_outcomes=32, num_draft_tokens=NUM_DRAFT_TOKENS))
+    proposal = stream.answer()
+    paths: list[list[int]] = []
+    while not any(len(path) > NUM_DRAFT_TOKENS + 1 for path in paths):
+        paths += [path for path, _ in stream.pushed()]
+    assert len({tuple(path) for path in paths}) == len(paths)
+    assert [*proposal.token_ids] in [path[:NUM_DRAFT_TOKENS] for path in paths]
+    stream.close()
+
+
+def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack, stub):
+    stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
+    stream.send(PROMPT * 20, NUM_DRAFT_TOKENS, PREPARATION)
+    stream.answer()
+    while not stream.pushed():
+        pass
+    stream.send([96], NUM_DRAFT_TOKENS, None)  # nobody foresaw that, and nothing more is to be prepared
+    stream.answer()
+    one_sequence = -(-len([*stream.held]) // 16)
+    assert stack.status("draft").num_held_pages <= one_sequence
+    assert stack.status("draft").num_sequences == 1
+    stream.close()
+
+
+class SlowPush:
+    """Hands over what was prepared when it is let go on, as on a machine or a link that is busy."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
+        self.began.set()
+        await self.may_end.wait()
+
+
+def test_a_push_that_outlives_its_round_leaves_nothing_behind():
+    """Its branches would begin at tokens that were not committed, and draft with judged random numbers."""
+    config = DraftConfig(model="emulated:step_ms=1")
+    service, thread = boot.start(config, "draft", DraftDecider(config)), LoopThread()
+    sequence = service.engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
+
+    async def miss_during_a_push() -> tuple[int, list[tuple[int, int]]]:
+        push, forecast = SlowPush(), Forecast(SharedForecast())
+        ahead = Lookahead(service.engine, sequence, vocab_limit=0, forecast=forecast, push=push)
+        await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
+        await push.began.wait()
+        answer = await ahead.draft(3, [63, 62], 4, Preparation(num_outcomes=8, num_draft_tokens=4))
+        push.may_end.set()
+        while len(ahead._branches) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.wait([branch.future for branch in ahead._branches])
+        starts = [(branch.job.committed_len, len(branch.path)) for branch in ahead._branches]
+        ahead.close()
+        return answer.job.committed_len, starts
+
+    committed_len, starts = thread.run(miss_during_a_push())
+    service.engine.close_sequence(sequence)
+    service.close()
+    thread.close()
+    assert [start - num for start, num in starts] == [committed_len] * len(starts)
+
+
+def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub):
+    for preparation, name in [
+        (draft_pb2.Preparation(num_draft_tokens=2), "prepare.num_outcomes=0"),
+        (draft_pb2.Preparation(num_outcomes=65, num_draft_tokens=2), "prepare.num_outcomes=65"),
+        (draft_pb2.Preparation(num_outcomes=1), "prepare.num_draft_tokens=0"),
+    ]:
+        opening = wire.open_sequence(SamplingParams(seed=1, rule=Rule.REJECTION), 5)
+        request = draft_pb2.DraftRequest(open=opening, token_ids=PROMPT, prepare=preparation)
+        with pytest.raises(InvalidRequestError, match=name), our_errors():
+            list(stub.Draft(iter([request]), timeout=20))
+
+
+def test_a_service_that_prepares_nothing_says_so(tmp_path):
+    draft = save_good_draft(tmp_path / "draft")
+    with (
+        local_stack(save_target(tmp_path / "target"), draft, draft_options={"max_outcomes": 0}) as running,
+        grpc.insecure_channel(running.draft_address) as channel,
+    ):
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=20).model
+        assert common_pb2.CAPABILITY_PREPARED_OUTCOMES not in info.capabilities
+        stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
+        stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
+        with pytest.raises(UnsupportedError, match="prepare"), our_errors():
+            stream.answer()
+        done = running.client.generate(params=SamplingParams(max_tokens=20), prompt_token_ids=PROMPT)
+        assert done.speculation.num_draft_tokens > 0
+        assert done.speculation.num_prepared == 0
+
+
+class TestBackgroundJobs:
+    """The engine's side: they give way."""
+
+    @pytest.fixture
+    def service(self) -> Iterator[boot.ModelService]:
+        config = DraftConfig(model="emulated:step_ms=20", num_kv_tokens=160)
+        running = boot.start(config, "draft", DraftDecider(config))
+        yield running
+        running.engine.close()
+        running.runner.pool.check_integrity()
+        assert running.runner.pool.num_held_pages == 0
+
+    @pytest.fixture
+    def thread(self) -> Iterator[LoopThread]:
+        made = LoopThread()
+        yield made
+        made.close()
+
+    def test_a_request_is_not_kept_waiting(self, service, thread):
+        engine = service.engine
+        ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
+
+        async def both() -> tuple[DraftJob, DraftJob]:
+            slow = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=8)
+            quick = DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=4)
+            waits = engine.submit(slow, 8, background=True)
+            await engine.run(quick, 4)
+            assert not waits.done()
+            await waits
+            return slow, quick
+
+        slow, quick = thread.run(both())
+        assert len(slow.drafted) == 8
+        assert quick.forward_ns < 4.9 * 20e6  # its own steps, and no more than the one that was running
+        for sequence in (ahead, asked):
+            engine.close_sequence(sequence)
+
+    def test_hurried_it_is_like_any_other(self, service, thread):
+        engine = service.engine
+        ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
+
+        async def both() -> None:
+            job = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=2)
+            waits = engine.submit(job, 2, background=True)
+            long = engine.submit(DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
+            engine.hurry(job)
+            await waits
+            assert not long.done()
+            await long
+
+        thread.run(both())
+        for sequence in (ahead, asked):
+            engine.close_sequence(sequence)
+
+    def test_the_next_request_on_its_sequence_cancels_it(self, service, thread):
+        engine = service.engine
+        sequence = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
+
+        async def both() -> None:
+            waits = engine.submit(DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9), 9, background=True)
+            proposal = await engine.run(DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
+            assert proposal.base_len == 2
+            with pytest.raises(RequestCancelledError):
+                await waits
+
+        thread.run(both())
+        engine.close_sequence(sequence)
+
+    def test_it_takes_memory_from_nobody(self, service, thread):
+        """Ten pages of 16 tokens: a stream that idles keeps its own."""
+        engine = service.engine
+        idle = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
+
+        async def both() -> None:
+            await engine.run(DraftJob(idle, 0, [7] * 140, num_draft_tokens=2), 2)
+            other = engine.open(SamplingParams(seed=2, rule=Rule.REJECTION), 3)
+            job = DraftJob(other, 0, [9] * 40, num_draft_tokens=2)
+            with pytest.raises(ResourceExhaustedError):
+                await engine.submit(job, 2, background=True)
+            engine.close_sequence(other)
+            fork = engine.open_fork(idle)
+            await engine.submit(DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle), 2, background=True)
+            assert engine.status().num_sequences == 1
+            assert engine.status().num_preemptions == 0
+            engine.adopt(idle, fork)
+            proposal = await engine.run(DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
+            assert proposal.base_len == 142
+
+        thread.run(both())
+        engine.close_sequence(idle)
+
+    def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
+        self, service, thread, monkeypatch
+    ):
+        """Memory to work ahead in may have run out just before the engine hears that somebody waits."""
+        engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
+        stream, other = (engine.open(params, 3) for _ in range(2))
+
+        def too_late(_: DraftJob) -> None:
+            engine._inbox.put(lambda: engine._cancel(engine._background, stream, "no memory"))
+
+        monkeypatch.setattr(engine, "hurry", too_late)
+        forecast = Forecast(SharedForecast())
+
+        async def push(*_: Any) -> None:
+            pass
+
+        async def follow_a_branch() -> tuple[DraftAnswer, Proposal]:
+            ahead = Lookahead(engine, stream, vocab_limit=0, forecast=forecast, push=push)
+            await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
+            await asyncio.sleep(0)  # it begins to work ahead
+            path = ahead._branches[0].path
+            answer = await ahead.draft(2 + len(path), [path[-1]], 4, None)
+            ahead.close()
+            fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
+            return answer, await engine.run(fresh, 4)
+
+        answer, expected = thread.run(follow_a_branch())
+        assert not answer.was_prepared
+        assert answer.proposal is not None
+        assert_same(answer.proposal, expected)
+        for sequence in (stream, other):
+            engine.close_sequence(sequence)

@@ -1,0 +1,477 @@
+"""Metrics of running services, scraped as Prometheus does; the page and the dashboard that name them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import verify_service.service
+from coordinator.metrics import TABLE as COORDINATOR
+from coordinator.totals import OK, STATUSES, Totals
+from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
+from specwire.cli.supervisor import METRICS_ROLES, metrics_address
+from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
+from specwire.engine.metrics import TABLE as ENGINE
+from specwire.errors import ConfigError
+from specwire.telemetry.metrics import (
+    PATH,
+    TRACING,
+    Group,
+    HistogramData,
+    Metric,
+    MetricKind,
+    MetricsEndpoint,
+)
+from tests.support.harness import LOOPBACK, LocalStack, local_stack
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROMPT = [7, 8, 9] * 16
+SECRET = "only its client knows this"
+EVERYTHING = (*COORDINATOR, *ENGINE, *TRACING)
+TIMEOUT_S = 30.0
+
+Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(address: str) -> Scraped:
+    """All samples by name and labels."""
+    with urllib.request.urlopen(f"http://{address}{PATH}", timeout=TIMEOUT_S) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = response.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(found: Scraped, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+class Addresses(logging.Handler):
+    """Where the services of this process say that their metrics are, in the order of their start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found += re.findall(r"http://(\S+)/metrics", record.getMessage())
+
+
+class Observed:
+    """A stack, what was generated on it, and the addresses of its metrics by role."""
+
+    def __init__(self, stack: LocalStack, addresses: dict[str, str]) -> None:
+        self.stack = stack
+        self.addresses = addresses
+        self.done: list[Completion] = []
+
+    def generate(self, seed: int, **options: Any) -> None:
+        params = SamplingParams(max_tokens=24, seed=seed, rule=Rule.GUMBEL, **options)
+        self.done.append(self.stack.client.generate(params=params, prompt_token_ids=PROMPT))
+
+    def scrape(self, role: str, until: Callable[[Scraped], object] = lambda found: True) -> Scraped:
+        """As soon as it holds: a client has its last message a moment before the request is counted."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not until(found := scrape(self.addresses[role])):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        return found
+
+    def ended(self, status: str, count: int) -> Scraped:
+        def counted(found: Scraped) -> bool:
+            named = [n for (name, labels), n in found.items() if ("status", status) in labels]
+            return sum(named) >= count
+
+        return self.scrape("coordinator", counted)
+
+
+@pytest.fixture(scope="module")
+def observed() -> Iterator[Observed]:
+    handler, log = Addresses(), logging.getLogger("specwire.telemetry.metrics")
+    log.addHandler(handler)
+    level, log.level = log.level, logging.INFO
+    options = {"metrics_address": LOOPBACK}
+    with local_stack(
+        "emulated:step_ms=1",
+        "emulated:step_ms=0.2,alpha=0.7",
+        coordinator_options=options,
+        verify_options=options,
+        draft_options=options,
+    ) as stack:
+        log.removeHandler(handler)
+        log.level = level
+        running = Observed(stack, dict(zip(("verify", "draft", "coordinator"), handler.found, strict=True)))
+        for seed in range(3):
+            running.generate(seed)
+        yield running
+
+
+def test_a_coordinators_counts_agree_with_its_completions(observed: Observed) -> None:
+    observed.generate(3, num_draft_tokens=2)
+    found = observed.ended(OK, len(observed.done))
+    speculations = [done.speculation for done in observed.done]
+    expected = {
+        "specwire_prompt_tokens_total": len(PROMPT) * len(observed.done),
+        "specwire_generation_tokens_total": 24 * len(observed.done),
+        "specwire_prefix_cache_hit_tokens_total": sum(done.usage.cached_tokens for done in observed.done),
+        "specwire_rounds_total": sum(each.num_rounds for each in speculations),
+        "specwire_prepared_rounds_total": sum(each.num_prepared for each in speculations),
+        "specwire_spec_decode_num_drafts_total": sum(sum(each.acceptance_histogram) for each in speculations),
+        "specwire_spec_decode_num_draft_tokens_total": sum(each.num_draft_tokens for each in speculations),
+        "specwire_spec_decode_num_accepted_tokens_total": sum(e.num_accepted_tokens for e in speculations),
+        "gen_ai_server_time_to_first_token_seconds_count": len(observed.done),
+        "gen_ai_server_time_per_output_token_seconds_count": len(observed.done),
+        "gen_ai_server_request_duration_seconds_count": len(observed.done),
+        "specwire_requests_running": 0,
+        "specwire_requests_waiting": 0,
+        "specwire_requests_paused": 0,
+    }
+    assert {name: value(found, name) for name in expected} == expected
+    assert expected["specwire_prefix_cache_hit_tokens_total"] > 0, "the second found pages of the first"
+    assert value(found, "specwire_requests_total", status=OK, finish_reason="length") == len(observed.done)
+    assert sum(each.accepted_per_position[1] for each in speculations) == value(
+        found, "specwire_spec_decode_num_accepted_tokens_per_pos_total", position="1"
+    )
+    assert sum(
+        each.drafted_per_position[3] for each in speculations if len(each.drafted_per_position) > 3
+    ) == value(found, "specwire_spec_decode_num_draft_tokens_per_pos_total", position="3")
+    for stage in ("draft", "verify", "queue", "rule", "network"):
+        total_ms = sum(getattr(done.timing, f"{stage}_ms") for done in observed.done)
+        assert value(found, "specwire_stage_seconds_total", stage=stage) == pytest.approx(total_ms / 1e3)
+
+
+def test_latencies_count_from_the_arrival(observed: Observed) -> None:
+    found = observed.ended(OK, len(observed.done))
+    first_s = value(found, "gen_ai_server_time_to_first_token_seconds_sum")
+    assert first_s >= sum(done.timing.time_to_first_token_ms for done in observed.done) / 1e3
+    assert first_s < value(found, "gen_ai_server_request_duration_seconds_sum")
+    assert value(found, "gen_ai_server_request_duration_seconds_bucket", le="+Inf") == len(observed.done)
+
+
+@pytest.mark.parametrize("role", ["draft", "verify"])
+def test_an_engines_counts_agree_with_its_status(observed: Observed, role: str) -> None:
+    observed.stack.assert_idle_within(TIMEOUT_S)
+    found, status = observed.scrape(role), observed.stack.status(role)
+    expected = {
+        "specwire_engine_streams": 0,
+        "specwire_engine_requests": 0,
+        "specwire_engine_requests_waiting": 0,
+        "specwire_engine_step_sequences_count": status.num_steps,
+        "specwire_engine_tokens_total": status.num_tokens,
+        "specwire_engine_prefix_cache_hit_tokens_total": status.num_hit_tokens,
+        "specwire_engine_preemptions_total": 0,
+        "specwire_engine_kv_page_tokens": status.page_size,
+        "specwire_engine_kv_pages_shared": 0,
+    }
+    assert {name: value(found, name, role=role) for name in expected} == expected
+    pages = {
+        s: value(found, "specwire_engine_kv_pages", role=role, state=s) for s in ("held", "cached", "free")
+    }
+    assert pages == {
+        "held": 0,
+        "cached": status.num_cached_pages,
+        "free": status.num_free_pages - status.num_cached_pages,
+    }
+    assert 0 < value(found, "specwire_engine_forward_seconds_total", role=role) < 60
+    assert value(found, "process_resident_memory_bytes") > 1e6
+
+
+def test_who_is_there_and_what_is_chosen(observed: Observed) -> None:
+    found = observed.scrape("coordinator")
+    for role in ("draft", "verify"):
+        assert value(found, "specwire_replicas", role=role, state="available") == 1
+        assert value(found, "specwire_replicas", role=role, state="unavailable") == 0
+    assert 0 < value(found, "specwire_chosen_draft_tokens") <= 4
+    assert value(found, "specwire_requests_without_draft_total") == 0
+
+
+def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
+    with pytest.raises(InvalidRequestError):
+        observed.stack.client.generate(params=SamplingParams(max_tokens=4), prompt_token_ids=[1 << 30])
+    assert (
+        value(
+            observed.ended("INVALID_ARGUMENT", 1),
+            "specwire_requests_total",
+            status="INVALID_ARGUMENT",
+            finish_reason="",
+        )
+        == 1
+    )
+    before = value(observed.scrape("coordinator"), "specwire_generation_tokens_total")
+    params = SamplingParams(max_tokens=8000)
+    with observed.stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+        next(iter(stream))
+    found = observed.ended("CANCELLED", 1)
+    assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == 1
+    assert value(found, "specwire_generation_tokens_total") > before, "its work counts all the same"
+    assert value(found, "gen_ai_server_request_duration_seconds_count") == len(observed.done)
+
+
+def test_who_gives_up_at_its_deadline_has_not_cancelled(observed: Observed) -> None:
+    before = value(
+        observed.scrape("coordinator"),
+        "specwire_requests_total",
+        status="CANCELLED",
+        finish_reason="",
+    )
+    with Client(observed.stack.address, timeout_s=0.5) as client, pytest.raises(DeadlineExceededError):
+        client.generate(params=SamplingParams(max_tokens=8000), prompt_token_ids=PROMPT)
+    found = observed.ended("DEADLINE_EXCEEDED", 1)
+    assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == before
+
+
+def test_scrapes_beside_running_streams(observed: Observed) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        running = [threads.submit(observed.generate, 100 + i) for i in range(16)]
+        while not all(work.done() for work in running):
+            for role in METRICS_ROLES:
+                observed.scrape(role)
+        for work in running:
+            work.result()
+    found = observed.ended(OK, len(observed.done))
+    assert value(found, "specwire_generation_tokens_total") >= 24 * len(observed.done)
+
+
+def test_a_line_in_the_log_for_each_request(observed: Observed, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "coordinator.totals")
+    observed.generate(50, stop_token_ids=(5,))
+    observed.ended(OK, len(observed.done))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "coordinator.totals"]
+    facts = dict(pair.split("=") for pair in line.removeprefix("request ").split())
+    assert (facts["status"], facts["prompt_tokens"]) == (OK, str(len(PROMPT)))
+    assert facts["rounds"] == str(observed.done[-1].speculation.num_rounds)
+    assert "trace" not in facts, "nothing is traced here"
+    assert all(re.fullmatch(r"[A-Za-z_]+|\d+", fact) for fact in facts.values()), "no text, no ids"
+
+
+# --- the endpoint -----------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Something that counts."""
+
+    answer = 42
+    calls = 0
+
+
+TABLE = (Metric(MetricKind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),)
+
+
+def ask(address: str, request: bytes) -> bytes:
+    with socket.create_connection(address.split(":"), timeout=TIMEOUT_S) as connection:  # type: ignore[arg-type]
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /metrics HTTP/1.1", b"200 OK"),
+        (b"GET /metrics?name=x HTTP/1.0", b"200 OK"),
+        (b"GET / HTTP/1.1", b"404 Not Found"),
+        (b"GET /metricsx HTTP/1.1", b"404 Not Found"),
+        (b"POST /metrics HTTP/1.1", b"405 Method Not Allowed"),
+        (b"nonsense", b"404 Not Found"),
+    ],
+)
+async def test_it_answers_one_question(request_line: bytes, status: bytes) -> None:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+        answer = await asyncio.to_thread(ask, endpoint.address, request_line + b"\r\nHost: x\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert (b"test_answer 42.0\n" in body) == (status == b"200 OK")
+
+
+async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+        host, port = endpoint.address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        assert await asyncio.to_thread(ask, endpoint.address, b"x" * 100_000) == b""
+        assert b"200 OK" in await asyncio.to_thread(ask, endpoint.address, b"GET /metrics HTTP/1.1\r\n\r\n")
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_connections_are_bounded() -> None:
+    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
+        host, port = endpoint.address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b"", "one too many is closed at once"
+        for _, other in [(reader, writer), *silent]:
+            other.close()
+
+
+async def test_what_cannot_be_bound_is_named() -> None:
+    async with MetricsEndpoint(LOOPBACK, []) as endpoint:
+        with pytest.raises(ConfigError, match=f"--metrics-address {endpoint.address}: cannot be bound"):
+            async with MetricsEndpoint(endpoint.address, []):
+                pass
+
+
+async def test_a_service_whose_metrics_cannot_be_shown_ends() -> None:
+    before = set(threading.enumerate())
+    async with MetricsEndpoint(LOOPBACK, []) as endpoint:
+        config = VerifyConfig(model="emulated:step_ms=1", metrics_address=endpoint.address)
+        with pytest.raises(ConfigError, match="--metrics-address"):
+            async with verify_service.service.serving(config):
+                pass
+    assert not [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r'pip install "specwire\[metrics\]"'):
+        MetricsEndpoint(LOOPBACK, [])
+
+
+def test_without_an_address_nothing_is_imported() -> None:
+    code = "import asyncio, sys; from specwire import metrics, tracing; import coordinator.metrics\n"
+    code += "asyncio.run(metrics.serving('', [], tracing.NoTracing(), 'draft').__aenter__())\n"
+    code += "print([name for name in sys.modules if 'prometheus' in name])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_distribution_counts_to_the_first_bound_that_is_not_exceeded() -> None:
+    values = HistogramData([1, 2, 4])
+    for each in (0.5, 1, 1.5, 4, 5):
+        values.add(each)
+    assert values.cumulative == [(1, 2), (2, 3), (4, 4), (float("inf"), 5)]
+    assert values.sum == 12
+
+
+def test_a_request_that_never_ran_has_a_status_and_no_times() -> None:
+    totals = Totals()
+    totals.add("RESOURCE_EXHAUSTED", 0.01, None)
+    assert totals.requests["RESOURCE_EXHAUSTED", ""] == 1
+    assert sum(totals.duration_s.counts) == sum(totals.wait_s.counts) == 0
+    assert {status for status, _ in totals.requests} == {OK, *STATUSES}
+
+
+# --- the flags --------------------------------------------------------------------------------------
+
+
+def test_up_gives_each_service_a_port_of_its_own() -> None:
+    def addresses(address: str) -> list[str]:
+        return [metrics_address(UpConfig(metrics_address=address), role) for role in METRICS_ROLES]
+
+    assert addresses("127.0.0.1:9464") == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
+    assert addresses("127.0.0.1:0") == ["127.0.0.1:0"] * 3
+    assert addresses("") == [""] * 3
+
+
+@pytest.mark.parametrize(
+    "make", [lambda a: DraftConfig(metrics_address=a), lambda a: UpConfig(metrics_address=a)]
+)
+@pytest.mark.parametrize("address", ["9464", ":9464", "127.0.0.1:x"])
+def test_an_address_without_host_or_port_is_refused(make: Callable[[str], object], address: str) -> None:
+    with pytest.raises(ConfigError, match=f"--metrics-address {address}"):
+        make(address)
+
+
+# --- the page and the dashboard ---------------------------------------------------------------------
+
+
+def selectors(query: str) -> list[promql_parser.VectorSelector]:
+    """Of a query, by a real parser of PromQL."""
+    found: list[promql_parser.VectorSelector] = []
+
+    def look(expression: Any) -> None:
+        if isinstance(expression, promql_parser.VectorSelector):
+            found.append(expression)
+        elif isinstance(expression, promql_parser.MatrixSelector):
+            found.append(expression.vector_selector)
+        for name in ("expr", "lhs", "rhs", "args", "param"):
+            part = getattr(expression, name, None)
+            for each in part if isinstance(part, list) else [part]:
+                if isinstance(each, promql_parser.Expr):
+                    look(each)
+
+    look(promql_parser.parse(query.replace("$__rate_interval", "1m")))
+    assert found, query
+    return found
+
+
+def family(name: str) -> str:
+    """The metric that a sample belongs to."""
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    return base if any(metric.name == base for metric in EVERYTHING) else name
+
+
+def panels() -> list[dict[str, Any]]:
+    dashboard = json.loads((DOCS / "grafana/specwire.json").read_text())
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def test_every_query_of_the_dashboard_reads_what_is_there(observed: Observed) -> None:
+    found = [sample for role in METRICS_ROLES for sample in observed.scrape(role)]
+    labels: dict[str, set[str]] = {}
+    for name, pairs in found:
+        labels.setdefault(name, set()).update(label for label, _ in pairs)
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    assert len(queries) > 30
+    for query in queries:
+        for selector in selectors(query):
+            assert selector.name in labels, query
+            assert {matcher.name for matcher in selector.matchers.matchers} <= labels[selector.name], query
+    shown = {family(selector.name) for query in queries for selector in selectors(query)}
+    assert {metric.name for metric in EVERYTHING} - shown == {"specwire_engine_kv_page_tokens"}
+
+
+def test_the_dashboard_is_whole() -> None:
+    dashboard = json.loads((DOCS / "grafana/specwire.json").read_text())
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    [variable] = dashboard["templating"]["list"]
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not own & cells, panel["title"]
+        assert max(x for x, _ in own) < 24
+        cells |= own
+    assert {panel["datasource"]["uid"] for panel in panels()} == {f"${{{variable['name']}}}"}
+
+
+def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)(?:\{(.*?)\})?`<br>(\w+) \| (.+?) \| `(.+?)` \|$", (DOCS / "metrics.md").read_text(), re.M
+    )
+    on_page = [
+        (name, tuple(labels.split(", ")) if labels else (), kind, text)
+        for name, labels, kind, text, _ in rows
+    ]
+    assert on_page == [(m.name, m.labels, m.kind.value, m.help) for m in EVERYTHING]
+    for name, _, _, _, query in rows:
+        assert name in {family(selector.name) for selector in selectors(query)}, query
+
+
+@pytest.mark.parametrize("metric", EVERYTHING, ids=lambda metric: metric.name)
+def test_names_follow_the_conventions(metric: Metric[Any]) -> None:
+    assert re.fullmatch(r"(specwire|gen_ai_server)_[a-z_]+[a-z]", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert metric.help.endswith(".")
+    assert not re.search(r"_(ms|ns|milliseconds)(_|$)", metric.name), "seconds, as Prometheus wants them"

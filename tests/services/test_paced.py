@@ -1,0 +1,79 @@
+"""A paced model: the same text, in passes that take at least as long as was set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specwire import Rule, SamplingParams
+from specwire.config.services import StackConfig, VerifyConfig
+from specwire.engine import paced
+from specwire.errors import ConfigError
+from tests.support.harness import local_stack
+from tests.support.pairs import save_target
+
+PROMPT = [5, 6, 7]
+PARAMS = SamplingParams(max_tokens=12, seed=3, rule=Rule.GUMBEL, ignore_eos=True)
+LEAST_MS = 20
+
+
+def test_the_text_is_the_same_and_every_pass_takes_its_time(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    with local_stack(target) as stack:
+        expected = stack.client.generate(params=PARAMS, prompt_token_ids=PROMPT)
+    with local_stack(target, verify_options={"least_pass_ms": LEAST_MS}) as stack:
+        done = stack.client.generate(params=PARAMS, prompt_token_ids=PROMPT)
+    assert done.token_ids == expected.token_ids
+    assert done.speculation.num_rounds == 12
+    assert done.timing.verify_ms >= 12 * LEAST_MS
+
+
+class Clock:
+    """Time that passes while a runner works or sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.slept_s: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept_s.append(seconds)
+
+
+def test_what_is_left_is_slept_and_nothing_where_the_pass_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(paced, "time", clock)
+
+    def run(feeds: Any, question: float, decide: Any) -> str:
+        clock.now_s += question
+        return "answer"
+
+    inner = SimpleNamespace(pool=None, vocab_size=7, run=run, end_step=lambda: clock.sleep(0.5), on_loss=None)
+    runner = paced.PacedRunner(inner, least_pass_s=4.0)  # type: ignore[arg-type]
+    for pass_s, expected_s in ((1.0, 2.5), (3.75, 0.0), (9.0, 0.0)):
+        assert runner.run([], pass_s, None) == "answer"  # type: ignore[arg-type]
+        runner.end_step()
+        assert clock.slept_s[-2:] == [0.5, expected_s]
+
+
+def test_a_loss_is_heard_through_it() -> None:
+    inner = SimpleNamespace(pool=None, vocab_size=7, on_loss=None)
+    runner = paced.PacedRunner(inner, least_pass_s=1.0)  # type: ignore[arg-type]
+
+    def heard() -> None: ...
+
+    runner.on_loss = heard
+    assert inner.on_loss is runner.on_loss is heard
+
+
+@pytest.mark.parametrize("kind", [VerifyConfig, StackConfig])
+@pytest.mark.parametrize("least_pass_ms", [-1.0, float("inf"), float("nan")])
+def test_a_time_that_cannot_be(kind: Any, least_pass_ms: float) -> None:
+    with pytest.raises(ConfigError, match=f"--least-pass-ms {least_pass_ms}: must be a finite number"):
+        kind(least_pass_ms=least_pass_ms)

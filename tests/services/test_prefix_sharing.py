@@ -1,0 +1,239 @@
+"""Pages found again by their tokens: the same logits and texts, fewer tokens run, nothing held when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specwire import Rule, SamplingParams
+from specwire.engine.device import LogitsDecider
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
+from specwire.engine.model.runner import ModelRunner
+from specwire.engine.thread import ComputeThread
+from tests.support import tiny_models
+from tests.support.harness import LoopThread, local_stack
+from tests.support.pairs import save_good_draft, save_target
+from verify_service.verifier import VerifyJob
+
+PAGE_SIZE = 4
+SEED = SamplingParams(seed=0)
+PROMPT = np.random.default_rng(3).integers(3, 97, 50).tolist()
+
+
+class LogitsEngine:
+    """The real engine over a tiny model, and a reference to compare each job's logits with."""
+
+    def __init__(self, num_pages: int, *, prefix_sharing: bool = True, max_num_tokens: int = 256) -> None:
+        self.reference = tiny_models.build("llama")
+        self.runner = ModelRunner(tiny_models.build("llama"), num_pages=num_pages, page_size=PAGE_SIZE)
+        self.logits: dict[Job, torch.Tensor] = {}
+        self.engine = Engine(
+            self.runner,
+            LogitsDecider(self.consume),
+            max_num_tokens=max_num_tokens,
+            max_prefill_tokens=max_num_tokens,
+            context_len=num_pages * PAGE_SIZE,
+            thread=ComputeThread("test"),
+            prefix_sharing=prefix_sharing,
+        )
+        self.thread = LoopThread()
+
+    def consume(self, jobs: list[Job], logits: torch.Tensor) -> None:
+        start = 0
+        for job in jobs:
+            self.logits[job] = logits[start : start + job.num_rows].clone()
+            start += job.num_rows
+            job.result = True
+
+    def verify_all(self, jobs: list[VerifyJob]) -> None:
+        """Run them together and compare every row with a pass from scratch."""
+
+        async def together() -> None:
+            await asyncio.gather(*(self.engine.run(job) for job in jobs))
+
+        self.thread.run(together())
+        for job in jobs:
+            tokens = job.sequence.tokens
+            with torch.inference_mode():
+                whole = self.reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+            rows = self.logits.pop(job)
+            torch.testing.assert_close(rows, whole[-job.num_rows :].float(), atol=1e-5, rtol=1e-5)
+
+    def verify(
+        self, sequence: TokenSequence, base_len: int, tokens: list[int], draft: list[int]
+    ) -> VerifyJob:
+        job = VerifyJob(sequence, base_len, tokens, draft_token_ids=draft)
+        self.verify_all([job])
+        return job
+
+    def settle(self) -> None:
+        """Wait until the engine has seen every close, then check the books."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.engine._inbox.put(lambda: done.put(None))
+        done.get(timeout=10)
+        self.runner.pool.check_integrity()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.thread.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[LogitsEngine]:
+    made = LogitsEngine(64)
+    yield made
+    made.close()
+
+
+class Stream:
+    """What a coordinator knows of one sequence."""
+
+    def __init__(self, sequence: TokenSequence, prompt: list[int]) -> None:
+        self.sequence, self.committed, self.held = sequence, prompt, 0
+
+    def job(self, rng: np.random.Generator, phrases: list[list[int]]) -> VerifyJob:
+        """Draft tokens from a few phrases, so that sequences that parted may meet again."""
+        draft = phrases[rng.integers(len(phrases))][: rng.integers(0, 8)]
+        if rng.random() < 0.3:  # roll back, deep into pages that others may share
+            self.held = int(rng.integers(0, self.held + 1))
+            keep = max(self.held, 5)
+            self.committed = [*self.committed[:keep], *phrases[rng.integers(len(phrases))][:2]]
+        return VerifyJob(self.sequence, self.held, self.committed[self.held :], draft_token_ids=draft)
+
+    def commit(self, rng: np.random.Generator, job: VerifyJob) -> None:
+        num_accepted = int(rng.integers(0, len(job.draft_token_ids) + 1))
+        self.held = len(self.committed) + num_accepted
+        self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
+
+
+@pytest.mark.parametrize("num_pages", [120, 26], ids=["enough memory", "evictions and preemptions"])
+def test_logits_after_any_shared_history_equal_those_from_scratch(num_pages: int) -> None:
+    rng = np.random.default_rng(num_pages)
+    phrases = [rng.integers(3, 97, 8).tolist() for _ in range(3)]
+    prompts = [PROMPT[:17], PROMPT[:24], [*PROMPT[:12], 90, 91, 92]]
+    made = LogitsEngine(num_pages, max_num_tokens=80)
+
+    def opened() -> Stream:
+        return Stream(made.engine.open(SEED, 5), list(prompts[rng.integers(len(prompts))]))
+
+    streams = [opened() for _ in range(4)]
+    for _ in range(150):
+        chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
+        for i in chosen:
+            if rng.random() < 0.15 or len(streams[i].committed) > 60:
+                made.engine.close_sequence(streams[i].sequence)
+                streams[i] = opened()
+        jobs = [streams[i].job(rng, phrases) for i in chosen]
+        made.verify_all(jobs)
+        for i, job in zip(chosen, jobs, strict=True):
+            streams[i].commit(rng, job)
+        made.settle()
+    status = made.engine.status()
+    assert status.num_hit_tokens > 300
+    assert (status.num_preemptions > 0) == (num_pages == 26)
+    for stream in streams:
+        made.engine.close_sequence(stream.sequence)
+    made.settle()
+    assert made.runner.pool.num_held_pages == 0
+    assert made.runner.pool.num_free_pages == num_pages
+    made.close()
+
+
+def test_a_prefix_is_found_while_its_first_stream_runs_and_after_it_ended(engine: LogitsEngine) -> None:
+    first = engine.engine.open(SEED, 50)
+    assert engine.verify(first, 0, PROMPT, []).num_cached_tokens == 0
+    second = engine.engine.open(SEED, 50)
+    assert engine.verify(second, 0, PROMPT, []).num_cached_tokens == 48
+    assert engine.runner.pool.num_held_pages == 12 + 2, "twelve pages are shared, the last one is not"
+    for sequence in (first, second):
+        engine.engine.close_sequence(sequence)
+    engine.settle()
+    pool = engine.runner.pool
+    assert (pool.num_held_pages, pool.num_cached_pages) == (0, 12)
+    third = engine.engine.open(SEED, 50)
+    assert engine.verify(third, 0, PROMPT, []).num_cached_tokens == 48
+    assert engine.engine.status().num_tokens == 50 + 2 + 2
+    assert engine.engine.status().num_hit_tokens == 96
+
+
+def test_rows_whose_logits_are_wanted_are_run_in_any_case(engine: LogitsEngine) -> None:
+    first = engine.engine.open(SEED, 48)
+    engine.verify(first, 0, PROMPT[:48], [])
+    second = engine.engine.open(SEED, 40)
+    job = engine.verify(second, 0, PROMPT[:41], PROMPT[41:48])
+    assert (job.num_rows, job.num_cached_tokens) == (8, 40)
+    third = engine.engine.open(SEED, 40)
+    assert engine.verify(third, 0, PROMPT[:40], PROMPT[40:48]).num_cached_tokens == 36
+    fourth = engine.engine.open(SEED, 48)
+    assert engine.verify(fourth, 0, PROMPT[:48], []).num_cached_tokens == 44
+
+
+def test_rejected_draft_tokens_are_known_until_they_are_overwritten(engine: LogitsEngine) -> None:
+    first = engine.engine.open(SEED, 8)
+    engine.verify(first, 0, PROMPT[:9], PROMPT[9:16])
+    assert engine.verify(engine.engine.open(SEED, 8), 0, PROMPT[:17], []).num_cached_tokens == 16
+    alone = [8, *PROMPT[:15]]
+    engine.verify(sequence := engine.engine.open(SEED, 8), 0, alone[:9], alone[9:])
+    engine.verify(sequence, 10, [50], [51])  # into the third page, which it holds alone
+    engine.settle()
+    again = engine.verify(engine.engine.open(SEED, 8), 0, [*alone, 3], [])
+    assert again.num_cached_tokens == 8
+
+
+def test_a_preempted_sequence_finds_what_nobody_needed() -> None:
+    made = LogitsEngine(20)
+    old, young = made.engine.open(SEED, 5), made.engine.open(SEED, 5)
+    made.verify(young, 0, PROMPT[:40], [])
+    made.verify(old, 0, PROMPT[::-1][:44], [])  # eleven pages: one more than are free
+    assert made.engine.status().num_preemptions == 1
+    job = made.verify(young, 40, [9], [])
+    assert 0 < job.num_cached_tokens <= 36
+    made.settle()
+    made.close()
+
+
+def test_switched_off_everything_is_computed() -> None:
+    made = LogitsEngine(64, prefix_sharing=False)
+    for _ in range(3):
+        sequence = made.engine.open(SEED, 50)
+        assert made.verify(sequence, 0, PROMPT, []).num_cached_tokens == 0
+        made.engine.close_sequence(sequence)
+    made.settle()
+    status = made.engine.status()
+    assert (status.num_tokens, status.num_hit_tokens) == (150, 0)
+    assert made.runner.pool.num_cached_pages == 0
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("prefix")
+    return save_target(directory / "target"), save_good_draft(directory / "draft")
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0.0}, {"rule": Rule.GUMBEL}], ids=["greedy", "gumbel"])
+def test_the_second_request_hits_and_says_the_same(pair: tuple[Path, Path], law: dict[str, object]) -> None:
+    params = SamplingParams(seed=4, max_tokens=20, ignore_eos=True, **law)  # type: ignore[arg-type]
+    on, off = {"page_size": PAGE_SIZE}, {"page_size": PAGE_SIZE, "prefix_sharing": False}
+    with local_stack(*pair, verify_options=off, draft_options=off) as stack:
+        expected = [stack.client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(2)]
+        computed = stack.status("verify").num_tokens
+        assert stack.status("verify").num_hit_tokens == stack.status("draft").num_hit_tokens == 0
+    with local_stack(*pair, verify_options=on, draft_options=on) as stack:
+        got = [stack.client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(2)]
+        stack.assert_idle_within(1.0)
+        status = stack.status("verify")
+    assert len({done.token_ids for done in (*expected, *got)}) == 1
+    assert [done.usage.cached_tokens for done in expected] == [0, 0]
+    # The last prompt token and five drafts are run for their logits: 50 + 5 - 6 tokens, in whole pages.
+    assert [done.usage.cached_tokens for done in got] == [0, 48]
+    assert got[1].to_dict()["usage"] == {"prompt_tokens": 50, "completion_tokens": 20, "cached_tokens": 48}
+    assert (status.num_hit_tokens, status.num_tokens) == (48, computed - 48)
+    assert status.num_cached_pages > 0

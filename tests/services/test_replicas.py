@@ -1,0 +1,493 @@
+"""Which replica a new stream goes to, and who counts as a replica: lists, names, health, handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+import coordinator.service
+import draft_service.service
+import verify_service.service
+from coordinator.peers.addresses import Names, resolve_by_system
+from coordinator.peers.attempts import MAX_FAILURES, Attempts
+from coordinator.peers.handshake import check_same
+from coordinator.peers.pool import Pool
+from coordinator.peers.replicas import Replica, SentPrefixes, choose
+from specwire import AsyncClient, Rule, SamplingParams
+from specwire.cli import supervisor
+from specwire.config.fields import split_addresses
+from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.core import ModelInfo
+from specwire.errors import (
+    ConfigError,
+    HandshakeError,
+    InternalError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+)
+from specwire.estimate import clock
+from tests.support.pairs import save_good_draft, save_target
+
+TARGET, DRAFT = "emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8"
+PROMPT = [3, 1, 4, 1, 5]
+SHORT = SamplingParams(max_tokens=20, seed=7, rule=Rule.GUMBEL, num_draft_tokens=4)
+LONG = SamplingParams(max_tokens=200, seed=7, rule=Rule.GUMBEL, num_draft_tokens=0)
+PATIENCE_S = 30.0
+
+
+class Fake(Replica):
+    """Takes no streams: only its counts matter."""
+
+    def __init__(self, name: str, *, num_streams: int = 0, num_others: int = 0) -> None:
+        super().__init__("verify", name)
+        self.came(ModelInfo(name="m", vocab_size=64, context_len=64, incarnation=name))
+        self.num_streams, self.num_others = num_streams, num_others
+
+    def open_stream(self, timeout_s: float | None) -> None:
+        raise AssertionError
+
+
+class TestChoice:
+    def test_the_least_loaded_streams_of_others_included(self) -> None:
+        replicas = [
+            Fake("a", num_streams=1, num_others=3),
+            Fake("b", num_streams=2),
+            Fake("c", num_streams=3),
+        ]
+        assert choose(replicas).address == "b"
+
+    def test_of_equals_the_one_taken_longest_ago(self) -> None:
+        a, b = Fake("a"), Fake("b")
+        a.last_taken, b.last_taken = 2, 1
+        assert choose([a, b]) is b
+
+    @pytest.mark.parametrize(("num_streams", "taken"), [(0, "holder"), (8, "holder"), (9, "other")])
+    def test_the_holder_of_the_prefix_unless_it_is_clearly_more_loaded(
+        self, num_streams: int, taken: str
+    ) -> None:
+        replicas = [Fake("other", num_streams=4), Fake("holder", num_streams=num_streams)]
+        assert choose(replicas, "holder").address == taken
+
+    def test_nobody(self) -> None:
+        assert choose([]) is None
+
+
+class TestTrials:
+    """One that was lost and comes back has only shaken hands."""
+
+    INFO = ModelInfo(name="m", vocab_size=64, context_len=64)
+
+    def test_lost_again_and_again_it_pauses_longer(self) -> None:
+        now_s = 0.0
+        with clock.simulated(lambda: int(now_s * 1e9)):
+            replica = Fake("a")
+            for pause_s in (0.0, 1.0, 2.0, 4.0):
+                replica.lost("hangs")
+                if pause_s:
+                    now_s += pause_s - 0.01
+                    replica.came(self.INFO)
+                    assert replica.unavailable == "hangs"
+                    now_s += 0.02
+                replica.came(self.INFO)
+                assert not replica.unavailable
+                assert not replica.is_proven
+            replica.answered()
+            assert replica.is_proven
+            replica.lost("killed")
+            replica.came(self.INFO)
+            assert not replica.unavailable, "the first loss after an answer may be a restart"
+            assert replica.num_lost == 5
+
+    @pytest.mark.parametrize("is_needed", [True, False])
+    def test_one_stream_at_a_time_tries_it(self, is_needed: bool) -> None:
+        pool = Pool("draft", "", lambda _: Fake("none"), Names(), is_needed=is_needed)
+        replica = Fake("a")
+        pool.adopt(replica)
+        replica.lost("hangs")
+        replica.came(self.INFO)
+        assert pool.choose([1]) is replica
+        pool.opened(replica, [1])
+        assert pool.choose([1]) is (replica if is_needed else None)
+        other = Fake("b", num_streams=7)
+        pool.adopt(other)
+        assert pool.choose([1]) is other
+        replica.answered()
+        assert pool.choose([1]) is replica
+
+
+class TestPrefixes:
+    def test_the_longest_beginning_wins(self) -> None:
+        sent = SentPrefixes()
+        sent.note(range(64), "a")
+        sent.note(range(128), "b")
+        sent.note([*range(64), *range(1000, 1064)], "c")
+        assert sent.holder(range(200), {"a", "b", "c"}) == "b"
+        assert sent.holder([*range(64), *range(1000, 1100)], {"a", "b", "c"}) == "c"
+        assert sent.holder([*range(64), 5, 5, 5], {"a", "b", "c"}) == "c", "the last that was sent the page"
+        assert sent.holder(range(1, 200), {"a", "b", "c"}) is None
+
+    def test_another_salt_finds_nothing(self) -> None:
+        sent = SentPrefixes()
+        sent.note(range(128), "a", "alice")
+        sent.note(range(64), "b", "bob")
+        assert sent.holder(range(128), {"a", "b"}) is None
+        assert sent.holder(range(128), {"a", "b"}, "alice") == "a"
+        assert sent.holder(range(128), {"a", "b"}, "bob") == "b"
+
+    def test_less_than_a_page_is_not_looked_for(self) -> None:
+        sent = SentPrefixes()
+        sent.note(range(63), "a")
+        assert sent.holder(range(63), {"a"}) is None
+
+    def test_a_replica_that_is_gone_or_restarted_is_not_found(self) -> None:
+        sent = SentPrefixes()
+        sent.note(range(64), "a")
+        sent.note(range(128), "gone")
+        assert sent.holder(range(128), {"b"}) is None
+
+    def test_it_forgets_what_was_not_met_for_the_longest_time(self) -> None:
+        sent = SentPrefixes(capacity=2)
+        for start in (0, 100, 200):
+            sent.note(range(start, start + 64), "a")
+        assert sent.holder(range(64), {"a"}) is None
+        assert sent.holder(range(100, 164), {"a"}) == "a"
+
+
+class TestAttempts:
+    def test_a_request_that_fails_everywhere_is_given_up(self) -> None:
+        attempts = Attempts(1e9, lambda: None)
+        for _ in range(MAX_FAILURES - 1):
+            attempts.add(Fake("a"), ServiceUnavailableError("gone"))
+        with pytest.raises(ServiceUnavailableError, match=r"the last of 4 streams.*gone") as caught:
+            attempts.add(Fake("b"), ServiceUnavailableError("gone"))
+        assert caught.value.retry_after_ms
+
+    def test_room_that_will_never_be_is_not_waited_for(self) -> None:
+        with pytest.raises(ResourceExhaustedError):
+            Attempts(1e9, lambda: None).add(Fake("a"), ResourceExhaustedError("too long", None))
+
+    def test_waits_end_with_the_deadline_of_the_request(self) -> None:
+        assert Attempts(1e9, lambda: 2.0).wait_s() == 2.0
+        assert Attempts(0.0, lambda: None).wait_s() <= 0
+
+    def test_what_the_client_is_told(self) -> None:
+        attempts = Attempts(1e9, lambda: None)
+        told = attempts.give_up("verify service a: gone")
+        assert isinstance(told, ServiceUnavailableError)
+        assert (str(told), told.retry_after_ms) == ("verify service a: gone", 1000)
+        full = ResourceExhaustedError("full", 5)
+        attempts.add(Fake("a"), full)
+        assert attempts.give_up("") is full
+
+
+class TestAddresses:
+    def test_lists_and_names(self) -> None:
+        assert split_addresses("verify_address", "a:1, [::1]:2,dns:///c:3") == (
+            "a:1",
+            "[::1]:2",
+            "dns:///c:3",
+        )
+
+    @pytest.mark.parametrize(
+        "text", ["", "a", "a:1,", "a:1,b", "a:1,a:1", "dns:///a", "dns://a:1", "dns:///:1"]
+    )
+    def test_what_is_refused(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="--verify-address"):
+            CoordinatorConfig(verify_address=text)
+
+    async def test_the_system_resolves(self) -> None:
+        assert "127.0.0.1:70" in await resolve_by_system("localhost", 70)
+        with pytest.raises(OSError, match=r"."):
+            await resolve_by_system("does-not-exist.invalid", 70)
+
+
+class TestUp:
+    def test_what_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="--replicas 0"):
+            UpConfig(replicas=0)
+        with pytest.raises(ConfigError, match=r"--replicas 2: need --ray-address"):
+            UpConfig(replicas=2, tensor_parallel_size=2)
+        UpConfig(replicas=2, tensor_parallel_size=2, ray_address="127.0.0.1:6379")
+
+    @pytest.mark.parametrize(
+        ("device", "devices"),
+        [("cuda", ["cuda:0", "cuda:1"]), ("cuda:1", ["cuda:1"] * 2), ("cpu", ["cpu"] * 2)],
+    )
+    def test_cards_are_spread_where_none_is_named(self, device: str, devices: list[str]) -> None:
+        config = UpConfig(device=device, replicas=2)
+        flags = [supervisor._verify_flags(config, index) for index in range(2)]
+        assert [words[words.index("--device") + 1] for words in flags] == devices
+
+
+# --- with services ----------------------------------------------------------------------------------
+
+
+class Services:
+    """Model services of this process, each of which can be ended on its own."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, contextlib.AsyncExitStack] = {}
+
+    async def start(self, role: str, model: str, **options: object) -> str:
+        """Its address."""
+        stack = contextlib.AsyncExitStack()
+        options = {"model": model, "grace_s": 0.0} | options
+        if role == "verify":
+            serving = verify_service.service.serving(VerifyConfig(**options))
+        else:
+            serving = draft_service.service.serving(DraftConfig(**options))
+        address: str = await stack.enter_async_context(serving)
+        self._running[address] = stack
+        return address
+
+    async def stop(self, address: str) -> None:
+        await self._running.pop(address).aclose()
+
+    async def stop_all(self) -> None:
+        for address in list(self._running):
+            await self.stop(address)
+
+
+@pytest.fixture
+async def services() -> AsyncIterator[Services]:
+    running = Services()
+    yield running
+    await running.stop_all()
+
+
+class Zone:
+    """What a name stands for, for as long as the test leaves it so."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = list(addresses)
+        self.is_down = False
+        self.asked: set[tuple[str, int]] = set()
+
+    async def __call__(self, name: str, port: int) -> list[str]:
+        self.asked.add((name, port))
+        if self.is_down:
+            raise OSError("no answer")
+        return list(self.addresses)
+
+
+@contextlib.asynccontextmanager
+async def serving(verify: str, draft: str = "", zone: Zone | None = None) -> AsyncIterator[AsyncClient]:
+    config = CoordinatorConfig(
+        verify_address=verify,
+        draft_address=draft,
+        grace_s=0.0,
+        failover_timeout_s=5.0,
+        allow_plaintext=zone is not None,
+    )
+    names = Names(zone, 0.05) if zone else Names()
+    async with coordinator.service.serving(config, names) as address, AsyncClient(address) as client:
+        yield client
+
+
+async def replicas(client: AsyncClient, role: str = "verify") -> dict[str, object]:
+    status = await client.get_status()
+    found = status.verify_replicas if role == "verify" else status.draft_replicas
+    return {replica.address: replica for replica in found}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():  # noqa: ASYNC110 - of another process, or as good as
+            await asyncio.sleep(0.02)
+
+
+async def generate(client: AsyncClient, params: SamplingParams = SHORT, prompt: list[int] = PROMPT) -> object:
+    return await client.generate(params=params, prompt_token_ids=prompt)
+
+
+async def test_streams_spread_over_the_replicas_and_follow_their_prefix(services: Services) -> None:
+    a, b = [await services.start("verify", TARGET) for _ in range(2)]
+    shared = [i % 60 for i in range(130)]
+    async with serving(f"{a},{b}") as client, contextlib.AsyncExitStack() as stack:
+
+        async def begin(prompt: list[int]) -> None:
+            stream = await stack.enter_async_context(client.stream(params=LONG, prompt_token_ids=prompt))
+            await anext(stream)
+
+        async def counts() -> list[int]:
+            found = await replicas(client)
+            return [found[a].num_streams, found[b].num_streams]
+
+        for i in range(4):
+            await begin([i, *PROMPT])
+        assert await counts() == [2, 2]
+        await begin([*shared, 1])
+        [holder] = [i for i, count in enumerate(await counts()) if count == 3]
+        await begin([*shared, 2])
+        assert (await counts())[holder] == 4, "it holds two pages of the prompt"
+        await begin([*shared, 3])
+        await begin([*shared, 4])
+        assert (await counts())[holder] == 6
+        await begin([*shared, 5])
+        assert (await counts())[holder] == 6, "it has over two more than one and a half times two"
+
+
+async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Services) -> None:
+    a, b = [await services.start("verify", TARGET) for _ in range(2)]
+    zone = Zone(a)
+    async with serving("dns:///verify.local:7072", zone=zone) as client:
+        assert zone.asked == {("verify.local", 7072)}
+        alone = await generate(client, LONG)
+        async with client.stream(params=LONG, prompt_token_ids=PROMPT) as stream:
+            await anext(stream)
+            zone.addresses = [b]
+
+            async def has_moved() -> bool:
+                found = await replicas(client)
+                return b in found and not found[b].unavailable and "not listed" in found[a].unavailable
+
+            await until(has_moved)
+            async with client.stream(params=LONG, prompt_token_ids=PROMPT) as other:
+                await anext(other)
+                found = await replicas(client)
+                assert (found[a].num_streams, found[b].num_streams) == (1, 1)
+            async for _ in stream:
+                pass
+            assert stream.completion.token_ids == alone.token_ids
+            assert found[a].num_lost == 0
+
+        async def is_gone() -> bool:
+            return list(await replicas(client)) == [b]
+
+        await until(is_gone)
+        zone.is_down = True
+        await asyncio.sleep(0.2)  # some look-ups fail meanwhile, whatever the machine does
+        assert list(await replicas(client)) == [b]
+        assert (await generate(client, LONG)).token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_replica_with_another_model_is_left_out(
+    services: Services, caplog: pytest.LogCaptureFixture, at_start: bool
+) -> None:
+    first = await services.start("verify", TARGET)
+    other = await services.start("verify", TARGET + ",context_len=256")
+    zone = Zone(*([first, other] if at_start else [first]))
+    async with serving("dns:///verify.local:7072", zone=zone) as client:
+        zone.addresses = [first, other]
+
+        async def is_refused() -> bool:
+            return any("is left out" in record.message for record in caplog.records)
+
+        await until(is_refused)
+        await generate(client)
+        [out] = [one for one in (await replicas(client)).values() if one.unavailable]
+        assert "name=" in out.unavailable
+        assert out.num_streams == 0
+
+
+async def test_other_weights_under_the_same_name_are_left_out(services: Services, tmp_path: Path) -> None:
+    """A directory of the same name, with weights that were changed a little."""
+    first = await services.start("verify", str(save_target(tmp_path / "a" / "target")), dtype="float32")
+    changed = save_good_draft(tmp_path / "b" / "target")
+    second = await services.start("verify", str(changed), dtype="float32")
+    async with serving(f"{first},{second}") as client:
+
+        async def is_refused() -> bool:
+            return any("weights_fingerprint" in one.unavailable for one in (await replicas(client)).values())
+
+        await until(is_refused)
+        texts = {(await generate(client)).token_ids for _ in range(4)}
+        assert len(texts) == 1
+
+
+def test_what_texts_depend_on_is_compared() -> None:
+    info = ModelInfo(name="m", vocab_size=64, context_len=2048, dtype="bfloat16", weights_fingerprint="a")
+    check_same(info, dataclasses.replace(info, incarnation="another", prepares_outcomes=True))
+    for name, value in {
+        "name": "n",
+        "vocab_size": 65,
+        "context_len": 256,
+        "dtype": "float32",
+        "weights_fingerprint": "b",
+        "tokenizer_fingerprint": "c",
+        "eos_token_ids": (7,),
+        "batch_invariant": True,
+    }.items():
+        with pytest.raises(HandshakeError, match=f"{name}="):
+            check_same(info, dataclasses.replace(info, **{name: value}))
+
+
+async def test_a_draft_that_does_not_fit_is_refused_at_start_if_there_is_no_other(services: Services) -> None:
+    verify = await services.start("verify", TARGET)
+    fits, other = (
+        await services.start("draft", DRAFT),
+        await services.start("draft", DRAFT + ",vocab_size=128"),
+    )
+    with pytest.raises(HandshakeError, match="vocabularies of 64 and 128"):
+        async with serving(verify, other):
+            pass
+    async with serving(verify, f"{other},{fits}") as client:
+        assert (await generate(client)).speculation.num_draft_tokens > 0
+
+
+async def test_replicas_that_are_not_there_are_taken_up_when_they_come(services: Services) -> None:
+    a = await services.start("verify", TARGET)
+    b = await services.start("verify", TARGET)
+    await services.stop(b)
+    async with serving(f"{b},{a}") as client:
+        found = await replicas(client)
+        assert found[b].unavailable
+        assert found[a].unavailable == ""
+        await generate(client)
+        await services.start("verify", TARGET, address=b)
+
+        async def is_there() -> bool:
+            return (await replicas(client))[b].unavailable == ""
+
+        await until(is_there)
+
+
+async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(services: Services) -> None:
+    a = await services.start("verify", TARGET, grace_s=PATIENCE_S)
+    b = await services.start("verify", TARGET, grace_s=PATIENCE_S)
+    async with serving(f"{a},{b}") as client:
+        alone = await generate(client, LONG)
+        async with client.stream(params=LONG, prompt_token_ids=PROMPT) as stream:
+            await anext(stream)
+            [busy] = [address for address, one in (await replicas(client)).items() if one.num_streams]
+            ending = asyncio.create_task(services.stop(busy))
+
+            async def is_known() -> bool:
+                return (await replicas(client))[busy].unavailable != ""
+
+            await until(is_known)
+            done = await asyncio.gather(*[generate(client) for _ in range(4)])
+            assert len({one.token_ids for one in done}) == 1
+            async for _ in stream:
+                pass
+        assert stream.completion.token_ids == alone.token_ids
+        async with asyncio.timeout(PATIENCE_S - 5):
+            await ending  # with its last stream, which is not the watch over its health
+        found = await replicas(client)
+        assert found[busy].num_lost == 0, "nothing that it had was lost"
+
+
+async def test_a_full_replica_sends_a_stream_to_another(services: Services) -> None:
+    verifies = [await services.start("verify", TARGET, max_sequences=1) for _ in range(2)]
+    drafts = [await services.start("draft", DRAFT, max_sequences=1) for _ in range(2)]
+    async with serving(",".join(verifies), ",".join(drafts)) as client:
+        done = await asyncio.gather(*[generate(client, LONG) for _ in range(3)], return_exceptions=True)
+        refused = [one for one in done if isinstance(one, ResourceExhaustedError)]
+        assert len(refused) == 1
+        assert refused[0].retry_after_ms
+
+
+async def test_nothing_there_is_unavailable_with_a_time_to_come_back(services: Services) -> None:
+    verify = await services.start("verify", TARGET)
+    async with serving(verify) as client:
+        await services.stop(verify)
+        with pytest.raises(ServiceUnavailableError, match=f"verify service {verify}") as caught:
+            await client.generate(params=SHORT, prompt_token_ids=PROMPT)
+        assert caught.value.retry_after_ms == 1000
+        assert not isinstance(caught.value, InternalError)

@@ -1,0 +1,247 @@
+"""A collector that works, refuses, or stays silent: what is generated is the same, and memory is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from coordinator.metrics import TABLE as COORDINATOR
+from specwire import Rule, SamplingParams
+from specwire.cli.timeline.spans import RecordedSpan
+from specwire.engine.metrics import TABLE as ENGINE
+from specwire.errors import ConfigError
+from specwire.telemetry import tracing
+from specwire.telemetry.metrics import TRACING
+from specwire.telemetry.span_queue import SpanQueue
+from tests.support.harness import local_stack
+from tests.support.otlp_receiver import OtlpReceiver
+
+PAGE = (Path(__file__).parents[2] / "docs/jaeger.md").read_text()
+PROMPT = [3, 5, 7, 11]
+QUEUE = 32
+EXPORT_S = "600"
+"""Timeout of an export: the first batch never comes back, so that a queue that is full stays full."""
+
+TIMEOUT_S = 60.0
+"""Far over what anything here takes: only a hang comes near."""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[int]:
+    """A port that is bound, and not listened on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[int]:
+    """A port where the kernel accepts connections, and nobody ever answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+def generate(num_requests: int) -> list[tuple[int, ...]]:
+    """The tokens of some seeded requests, on a stack of its own."""
+    with local_stack("emulated:step_ms=0.2", "emulated:step_ms=0.1,alpha=0.7") as stack:
+        params = [SamplingParams(max_tokens=16, seed=seed, rule=Rule.GUMBEL) for seed in range(num_requests)]
+        return [stack.client.generate(params=each, prompt_token_ids=PROMPT).token_ids for each in params]
+
+
+@functools.cache
+def undisturbed() -> list[tuple[int, ...]]:
+    """The same without tracing."""
+    return generate(12)
+
+
+@contextlib.contextmanager
+def noted_tracers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tracing.Tracing]]:
+    """Those that the services of this process set up meanwhile."""
+    tracers: list[tracing.Tracing] = []
+    configure = tracing.configure
+
+    def noted(service_name: str) -> tracing.Tracing:
+        tracers.append(configure(service_name))
+        return tracers[-1]
+
+    monkeypatch.setattr(tracing, "configure", noted)
+    yield tracers
+
+
+@pytest.mark.parametrize("collector", [refusing, silent])
+def test_without_a_collector_texts_are_the_same_and_queues_bounded(
+    collector: Callable[[], AbstractContextManager[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed()
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", EXPORT_S)
+    with collector() as port, noted_tracers(monkeypatch) as tracers:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        started_s = time.monotonic()
+        assert generate(12) == expected
+        assert time.monotonic() - started_s < TIMEOUT_S
+    assert len(tracers) == 3
+    for tracer in tracers:
+        assert tracer.counts.num_exported == 0
+        assert tracer.counts.num_queued <= 2 * QUEUE, "the queue, and the batch that is on its way"
+    assert tracers[-1].counts.num_untraced > 0, "the coordinator's queue became full"
+
+
+def test_what_a_collector_takes_is_counted_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OtlpReceiver() as receiver, noted_tracers(monkeypatch) as tracers:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        generate(3)
+        num_exported = sum(tracer.counts.num_exported for tracer in tracers)
+        assert len(receiver.spans) == num_exported > 3 * 8
+        for tracer in tracers:
+            counts = tracer.counts
+            assert (counts.num_queued, counts.num_dropped, counts.num_failed, counts.num_untraced) == (0,) * 4
+        by_id = {span.span_id: span for span in receiver.spans}
+        assert {span.name for span in receiver.spans if span.parent_id not in by_id} == {"generate"}
+        check_page(receiver.spans)
+
+
+def check_page(spans: list[RecordedSpan]) -> None:
+    """Every span and attribute of the page's table is in a real trace, and made by whom it says."""
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w-]+)` \| (.*)\|$", PAGE, re.M)
+    assert len(rows) == 10
+    for name, service, attributes in rows:
+        alike = [span for span in spans if span.name == name]
+        assert alike or name == "draft.prepare", (
+            f"no span {name}"
+        )  # whether it gets to that is a matter of luck
+        assert {span.service_name for span in alike} <= {service}
+        named = set(re.findall("`(.+?)`", attributes))
+        assert all(named <= {*span.attributes} for span in alike)
+
+
+def test_every_name_on_the_page_exists() -> None:
+    attributes = {text for name, text in vars(tracing).items() if name.isupper() and isinstance(text, str)}
+    metrics = {metric.name for metric in (*COORDINATOR, *ENGINE, *TRACING)}
+    named = set(re.findall(r"`((?:specwire|gen_ai|error)\.[\w.]+)`", PAGE))
+    assert len(named) > 15
+    assert named <= attributes
+    counted = set(re.findall(r"`(specwire_\w+)", PAGE))
+    assert len(counted) > 8
+    assert counted <= metrics
+
+
+@contextlib.contextmanager
+def full_tracer(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Iterator[tracing.Tracing]:
+    """One whose queue is full, and whose collector stays silent."""
+    with silent() as port:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", EXPORT_S)
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        tracer = tracing.configure("test")
+        deadline = time.monotonic() + TIMEOUT_S
+        while tracer.counts.num_queued < 2 * QUEUE:  # a batch on its way, and a full queue behind it
+            assert time.monotonic() < deadline
+            with tracer.span("round"):
+                pass
+        yield tracer
+        tracer.shutdown(100)
+
+
+def test_a_generation_that_finds_the_queue_full_is_traced_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_tracer(monkeypatch) as tracer, OtlpReceiver() as receiver:
+        caller = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+        with tracer.span("generate", parent=caller) as root:
+            with tracer.span("round", parent=root.traceparent) as child:
+                assert child.traceparent == root.traceparent
+            assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00", root.traceparent)
+        assert tracer.counts.num_untraced == 1
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        other = tracing.configure("another service")
+        other.record("verify.forward", start_ns=1, end_ns=2, parent=root.traceparent)
+        with other.span("draft", parent=root.traceparent), other.span("known"):
+            pass
+        other.shutdown(int(TIMEOUT_S * 1e3))
+        assert [span.name for span in receiver.spans] == ["known"]
+
+
+def test_a_sampler_that_asks_no_parent_drops_single_spans_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_tracer(monkeypatch, OTEL_TRACES_SAMPLER="always_on") as tracer:
+        with tracer.span("generate") as root:
+            assert root.traceparent.endswith("-01") or root.traceparent.endswith("-03")
+        assert tracer.counts.num_untraced == 0
+
+
+def test_spans_that_end_on_many_threads_keep_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_tracer(monkeypatch) as tracer:
+
+        def end_many() -> None:
+            for _ in range(200):
+                with tracer.span("round"):
+                    pass
+
+        threads = [threading.Thread(target=end_many) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert tracer.counts.num_queued == 2 * QUEUE
+        assert tracer.counts.num_dropped >= 8 * 200
+
+
+class Switched(SpanExporter):
+    """Takes spans or not, as told."""
+
+    result = SpanExportResult.FAILURE
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return self.result
+
+
+def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
+    exporter, provider = Switched(), TracerProvider(shutdown_on_exit=False)
+    queue = SpanQueue(exporter, 1000)
+    provider.add_span_processor(queue)
+    tracer = provider.get_tracer("test")
+
+    def end(count: int) -> None:
+        for _ in range(count):
+            tracer.start_span("round").end()
+
+    end(1)
+    queue.force_flush()
+    assert (queue.num_failed, queue.num_dropped) == (1, 0)
+    end(500)
+    assert queue.num_queued <= 64
+    assert queue.num_dropped > 0
+    exporter.result = SpanExportResult.SUCCESS
+    queue.force_flush()
+    num_dropped, num_exported = queue.num_dropped, queue.num_exported
+    end(500)
+    queue.force_flush()
+    assert (queue.num_dropped, queue.num_exported) == (num_dropped, num_exported + 500)
+    queue.shutdown()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_a_queue_of_no_length_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", text)
+    with pytest.raises(ConfigError, match=f"OTEL_BSP_MAX_QUEUE_SIZE={text}"):
+        tracing.configure("test")

@@ -1,0 +1,240 @@
+"""Every size and count of a request has a limit; what is over it is refused by name, and errors tell no more.
+
+Messages are built by hand here, past everything that the client checks.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.core import (
+    MAX_CACHE_SALT_LEN,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_LEN,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from specwire.rpc.statuses import from_rpc_error
+from specwire.v1 import (
+    common_pb2,
+    draft_pb2,
+    draft_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    verify_pb2,
+    verify_pb2_grpc,
+)
+from specwire.wire.client import MAX_MESSAGES
+from specwire.wire.model import MAX_TRACEPARENT_LEN, ids_to_bytes
+from tests.support.harness import LocalStack, local_stack
+
+MANY = 100_000
+"""Over every context and vocabulary here."""
+MAX_PROMPT_BYTES = 2_000
+
+LAW = {"seed": 1, "rule": common_pb2.RULE_REJECTION}
+OPEN = common_pb2.OpenSequence(sampling=common_pb2.SamplingParams(**LAW), prompt_len=1)
+PROMPT = {"token_ids": {"ids": [1, 2, 3]}}
+
+
+def generation(**fields: Any) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(**(PROMPT | fields))
+
+
+def sampled(**law: Any) -> generation_pb2.GenerateRequest:
+    return generation(sampling=LAW | law)
+
+
+def stopped(**conditions: Any) -> generation_pb2.GenerateRequest:
+    return generation(stop_conditions=conditions)
+
+
+def text(prompt: str) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(text=prompt)
+
+
+def conversation(*messages: dict[str, str]) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(messages={"messages": list(messages)})
+
+
+def draft(**fields: Any) -> draft_pb2.DraftRequest:
+    return draft_pb2.DraftRequest(**({"open": OPEN, "token_ids": [3]} | fields))
+
+
+def verify(**fields: Any) -> verify_pb2.VerifyRequest:
+    return verify_pb2.VerifyRequest(**({"open": OPEN, "token_ids": [3]} | fields))
+
+
+def opened(**fields: Any) -> common_pb2.OpenSequence:
+    return common_pb2.OpenSequence(**({"sampling": LAW, "prompt_len": 1} | fields))
+
+
+TWICE = ids_to_bytes(np.zeros(1_000, np.int64))
+
+#: Of each field that holds more than a number: a request that is over its limit, and the name in the refusal.
+LIMITS: dict[str, tuple[Any, str]] = {
+    "GenerateRequest.text": (text("x" * (MAX_PROMPT_BYTES + 1)), "text"),
+    "GenerateRequest.context_digest": (generation(context_digest="0" * 20_000), "context_digest"),
+    "TokenIds.ids": (generation(token_ids={"ids": [1] * MANY}), "max_tokens"),
+    "Messages.messages": (conversation(*[{"role": "user"}] * (MAX_MESSAGES + 1)), "messages"),
+    "Message.role": (conversation({"role": "r" * MAX_PROMPT_BYTES}), "messages"),
+    "Message.content": (conversation({"role": "user", "content": "x" * MAX_PROMPT_BYTES}), "messages"),
+    "StopConditions.stop": (stopped(stop=["x"] * (MAX_STOP_STRINGS + 1)), "stop"),
+    "StopConditions.stop (each)": (stopped(stop=["x" * (MAX_STOP_LEN + 1)]), "stop"),
+    "StopConditions.stop_token_ids": (
+        stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
+        "stop_token_ids",
+    ),
+    "GenerateRequest.cache_salt": (generation(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1)), "cache_salt"),
+    "OpenSequence.cache_salt": (
+        verify(open=opened(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
+        "cache_salt",
+    ),
+    "SamplingParams.logit_bias": (
+        sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
+        "logit_bias",
+    ),
+    "DraftRequest.token_ids": (draft(token_ids=[1] * MANY), "token_ids"),
+    "DraftRequest.traceparent": (draft(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
+    "VerifyRequest.token_ids": (verify(token_ids=[1] * MANY), "token_ids"),
+    "VerifyRequest.draft_token_ids": (verify(draft_token_ids=[1] * 65), "draft_token_ids"),
+    "VerifyRequest.parent_indices": (verify(parent_indices=range(-1, MANY)), "parent_indices"),
+    "VerifyRequest.support_token_ids": (verify(support_token_ids=[b""] * MANY), "support_token_ids"),
+    "VerifyRequest.support_token_ids (each)": (
+        verify(draft_token_ids=[1], support_token_ids=[TWICE]),
+        "support_token_ids[0]",
+    ),
+    "VerifyRequest.traceparent": (verify(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
+}
+
+#: Of each number: a request that is out of its range, and the name in the refusal.
+RANGES: dict[str, tuple[Any, str]] = {
+    "GenerateRequest.num_draft_tokens": (generation(num_draft_tokens=65), "num_draft_tokens"),
+    "GenerateRequest.credit_tokens": (generation(credit_tokens=2**30), "credit_tokens"),
+    "StopConditions.max_tokens": (stopped(max_tokens=2**31 - 1), "max_tokens"),
+    "SamplingParams.temperature": (sampled(temperature=float("inf")), "temperature"),
+    "SamplingParams.top_k": (sampled(top_k=-1), "top_k"),
+    "SamplingParams.top_p": (sampled(top_p=2.0), "top_p"),
+    "SamplingParams.min_p": (sampled(min_p=2.0), "min_p"),
+    "SamplingParams.repetition_penalty": (sampled(repetition_penalty=0.0), "repetition_penalty"),
+    "SamplingParams.presence_penalty": (sampled(presence_penalty=3.0), "presence_penalty"),
+    "SamplingParams.frequency_penalty": (sampled(frequency_penalty=-3.0), "frequency_penalty"),
+    "SamplingParams.seed": (sampled(seed=-1), "seed"),
+    "SamplingParams.rule": (sampled(rule=77), "rule"),
+    "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
+    "OpenSequence.prompt_len": (verify(open=opened(prompt_len=2**31 - 1)), "prompt_len"),
+    "OpenSequence.vocab_limit": (draft(open=opened(vocab_limit=-1)), "vocab_limit"),
+    "DraftRequest.base_len": (draft(base_len=-1), "base_len"),
+    "DraftRequest.num_draft_tokens": (draft(num_draft_tokens=65), "num_draft_tokens"),
+    "Preparation.num_outcomes": (draft(prepare={"num_outcomes": 65, "num_draft_tokens": 1}), "prepare"),
+    "Preparation.num_draft_tokens": (draft(prepare={"num_outcomes": 1, "num_draft_tokens": 65}), "prepare"),
+    "VerifyRequest.base_len": (verify(base_len=-1), "base_len"),
+}
+
+#: Any value will do, or its own test has it.
+FREE = {
+    "DraftRequest.request_id",
+    "VerifyRequest.request_id",
+    "StopConditions.ignore_eos",
+    "GenerateRequest.generated_token_ids",
+    "GenerateRequest.report_progress",
+}
+
+METHODS = {
+    generation_pb2.GenerateRequest: (generation_pb2_grpc.GenerationServiceStub, "Generate"),
+    draft_pb2.DraftRequest: (draft_pb2_grpc.DraftServiceStub, "Draft"),
+    verify_pb2.VerifyRequest: (verify_pb2_grpc.VerifyServiceStub, "Verify"),
+}
+
+#: Nothing of what an error says may be of use to somebody who looks for a way in.
+TELLTALE = re.compile(
+    r"<class|Traceback|\.py\b|\bspecwire\.|google\.protobuf|object at 0x|/(home|root|tmp|usr)/"
+)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    limits = {"max_prompt_bytes": MAX_PROMPT_BYTES}
+    with local_stack("emulated:step_ms=0", "emulated:step_ms=0", coordinator_options=limits) as running:
+        yield running
+
+
+def error_of(stack: LocalStack, request: Any, metadata: Any = ()) -> SpecwireError:
+    """What a stream ends with that begins with this request."""
+    stub, method = METHODS[type(request)]
+    address = {"Draft": stack.draft_address, "Verify": stack.verify_address}.get(method, stack.address)
+    with grpc.insecure_channel(address) as channel:
+        call = getattr(stub(channel), method)(iter([request]), timeout=30, metadata=metadata)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
+    assert not TELLTALE.search(refused.value.details()), refused.value.details()
+    return from_rpc_error(refused.value)
+
+
+@pytest.mark.parametrize("name", [*LIMITS, *RANGES])
+def test_over_the_limit(stack: LocalStack, name: str) -> None:
+    request, field = (LIMITS | RANGES)[name]
+    error = error_of(stack, request)
+    assert isinstance(error, InvalidRequestError), error
+    assert error.field.startswith(field)
+    assert len(str(error)) < 500
+
+
+def fields_of(message: Descriptor) -> Iterator[FieldDescriptor]:
+    """All fields of a request, those of the messages in it included."""
+    for field in message.fields:
+        inner = field.message_type
+        is_map = inner is not None and inner.GetOptions().map_entry
+        if inner is None or field.is_repeated:
+            yield field
+        if inner is not None and not is_map:
+            yield from fields_of(inner)
+
+
+def test_no_field_is_forgotten() -> None:
+    names = {
+        f"{field.containing_type.name}.{field.name}"
+        for request in METHODS
+        for field in fields_of(request.DESCRIPTOR)
+    }
+    assert names - FREE == {name.removesuffix(" (each)") for name in LIMITS} | set(RANGES)
+
+
+def test_metadata_is_limited(stack: LocalStack) -> None:
+    trace = error_of(stack, generation(), [("traceparent", "0" * (MAX_TRACEPARENT_LEN + 1))])
+    assert isinstance(trace, InvalidRequestError)
+    assert trace.field == "traceparent"
+    assert isinstance(error_of(stack, generation(), [("x-much", "x" * 20_000)]), ResourceExhaustedError)
+
+
+def test_a_peer_that_floods_pings_is_disconnected(stack: LocalStack) -> None:
+    host, port = stack.address.split(":")
+    settings = struct.pack(">I", 0)[1:] + b"\x04\x00" + bytes(4)
+    ping = struct.pack(">I", 8)[1:] + b"\x06\x00" + bytes(4) + bytes(8)
+    with socket.create_connection((host, int(port)), timeout=10) as peer:
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + ping * 200)
+        received = b""
+        while data := peer.recv(65536):
+            received += data
+    assert b"too_many_pings" in received
+
+
+def test_what_a_stranger_may_learn(stack: LocalStack) -> None:
+    """A method that is not there, and the handshake: no path, no class."""
+    with grpc.insecure_channel(stack.address) as channel:
+        with pytest.raises(grpc.RpcError) as unknown:
+            channel.unary_unary("/specwire.v1.GenerationService/None")(b"", timeout=30)
+        assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert not TELLTALE.search(unknown.value.details())
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        assert not TELLTALE.search(str(stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=30)))

@@ -1,0 +1,52 @@
+"""What files import, read off the syntax tree: nothing is imported to find out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("coordinator", "draft_service", "verify_service")
+GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
+
+
+def imports(path: Path, *, lazy: bool = True) -> set[str]:
+    """Dotted names that a file imports; `from a import b` counts as both `a` and `a.b`.
+
+    Args:
+        lazy: also those inside functions.
+    """
+    tree = ast.parse(path.read_text())
+    return {name for node in nodes(tree, lazy) for name in names(node)}
+
+
+def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (inside and not lazy) or is_type_checking(child):
+            continue
+        yield child
+        yield from nodes(child, lazy)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide where a name comes from"
+        assert node.module is not None
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def packages(found: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in found}
+
+
+def sources(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "v1" not in path.parts]

@@ -1,0 +1,67 @@
+"""How well tokens fit the distribution that a Markov target should give."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy import stats
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specwire import Completion, SamplingParams
+from tests.support.pairs import MARKOV_VOCAB_SIZE
+
+PROMPT = [3]
+
+
+def law_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:
+    """How well the tokens fit the law that these parameters make of the target's logits."""
+    size = MARKOV_VOCAB_SIZE
+    excess, covariance = np.zeros((size, size)), np.zeros((size, size, size))
+    for done in completions:
+        tokens = [*PROMPT, *done.token_ids]
+        laws = reference_laws(tokens, logits, params)
+        for before, token_id, law in zip(tokens, done.token_ids, laws, strict=False):
+            if law[token_id] == 0:
+                return 0.0
+            excess[before] -= law
+            excess[before, token_id] += 1
+            covariance[before] += np.diag(law) - np.outer(law, law)
+    statistic, freedom = 0.0, 0
+    for deviation, spread in zip(excess, covariance, strict=True):
+        statistic += deviation @ np.linalg.pinv(spread, rcond=1e-6, hermitian=True) @ deviation
+        freedom += np.linalg.matrix_rank(spread, tol=1e-6 * max(spread.max(), 1e-300), hermitian=True)
+    assert freedom > 0, "nothing was left to chance"
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def reference_laws(tokens: list[int], logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """float64 [len(tokens) - 1, vocab_size]: the law of each output token, by transformers' own classes."""
+    scores = logits[tokens[:-1]].clone()
+    for token_id, bias in params.logit_bias.items():
+        scores[:, token_id] += bias
+    history = torch.tensor(tokens)
+    if params.repetition_penalty != 1:
+        penalise = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        for i in range(len(scores)):
+            scores[i] = penalise(history[None, : i + 1], scores[i : i + 1])[0]
+    counts = torch.zeros_like(scores)
+    for i in range(1, len(scores)):
+        counts[i] = counts[i - 1]
+        counts[i, tokens[i]] += 1  # tokens[i] is output for i >= len(PROMPT) = 1
+    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    warpers = [
+        TemperatureLogitsWarper(params.temperature) if params.temperature != 1 else None,
+        TopKLogitsWarper(params.top_k) if params.top_k else None,
+        TopPLogitsWarper(params.top_p) if params.top_p < 1 else None,
+        MinPLogitsWarper(params.min_p) if params.min_p else None,
+    ]
+    for warper in warpers:
+        if warper is not None:
+            scores = warper(None, scores)
+    return torch.softmax(scores.double(), dim=-1).numpy()

@@ -1,0 +1,144 @@
+"""What `specwire demo` prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from specwire import Rule, SamplingParams
+from specwire.cli import demo
+from specwire.cli import main as cli
+from specwire.config.services import UpConfig
+from tests.support.command_line import check_completion
+from tests.support.harness import LocalStack
+
+PROMPT = "The quick brown"
+GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
+
+
+pytestmark = pytest.mark.usefixtures("restored")
+
+
+class Terminal(io.StringIO):
+    """Standard output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class TestDemo:
+    """With the services of this process; `test_processes.py` runs the whole of it."""
+
+    ARGV = (
+        *("demo", PROMPT, "--max-tokens", "40", "--temperature", "1"),
+        *("--seed", "7", "--rule", "rejection", "--num-draft-tokens", "4", "--ignore-eos"),
+    )
+
+    @pytest.fixture(autouse=True)
+    def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Ours:
+            address = stack.address
+
+            def __init__(self, config: UpConfig) -> None:
+                self.config = config
+
+            def __enter__(self) -> Ours:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        monkeypatch.setattr(demo, "Stack", Ours)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def expected(self, stack: LocalStack) -> Any:
+        params = SamplingParams(max_tokens=40, seed=7, rule=Rule.REJECTION, ignore_eos=True)
+        return stack.client.generate(PROMPT, params)
+
+    def test_plain_unless_on_a_terminal(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(list(self.ARGV)) == 0
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out
+        assert err == ""
+        done = self.expected(stack)
+        assert f"\nwith speculation:\n{PROMPT}{demo.printable(done.text)}\n" in out
+        assert out.index("\nwithout speculation:\n") < out.index("\nwith speculation:\n")
+        spec = done.speculation
+        for line in (
+            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a pass",
+            f"acceptance rate  {spec.draft_acceptance_rate:.2f}, by position ",
+            "text  another draw from the same distribution",
+            "seed  7",
+        ):
+            assert line in out
+        assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes of the target\n", out)
+        passes = f"40 tokens in {spec.num_rounds} passes of the target"
+        assert re.search(rf" with speculation  \d+ tokens/s, {passes}: \d+\.\d times as fast\n", out)
+
+    def test_says_in_one_line_what_is_paced(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for flags, expected in (
+            ([], "paced: a pass of the target takes at least 30 ms, like a large model's on its own device"),
+            (["--least-pass-ms", "0"], "not paced: draft and target share this machine"),
+        ):
+            assert cli.main([*self.ARGV, *flags]) == 0
+            (line,) = [line for line in capsys.readouterr().out.splitlines() if "paced" in line]
+            assert line.startswith(expected)
+            assert ("--least-pass-ms 0" in line) == (not flags)
+
+    def test_coloured_on_a_terminal(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert cli.main(list(self.ARGV)) == 0
+        plain, shown = terminal.getvalue().split(f"\x1b[1m{PROMPT}{RESET}")[1:]
+        assert "\x1b" not in plain.partition("\n\n\x1b[2m")[0], "fates are those of speculation"
+        shown = shown.partition("\n\n\x1b[2m")[0]
+        green, red, blue = (coloured(shown, code) for code in (GREEN, RED_STRUCK, BLUE))
+        spec = self.expected(stack).speculation
+        assert 0 < len(green) <= spec.num_accepted_tokens
+        assert 0 < len(blue) <= spec.num_rounds
+        assert 0 < len(red) <= spec.num_rounds
+        kept = re.sub(re.escape(RED_STRUCK) + r".*?" + re.escape(RESET), "", shown, flags=re.DOTALL)
+        assert re.sub(r"\x1b\[[\d;]*m", "", kept) == demo.printable(self.expected(stack).text)
+        assert "\n" not in "".join(red)
+
+    def test_no_color_is_respected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert cli.main(list(self.ARGV)) == 0
+        assert "\x1b" not in terminal.getvalue()
+        assert "recovered" not in terminal.getvalue(), "no legend of colours where there are none"
+
+    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([*self.ARGV, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        check_completion(got, num_tokens=40)
+        assert got["text"] == self.expected(stack).text
+        assert got["without_speculation"]["speculation"]["num_draft_tokens"] == 0
+        assert got["without_speculation"]["seed"] == got["seed"] == 7
+        assert got["least_pass_ms"] == 30
+
+    def test_greedy_and_gumbel_say_the_same_without_speculation(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for flags in (["--temperature", "0"], ["--rule", "gumbel"]):
+            assert cli.main([*self.ARGV, *flags]) == 0
+            assert "text  the same, token for token" in capsys.readouterr().out
+
+    def test_control_characters_do_not_reach_the_terminal(self) -> None:
+        assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
+
+    def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
+        out = capsys.readouterr().out
+        assert "40 tokens in 40 passes of the target" in out
+        assert "acceptance rate  0.00, by position -" in out
+
+
+def coloured(shown: str, code: str) -> list[str]:
+    return re.findall(re.escape(code) + "(.*?)" + re.escape(RESET), shown, flags=re.DOTALL)

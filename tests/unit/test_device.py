@@ -1,0 +1,137 @@
+"""What a device is called, what a checkpoint becomes on it, and quantised checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specwire.config.services import VerifyConfig
+from specwire.engine import boot
+from specwire.engine.batch import Feed
+from specwire.engine.model import loading
+from specwire.engine.model.graphs import EagerReplay
+from specwire.engine.model.hardware import select_device
+from specwire.engine.model.loading import load_model
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner
+from specwire.errors import ConfigError, ModelLoadError
+from tests.support.tiny_models import build, save
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    assert select_device("cpu").type == "cpu"
+    for name, problem in [
+        ("gpu", "is neither cpu nor cuda nor cuda:N"),
+        ("mps", "only cpu and cuda are served"),
+        ("cuda:97", "finds no CUDA device here" if not torch.cuda.is_available() else "the last of"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^--device {name}: .*{problem}"):
+            select_device(name)
+
+
+def test_a_service_refuses_a_device_before_it_loads_anything() -> None:
+    config = VerifyConfig(device="cuda:97")
+    with pytest.raises(ConfigError, match="--device cuda:97"):
+        boot.start(config, "verify", lambda *_: None)
+
+
+def test_pages_suit_the_device_unless_their_size_is_given() -> None:
+    assert VerifyConfig().page_len == 16
+    assert VerifyConfig(device="cuda:1").page_len == 256
+    assert VerifyConfig(device="cuda:1", page_size=32).page_len == 32
+    assert VerifyConfig(device="cuda", num_kv_tokens=1024).num_pages == 4
+    with pytest.raises(ConfigError, match="--num-kv-tokens 100: is less than a page"):
+        VerifyConfig(device="cuda", num_kv_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "device", "wanted"),
+    [
+        (torch.float32, "auto", "cuda:0", "bfloat16"),
+        (None, "auto", "cuda", "bfloat16"),
+        ("float16", "auto", "cuda:0", "auto"),
+        (torch.bfloat16, "auto", "cuda:0", "auto"),
+        (torch.float32, "auto", "cpu", "auto"),
+        (torch.float32, "float32", "cuda:0", "float32"),
+    ],
+)
+def test_bfloat16_is_the_default_on_cuda(stored: Any, asked: str, device: str, wanted: str) -> None:
+    config = SimpleNamespace(dtype=stored)
+    assert loading.weights_dtype(config, asked, device) == wanted
+    assert loading._placement(config, device) == {}
+
+
+def test_quantised_weights_are_left_to_their_quantiser() -> None:
+    config = SimpleNamespace(dtype=torch.float32, quantization_config={"quant_method": "gptq"})
+    assert loading.weights_dtype(config, "auto", "cuda:0") == "auto"
+    assert loading._placement(config, "cuda:0") == {"device_map": {"": "cuda:0"}}
+    assert loading._placement(config, "cpu") == {}
+
+
+class _Posing(torch.Tensor):
+    """Stands for a quantised weight, which looks like bfloat16 from outside."""
+
+
+def test_weights_of_another_kind_are_not_packed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
+    posing = model[0].weight.detach().clone().as_subclass(_Posing)
+    model[0].weight = nn.Parameter(posing, requires_grad=False)
+    assert type(model[0].weight.data) is _Posing
+    assert pack_linears(model) <= 1
+    assert "forward" not in vars(model[0])
+
+
+def _fp8_checkpoint(directory: Path) -> Path:
+    """The tiny Llama with its linear layers in 8-bit floats and a scale for each block of 16 by 16."""
+    save(build("llama"), directory)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name in [n for n in weights if n.endswith("_proj.weight")]:
+        blocks = weights[name].unfold(0, 16, 16).unfold(1, 16, 16)
+        scales = blocks.abs().amax((2, 3)) / 448
+        spread = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        weights[name] = (weights[name] / spread).to(torch.float8_e4m3fn)
+        weights[name + "_scale_inv"] = scales
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
+    """transformers turns 8-bit floats into bfloat16 where there is no GPU to compute with them."""
+    pytest.importorskip("accelerate")
+    model = load_model(_fp8_checkpoint(tmp_path))
+    tokens = list(range(5, 45))
+    with torch.inference_mode():
+        exact = build("llama")(input_ids=torch.tensor([tokens])).logits[0]
+    runner = ModelRunner(model, num_pages=8, replay=EagerReplay())
+    with runner.new_sequence() as cache:
+        logits = runner.forward([Feed(cache, tokens, len(tokens))])
+    agreement = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+    assert agreement > 0.7
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("no-such-method", "knows no quantisation 'no-such-method'"), ("eetq", "(?i)error: .*(eetq|gpu)")],
+)
+def test_a_quantised_checkpoint_that_cannot_be_loaded_is_refused_by_name(
+    method: str, reason: str, tmp_path: Path
+) -> None:
+    directory = save(build("llama"), tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=reason) as caught:
+        load_model(directory)
+    assert str(directory) in str(caught.value)

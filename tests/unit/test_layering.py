@@ -1,0 +1,177 @@
+"""Who may import whom, read off the syntax tree: nothing is imported to find out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.imports import (
+    GRPC,
+    ROOT,
+    SERVICES,
+    imports,
+    packages,
+    sources,
+)
+
+ORDER = (
+    ("errors", "v1", "embedded"),
+    ("core", "tokenizer"),
+    ("completion",),
+    *(
+        ("estimate",),
+        ("rule",),
+        ("security",),
+        ("wire",),
+        ("config",),
+        ("telemetry",),
+        ("rpc",),
+        ("testing",),
+    ),
+    *(("engine",), ("client",), ("http",), ("cli",)),
+)
+"""The folders of `specwire/` and its modules beside them: each imports only from those before it."""
+
+WITH_GRPC = {
+    *(f"{service}/{name}.py" for service in SERVICES for name in ("__main__", "service", "servicer")),
+    "coordinator/peers/handshake.py",
+    "coordinator/peers/streams.py",
+    "coordinator/totals.py",
+    "specwire/cli/health.py",
+    "specwire/cli/main.py",
+    "specwire/cli/timeline/receiver.py",
+    "specwire/client/client.py",
+    "specwire/client/endpoints.py",
+    "specwire/client/streaming.py",
+    *(f"specwire/rpc/{path.name}" for path in sorted((ROOT / "specwire/rpc").glob("*.py"))),
+}
+"""Who may know gRPC: everything else can be driven by fakes, without any network."""
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_import_specwire_and_never_each_other(service: str) -> None:
+    everything: set[str] = set()
+    for path in sources(service):
+        found = packages(imports(path))
+        assert not found & (set(SERVICES) - {service}), path
+        everything |= found
+    assert "specwire" in everything
+
+
+def test_the_leaf_imports_no_service() -> None:
+    for path in sources("specwire"):
+        assert not packages(imports(path)) & set(SERVICES), path
+
+
+def test_folders_import_from_those_before_them() -> None:
+    level = {name: number for number, names in enumerate(ORDER) for name in names}
+    for path in sources("specwire"):
+        own = path.relative_to(ROOT / "specwire").with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        found = {name.split(".")[1] for name in imports(path) if name.startswith("specwire.")}
+        found = {name for name in found if name in level} - {own}
+        assert all(level[name] < level[own] for name in found), (path, found)
+
+
+def test_every_folder_has_its_place() -> None:
+    there = {
+        path.stem
+        for path in (ROOT / "specwire").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there - {"__init__"} == {name for names in ORDER for name in names}
+
+
+def test_product_code_imports_no_tests_or_benchmarks() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            assert not packages(imports(path)) & {"tests", "benchmarks", "pytest"}, path
+
+
+def test_behaviour_knows_no_grpc() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            if str(path.relative_to(ROOT)) not in WITH_GRPC:
+                found = imports(path)
+                assert not packages(found) & GRPC, path
+                assert not [module for module in found if module.endswith("_grpc")], path
+
+
+def test_no_torch_in_the_coordinator() -> None:
+    for path in sources("coordinator"):
+        found = imports(path)
+        assert not packages(found) & {"torch", "transformers"}, path
+        assert not [
+            name for name in found if name.startswith(("specwire.engine", "specwire.rule.sampling"))
+        ], path
+
+
+def test_no_torch_outside_the_engine_and_the_samplers() -> None:
+    heavy = {"torch", "safetensors"}
+    for path in sources("specwire"):
+        relative = path.relative_to(ROOT / "specwire")
+        if relative.parts[0] == "engine" or str(relative) in (
+            *("rule/rows.py", "rule/sampling.py", "rule/transfer.py"),
+        ):
+            continue
+        assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
+        assert "transformers" not in packages(imports(path, lazy=False)), path
+
+
+def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            found = imports(path)
+            in_group = path.parent == ROOT / "specwire/engine/group"
+            assert in_group or "ray" not in packages(found), path
+            assert "ray" not in packages(imports(path, lazy=False)), path
+            group = {name for name in found if name.startswith("specwire.engine.group")}
+            starts_it = path in (ROOT / "specwire/engine/models.py", ROOT / "verify_service/replicas.py")
+            assert in_group or not group or starts_it, path
+    models = imports(ROOT / "specwire/engine/models.py", lazy=False)
+    assert not [name for name in models if name.startswith("specwire.engine.group")], "size 1 needs no group"
+    verify = imports(ROOT / "verify_service/__main__.py", lazy=False)
+    assert "verify_service.replicas" not in verify, "nor does one replica"
+
+
+def test_emulated_devices_need_no_transformers() -> None:
+    """Which take seconds to import."""
+    seen, left = set(), {ROOT / f"{service}/service.py" for service in SERVICES}
+    while left:
+        path = left.pop()
+        seen.add(path)
+        found = imports(path, lazy=False)
+        assert "transformers" not in packages(found), path
+        files = {ROOT / (name.replace(".", "/") + ".py") for name in found}
+        left |= {file for file in files if file.exists()} - seen
+    assert ROOT / "specwire/engine/loop.py" in seen
+    assert ROOT / "specwire/engine/models.py" not in seen
+
+
+def test_the_http_front_is_loaded_by_its_command_alone() -> None:
+    for folder in (*SERVICES, "specwire"):
+        for path in sources(folder):
+            if path.parent != ROOT / "specwire/http":
+                assert not packages(imports(path)) & {"starlette", "uvicorn", "pydantic"}, path
+                front = {name for name in imports(path, lazy=False) if name.startswith("specwire.http")}
+                assert not front, path
+
+
+def test_the_books_know_no_device() -> None:
+    for name in ("batch", "jobs", "cache/kv_cache", "cache/prefix", "schedule"):
+        assert "torch" not in packages(imports(ROOT / f"specwire/engine/{name}.py")), name
+
+
+def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
+    for name in ("rule/acceptance", "rule/sampling", "core", "errors"):
+        found = packages(imports(ROOT / f"specwire/{name}.py"))
+        assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
+
+
+def test_the_finder_sees_what_it_should(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text("import a.b\nfrom c import d\ndef f():\n    import e\nclass G:\n    import h\n")
+    assert imports(path) == {"a.b", "c", "c.d", "e", "h"}
+    assert imports(path, lazy=False) == {"a.b", "c", "c.d", "h"}

@@ -1,0 +1,195 @@
+"""Loading refuses what the engine cannot compute exactly, and says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
+from specwire.engine.cache.layer_cache import Scoring
+from specwire.engine.model import loading
+from specwire.engine.model.loading import describe, load_model, self_check
+from specwire.errors import ModelLoadError
+from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def llama_dir(tmp_path: Path) -> Path:
+    return save(build("llama"), tmp_path / "llama")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXTRA_FAMILIES])
+def test_supported_families_load(family: str, tmp_path: Path) -> None:
+    directory = save(build(family), tmp_path)
+    model = load_model(directory)
+    assert not model.training
+    assert model.config._attn_implementation == attention.ATTENTION_NAME
+    description = describe(model, directory)
+    assert description["context_len"] == 512
+    assert description["vocab_size"] == 97
+    assert description["dtype"] == "float32"
+    assert description["num_parameters"] == sum(p.numel() for p in model.parameters())
+    assert description["eos_token_ids"] == (2,)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_is_as_asked(dtype: str, llama_dir: Path) -> None:
+    assert describe(load_model(str(llama_dir), dtype=dtype), llama_dir)["dtype"] == dtype
+
+
+def test_auto_dtype_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    save(build("qwen3").to(torch.bfloat16), tmp_path)
+    assert load_model(tmp_path).dtype == torch.bfloat16
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    model = load_model(save(build("llama", tie_word_embeddings=True), tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_eos_of_the_generation_config_goes_first(llama_dir: Path) -> None:
+    (llama_dir / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert describe(load_model(llama_dir))["eos_token_ids"] == (2, 7)
+
+
+def _refused(source: Path | str, match: str, **keywords: Any) -> None:
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        load_model(source, **keywords)
+    assert str(source) in str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    _refused(tmp_path / "nowhere", "no such model directory")
+    _refused(tmp_path, r"no config\.json")
+
+
+def test_unknown_dtype(llama_dir: Path) -> None:
+    _refused(llama_dir, "dtype 'float12'", dtype="float12")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-model"}', "{}"])
+def test_corrupt_config(text: str, llama_dir: Path) -> None:
+    (llama_dir / "config.json").write_text(text)
+    _refused(llama_dir, "Error")
+
+
+def test_missing_weight_file(llama_dir: Path) -> None:
+    (llama_dir / "model.safetensors").unlink()
+    _refused(llama_dir, "safetensors")
+
+
+def test_truncated_weight_file(llama_dir: Path) -> None:
+    path = llama_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    _refused(llama_dir, "Safetensor")
+
+
+def test_missing_weight_is_not_made_up(llama_dir: Path) -> None:
+    path = llama_dir / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    _refused(llama_dir, r"missing_keys: model\.layers\.1\.mlp\.up_proj\.weight")
+
+
+def test_weight_of_another_shape(llama_dir: Path) -> None:
+    config = json.loads((llama_dir / "config.json").read_text())
+    (llama_dir / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    _refused(llama_dir, r"mismatched_keys: .*mlp")
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    _refused(tmp_path, "encoder-decoder")
+
+
+def test_recurrent_state(tmp_path: Path) -> None:
+    _refused(save(build("mamba"), tmp_path), "linear_attention")
+
+
+def test_attention_of_its_own(tmp_path: Path) -> None:
+    _refused(save(build("bloom"), tmp_path), "attention interface")
+
+
+def test_chunked_attention(llama_dir: Path) -> None:
+    config = json.loads((llama_dir / "config.json").read_text())
+    types = ["chunked_attention", "full_attention"]
+    (llama_dir / "config.json").write_text(json.dumps(config | {"layer_types": types}))
+    _refused(llama_dir, "chunked_attention")
+
+
+def test_self_check_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: attention that ignores the scale is caught."""
+    model = build("llama")
+    self_check(model)
+    original = views.view_attention
+
+    def wrong(plan: Any, layer: Any, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        return original(plan, layer, query, scoring._replace(scale=1.0))
+
+    monkeypatch.setattr(views, "view_attention", wrong)
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        self_check(model)
+
+
+def test_self_check_notices_state_that_crosses_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: a layer that mixes neighbours in the row is caught."""
+    original = LlamaAttention.forward
+
+    def mixing(self: Any, hidden_states: torch.Tensor, **keywords: Any) -> Any:
+        shifted = torch.roll(hidden_states, 1, dims=1)
+        shifted[:, :1] = 0
+        return original(self, hidden_states=hidden_states + 0.5 * shifted, **keywords)
+
+    monkeypatch.setattr(LlamaAttention, "forward", mixing)
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        self_check(build("llama"))
+
+
+def test_self_check_notices_a_lost_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: forgetting the sliding window is caught, since the check exceeds it."""
+    original = views.plan_reads
+
+    def wrong(segments: Any, window: int | None, *others: Any) -> views.ReadPlan:
+        return original(segments, None, *others)
+
+    monkeypatch.setattr(views, "plan_reads", wrong)
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        self_check(build("mistral"))
+
+
+def test_a_window_that_does_not_reach_the_layers_is_refused() -> None:
+    model = build("llama")
+    model.config.sliding_window = 4
+    with pytest.raises(ModelLoadError, match="sliding window of 4"):
+        self_check(model)
+
+
+def test_not_a_number_fails_the_self_check() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        self_check(model)
+
+
+def test_tolerance_is_known_for_common_dtypes() -> None:
+    assert loading._TOLERANCE.keys() >= {torch.float32, torch.float16, torch.bfloat16}

@@ -1,0 +1,424 @@
+"""Padded, bucketed and recorded steps give the logits of steps that are neither.
+
+`Traced` stands in for CUDA graphs: it records the tensor operations of a step once and replays only those. A
+number that was taken from the host, or read back to it, would stay what it was or could not be recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specwire.engine.attention import dense, varlen
+from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.model import graphs, padded
+from specwire.engine.model.graphs import EagerReplay, Replay
+from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
+from specwire.engine.model.runner import ModelRunner
+from specwire.errors import ModelLoadError
+from tests.support.tiny_models import VOCAB_SIZE, build
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Traced:
+    """Records what a step does to tensors, and does that again."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return make_fx(run)()
+
+
+@functools.cache
+def _model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    return build(family).to(dtype)
+
+
+def _runner(family: str, replay: Replay | None, *, page_size: int = 4, **options: Any) -> ModelRunner:
+    model = _model(family, options.pop("dtype", torch.float32))
+    options = {"num_pages": 512 // page_size} | options
+    return ModelRunner(model, page_size=page_size, replay=replay, **options)
+
+
+class _Twins:
+    """The same sequences in two runners."""
+
+    def __init__(self, family: str, replay: Replay, page_size: int = 4) -> None:
+        self.plain = _runner(family, None, page_size=page_size)
+        self.padded = _runner(family, replay, page_size=page_size)
+        self.pairs: list[tuple[SequenceCache, SequenceCache]] = []
+        self.rng = random.Random(family)
+
+    def open(self, num: int) -> None:
+        self.pairs += [(self.plain.new_sequence(), self.padded.new_sequence()) for _ in range(num)]
+
+    def step(self, sizes: list[int]) -> None:
+        """As many tokens as `sizes` says for each sequence, none where 0; all logits must agree."""
+        feeds: tuple[list[Feed], list[Feed]] = ([], [])
+        for pair, size in zip(self.pairs, sizes, strict=False):
+            tokens = [self.rng.randrange(3, VOCAB_SIZE) for _ in range(size)]
+            num_rows = self.rng.randint(0, size)
+            if size:
+                for cache, of_one in zip(pair, feeds, strict=True):
+                    of_one.append(Feed(cache, tokens, num_rows))
+        wanted, got = (r.forward(f) for r, f in zip((self.plain, self.padded), feeds, strict=True))
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+
+    def truncate(self, index: int, num_tokens: int) -> None:
+        for cache in self.pairs[index]:
+            cache.truncate(cache.length - num_tokens)
+
+    def fork(self, index: int) -> None:
+        plain, other = self.pairs[index]
+        self.pairs.append((plain.fork(), other.fork()))
+
+
+def _history(twins: _Twins) -> None:
+    """Prefill, decode, verify, rollback and forks, with sizes that come again."""
+    twins.open(3)
+    twins.step([11, 0, 0])
+    twins.step([1, 7, 5])
+    for _ in range(3):
+        for sizes in ([1], [5], [4, 0, 3], [1, 1, 1], [6, 1, 2]):
+            twins.step(sizes)
+        twins.truncate(0, 5)
+        twins.truncate(2, 2)
+    twins.fork(0)
+    for _ in range(3):
+        twins.step([1, 1, 1, 1])
+        twins.step([2, 0, 0, 5])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_recorded_step_equals_one_that_is_not(family: str) -> None:
+    twins = _Twins(family, Traced(), page_size=16)
+    _history(twins)
+    assert twins.padded.num_graphs >= 4
+    twins.padded.pool.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_neox", "qwen3"])
+def test_a_padded_step_equals_one_that_is_not(family: str) -> None:
+    _history(_Twins(family, EagerReplay()))
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2 looks at its input on the host in every pass, which waits for the device."""
+    twins = _Twins("gpt2", Traced())
+    with caplog.at_level(logging.WARNING, logger=graphs.__name__):
+        _history(twins)
+    assert twins.padded.num_graphs == 0
+    assert sum("without CUDA graphs" in record.message for record in caplog.records) == 1
+
+
+def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = _Twins("llama", EagerReplay())
+    monkeypatch.setattr(twins.padded, "_run_padded", lambda *_: pytest.fail("padded"))
+    twins.open(2)
+    twins.step([65, 3])  # more queries of one sequence than a bucket has
+
+
+def test_warming_up_records_what_one_stream_needs_and_touches_no_sequence() -> None:
+    twins = _Twins("llama", Traced(), page_size=16)
+    twins.open(1)
+    twins.step([9])
+    twins.padded.warm()
+    recorded = twins.padded.num_graphs
+    assert recorded >= 5
+    for size in (1, 2, 3, 6, 8, 1, 5, 6, 6):
+        twins.step([size])
+    assert twins.padded.num_graphs > recorded  # the cache grew out of the first bucket of keys
+    _runner("llama", None).warm()  # nothing to do
+
+
+class _Stuck:
+    """A replay that goes on giving what came first."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        output = run().clone()
+        return lambda: output
+
+
+def test_a_replay_that_is_wrong_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    twins = _Twins("llama", _Stuck(), page_size=16)
+    with caplog.at_level(logging.WARNING):
+        twins.padded.warm()
+    assert "not replayed" in caplog.text
+    assert twins.padded.num_graphs == 0
+    _history(twins)
+
+
+def test_the_logits_are_the_callers_own() -> None:
+    runner = _runner("llama", EagerReplay())
+    with runner.new_sequence() as cache:
+        first = runner.forward([Feed(cache, [5])])
+        copy = first.clone()
+        for token in range(6, 12):
+            runner.forward([Feed(cache, [token])])
+    assert torch.equal(first, copy)
+
+
+# --- one size for all -----------------------------------------------------------------------------
+
+
+def _rows_by_chunks(runner: ModelRunner, tokens: list[int], sizes: list[int], company: int) -> Tensor:
+    """Logits of every token, run in chunks beside other sequences of the given number."""
+    rng, rows, start = random.Random(company), [], 0
+    caches = [runner.new_sequence() for _ in range(company + 1)]
+    for size in sizes:
+        others = [
+            Feed(c, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 9))]) for c in caches[1:]
+        ]
+        mine = Feed(caches[0], tokens[start : start + size], size)
+        place = rng.randint(0, company)
+        logits = runner.forward([*others[:place], mine, *others[place:]])
+        rows.append(logits[place : place + size])
+        start += size
+    for cache in caches:
+        cache.release()
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_rows_are_bitwise_the_same_in_any_company(dtype: torch.dtype) -> None:
+    runner = _runner("llama", EagerReplay(), batch_invariant=True, dtype=dtype, num_pages=400)
+    rng = random.Random(0)
+    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
+    alone = _rows_by_chunks(runner, tokens, [90], company=0)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [20, *[1] * 10, *[6] * 10], company=0), alone)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [3, 70, 7, 1, 9], company=12), alone)
+    reference = _rows_by_chunks(_runner("llama", None, dtype=dtype), tokens, [90], company=0)
+    loose = 2e-5 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_rows_are_bitwise_the_same_in_any_company(family: str, dtype: torch.dtype) -> None:
+    """Sequences grow side by side, so that their caches lie in many runs."""
+    runner = _runner(family, None, batch_invariant=True, dtype=dtype, num_pages=400)
+    runner.warm()
+    rng = random.Random(0)
+    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(60)]
+    alone = _rows_by_chunks(runner, tokens, [60], company=0)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [20, *[1] * 10, *[6] * 5], company=0), alone)
+    assert torch.equal(_rows_by_chunks(runner, tokens, [3, 40, 7, 1, 9], company=5), alone)
+    loose = 2e-5 if dtype == torch.float32 else 0.2
+    reference = _rows_by_chunks(_runner(family, None, dtype=dtype), tokens, [60], company=0)
+    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+
+
+def test_batch_invariance_that_is_none_is_refused() -> None:
+    """Where a layer looks at all tokens of a pass, as one that balances experts does, no size helps."""
+    runner = ModelRunner(build("llama"), num_pages=128, page_size=4, batch_invariant=True)
+    runner.model.lm_head.register_forward_hook(lambda _, rows, out: out + 1e-6 * rows[0].mean())
+    with pytest.raises(ModelLoadError, match="--batch-invariant: a token's logits depend"):
+        runner.warm()
+
+
+def test_batch_invariance_that_would_copy_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_MAX_GATHERED_KEYS", 512)
+    with pytest.raises(ModelLoadError, match="--batch-invariant with a context of 512 tokens"):
+        _runner("llama", EagerReplay(), batch_invariant=True)
+
+
+def test_a_row_is_split_without_losing_a_token() -> None:
+    lengths, cached = [3, 90, 1, 40], [3, 95, 8, 41]
+    offsets = np.cumsum([0, *lengths]).tolist()
+    segments = [
+        Segment(offset, num, cache_len, (), [i])
+        for i, (offset, num, cache_len) in enumerate(zip(offsets, lengths, cached, strict=False))
+    ]
+    numbers = np.arange(sum(lengths))
+    row = Batch(numbers, numbers + 1000, numbers + 2000, segments, [2, 92, 93, 133], [])
+    parts = row.split(INVARIANT_TOKENS)
+    assert [len(part.token_ids) for part in parts] == [64, 64, 6]
+    assert np.concatenate([part.slots for part in parts]).tolist() == row.slots.tolist()
+    wanted = [part.token_ids[index] for part in parts for index in part.rows]
+    assert wanted == list(row.rows)
+    for part in parts:
+        ends = [segment.query_offset + segment.num_query for segment in part.segments]
+        assert ends[-1] == len(part.token_ids)
+        assert [segment.query_offset for segment in part.segments] == [0, *ends[:-1]]
+    of_second = [segment for part in parts for segment in part.segments if segment.pages == [1]]
+    assert [(s.num_query, s.cache_len) for s in of_second] == [(61, 66), (29, 95)]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def _row(lengths: list[int], num_pages: int = 1) -> Batch:
+    segments = [Segment(0, length, length, (), [0] * num_pages) for length in lengths]
+    numbers = np.zeros(sum(lengths), dtype=np.int64)
+    return Batch(numbers, numbers, numbers, segments, [], [])
+
+
+def test_sizes_of_buckets() -> None:
+    buckets = Buckets(page_size=256, max_pages=512)
+    assert buckets.fit(_row([1])) == Bucket(1, 1, 1, 16)
+    assert buckets.fit(_row([6])) == Bucket(8, 1, 8, 16)
+    assert buckets.fit(_row([1] * 5)) == Bucket(8, 8, 1, 16)
+    assert buckets.fit(_row([5, 6, 1], num_pages=17)) == Bucket(16, 4, 8, 128)
+    assert buckets.fit(_row([6] * 64)) == Bucket(384, 64, 8, 16)
+    assert buckets.fit(_row([9] * 64)) is None
+    assert set(buckets.usual()) == {buckets.fit(_row([n])) for n in (1, 2, 3, 6, 12)}
+    gathering = Buckets(page_size=256, max_pages=8, gathers=True)
+    assert gathering.fit(_row([6], num_pages=3)) == Bucket(8, 1, 8, 4)
+    assert gathering.fit(_row([1] * 128, num_pages=8)) is None
+
+
+def test_every_step_fits_its_bucket() -> None:
+    rng, buckets = random.Random(0), Buckets(page_size=16, max_pages=128)
+    for _ in range(300):
+        row = _row([rng.randint(1, 9) for _ in range(rng.randint(1, 40))], rng.randint(1, 128))
+        bucket = buckets.fit(row)
+        assert bucket is not None
+        assert bucket.num_tokens in TOKEN_SIZES
+        assert bucket.num_tokens >= len(row.token_ids)
+        assert bucket.num_segments >= len(row.segments)
+        assert bucket.max_query >= max(segment.num_query for segment in row.segments)
+        assert bucket.num_pages >= len(row.segments[0].pages)
+
+
+# --- torch's paged kernel, played by one written down from its documentation ----------------------
+
+
+def _documented(  # noqa: PLR0917
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None,
+    max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int],
+    enable_gqa: bool = False, seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.attention.varlen.varlen_attn`; rows that no sequence claims stay not a number."""
+    assert enable_gqa
+    assert query.is_contiguous()
+    output = torch.full((len(query), query.shape[1], value.shape[-1]), torch.nan, dtype=query.dtype)
+    group = query.shape[1] // key.shape[-2]
+    for i, (start, end) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False)):
+        if block_table is not None and seqused_k is not None:
+            assert {t.dtype for t in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
+            pages, num_keys = block_table[i].long(), int(seqused_k[i])
+            keys, values = (t[pages].flatten(0, 1)[:num_keys] for t in (key, value))
+        else:
+            assert cu_seq_k is not None
+            assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+            keys, values = (t[cu_seq_k[i] : cu_seq_k[i + 1]] for t in (key, value))
+            num_keys = len(keys)
+        assert end - start <= max_q
+        assert num_keys <= max_k
+        keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
+        distance = torch.arange(num_keys - (end - start), num_keys)[:, None] - torch.arange(num_keys)
+        hidden = distance < 0
+        if window_size[0] >= 0:
+            hidden |= distance > window_size[0]
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys.float()) * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        output[start:end] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(query.dtype)
+    return output
+
+
+def _without_splits(*args: Any, **keywords: Any) -> Tensor:
+    if keywords.get("num_splits") is not None:
+        raise RuntimeError("num_splits requires FA3")
+    return _documented(*args, **keywords)
+
+
+def _forgets_rows(*args: Any, **keywords: Any) -> Tensor:
+    output = _documented(*args, **keywords)
+    output[int(args[3][1]) :] = torch.nan
+    return output
+
+
+def _without_pages(*args: Any, **keywords: Any) -> Tensor:
+    if keywords.get("block_table") is not None:
+        raise RuntimeError("page_table requires FA3")
+    return _documented(*args, **keywords)
+
+
+def _wrong_with_pages(*args: Any, **keywords: Any) -> Tensor:
+    if keywords.get("block_table") is not None:
+        keywords["seqused_k"] = (keywords["seqused_k"] - 1).clamp(min=1)
+    return _documented(*args, **keywords)
+
+
+def _refuses(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
+    kernel.__signature__ = inspect.signature(_documented)  # type: ignore[attr-defined]
+    monkeypatch.setattr(varlen, "_varlen", lambda: kernel)
+    varlen._way.cache_clear()
+
+
+_GROUPS = ("enable_gqa", True)
+_UNSPLIT = ("num_splits", 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "way"),
+    [
+        (_documented, varlen.Way(True, (_GROUPS, _UNSPLIT))),
+        (_without_splits, varlen.Way(True, (_GROUPS,))),
+        (_without_pages, varlen.Way(False, (_GROUPS, _UNSPLIT))),
+        (_wrong_with_pages, varlen.Way(False, (_GROUPS, _UNSPLIT))),
+        (_forgets_rows, None),
+        (_refuses, None),
+    ],
+)
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_kernel_is_used_as_far_as_it_is_right(
+    kernel: Callable[..., Tensor], way: Any, windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _installed(monkeypatch, kernel)
+    kind = varlen.KernelSetting(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 32, windowed)
+    assert varlen._way(kind) == way
+    assert varlen._way(kind._replace(dtype=torch.float32)) is None
+    varlen._way.cache_clear()
+
+
+@pytest.mark.parametrize(("family", "paged"), [("llama", True), ("gemma3", True), ("mistral", False)])
+def test_padded_steps_through_torchs_kernel(
+    family: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _installed(monkeypatch, _documented)
+    monkeypatch.setattr(varlen, "find_way", lambda *_: varlen.Way(paged, (_GROUPS,)))
+    twins = _Twins(family, EagerReplay(), page_size=16)
+    assert twins.padded.attention_path == ("paged" if paged else "gathered")
+    assert twins.plain.attention_path == "views"
+    _history(twins)
+
+
+def test_the_installed_torch_has_the_signature_that_is_looked_for() -> None:
+    """Pinned here; elsewhere `dense` takes its place."""
+    found = varlen._varlen()
+    assert found is not None
+    assert "num_splits" in inspect.signature(found).parameters
+
+
+def test_unused_parts_of_a_block_keep_no_stale_sequence() -> None:
+    inputs = padded.StepInputs(Bucket(8, 4, 8, 2), torch.device("cpu"), scratch_slot=64)
+    inputs.fill(_row([3, 2, 2], num_pages=2))
+    inputs.fill(None)
+    parts = inputs.on_device
+    assert parts.query_offsets.tolist() == [0] * 5
+    assert parts.cache_lens.tolist() == [1] * 4
+    assert parts.slots.tolist() == [64] * 8
+    assert parts.token_ids.tolist() == parts.rows.tolist() == [0] * 8

@@ -1,0 +1,395 @@
+"""The packed, paged forward pass equals transformers' own, whatever the history and the company."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
+from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.model.runner import ModelRunner, context_length
+from specwire.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelLoadError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, REFUSED_FAMILIES, VOCAB_SIZE, WINDOW, build
+
+ALL_FAMILIES = (*FAMILIES, *EXTRA_FAMILIES)
+NUM_TOKENS = 4 * WINDOW
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def _model(family: str) -> Any:
+    return build(family)
+
+
+@functools.cache
+def _reference_model(family: str) -> Any:
+    model = build(family)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def _runner(family: str, *, num_pages: int = 128, page_size: int = 4) -> ModelRunner:
+    return ModelRunner(_model(family), num_pages=num_pages, page_size=page_size)
+
+
+@torch.inference_mode()
+def _reference(family: str, token_ids: Sequence[int]) -> Tensor:
+    """transformers' own eager logits from scratch, [num_tokens, vocab_size]."""
+    ids = torch.tensor([list(token_ids)])
+    logits: Tensor = _reference_model(family)(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, check_device=False)
+
+
+def _assert_idle(runner: ModelRunner) -> None:
+    runner.pool.check_integrity()
+    assert runner.pool.num_held_pages == 0
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_whole_prompt_at_once(family: str) -> None:
+    runner, tokens = _runner(family), _tokens(NUM_TOKENS)
+    with runner.new_sequence() as cache:
+        logits = runner.forward([Feed(cache, tokens, NUM_TOKENS)])
+    _assert_close(logits, _reference(family, tokens))
+    assert logits.shape == (NUM_TOKENS, runner.vocab_size)
+    _assert_idle(runner)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_random_chunks(family: str) -> None:
+    runner, tokens, rng = _runner(family), _tokens(NUM_TOKENS), random.Random(1)
+    rows = []
+    with runner.new_sequence() as cache:
+        while cache.length < NUM_TOKENS:
+            chunk = tokens[cache.length : cache.length + rng.choice([1, 1, 2, 5, 9])]
+            rows.append(runner.forward([Feed(cache, chunk, len(chunk))]))
+    _assert_close(torch.cat(rows), _reference(family, tokens))
+    _assert_idle(runner)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_prefill_decode_and_verify_in_one_row(family: str) -> None:
+    runner = _runner(family)
+    lengths, chunks, wanted = [0, 0, 5, 17, 30, 31], [40, 3, 1, 6, 1, 4], [40, 0, 1, 6, 1, 2]
+    texts = [
+        _tokens(length + chunk, seed)
+        for seed, (length, chunk) in enumerate(zip(lengths, chunks, strict=True))
+    ]
+    caches = [runner.new_sequence() for _ in texts]
+    started = [Feed(c, t[:n], 0) for c, t, n in zip(caches, texts, lengths, strict=True) if n]
+    assert runner.forward(started).shape == (0, runner.vocab_size)
+    logits = runner.forward(
+        [Feed(c, t[n:], r) for c, t, n, r in zip(caches, texts, lengths, wanted, strict=True)]
+    )
+    expected = [
+        _reference(family, text)[len(text) - rows :] for text, rows in zip(texts, wanted, strict=True)
+    ]
+    _assert_close(logits, torch.cat(expected))
+    for cache in caches:
+        cache.release()
+    _assert_idle(runner)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_company_does_not_matter(family: str) -> None:
+    runner, tokens = _runner(family), _tokens(30)
+    with runner.new_sequence() as alone, runner.new_sequence() as among:
+        runner.forward([Feed(alone, tokens[:20], 0), Feed(among, tokens[:20], 0)])
+        expected = runner.forward([Feed(alone, tokens[20:], 10)])
+        others = [runner.new_sequence() for _ in range(6)]
+        feeds = [Feed(other, _tokens(3 + i, i), 1) for i, other in enumerate(others)]
+        logits = runner.forward([*feeds[:3], Feed(among, tokens[20:], 10), *feeds[3:]])
+        _assert_close(logits[3:13], expected)
+        for other in others:
+            other.release()
+    _assert_idle(runner)
+
+
+class _History:
+    """Random appends, truncations, forks and releases; every logit is compared with one from scratch."""
+
+    def __init__(self, family: str, seed: int) -> None:
+        self.family, self.rng = family, random.Random(seed)
+        self.runner = _runner(family, num_pages=48)
+        self.live: list[tuple[SequenceCache, list[int]]] = []
+
+    def run(self, num_operations: int) -> None:
+        for _ in range(num_operations):
+            self._operation()
+            self.runner.pool.check_integrity()
+        for cache, _ in self.live:
+            cache.release()
+        _assert_idle(self.runner)
+
+    def _operation(self) -> None:
+        action = self.rng.choice(["new", "forward", "forward", "forward", "truncate", "fork", "release"])
+        if not self.live or (action == "new" and len(self.live) < 5):
+            self.live.append((self.runner.new_sequence(), []))
+        elif action == "fork" and len(self.live) < 6:
+            cache, tokens = self.rng.choice(self.live)
+            self.live.append((cache.fork(), tokens.copy()))
+        elif action == "release":
+            self.live.pop(self.rng.randrange(len(self.live)))[0].release()
+        elif action == "truncate":
+            cache, tokens = self.rng.choice(self.live)
+            del tokens[self.rng.randint(max(0, len(tokens) - 12), len(tokens)) :]
+            cache.truncate(len(tokens))
+        else:
+            self._forward()
+
+    def _forward(self) -> None:
+        chosen = self.rng.sample(self.live, self.rng.randint(1, len(self.live)))
+        feeds, before = [], [cache.length for cache, _ in chosen]
+        for cache, _ in chosen:
+            new = [self.rng.randrange(3, VOCAB_SIZE) for _ in range(self.rng.choice([1, 1, 3, 6]))]
+            feeds.append(Feed(cache, new, self.rng.randint(0, len(new))))
+        try:
+            logits = self.runner.forward(feeds)
+        except ResourceExhaustedError:
+            assert [cache.length for cache, _ in chosen] == before
+            return
+        rows = logits.split([feed.num_rows for feed in feeds])
+        for (_, tokens), feed, actual in zip(chosen, feeds, rows, strict=True):
+            tokens.extend(feed.token_ids)
+            if feed.num_rows:
+                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :])
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_after_any_history_logits_equal_those_from_scratch(family: str) -> None:
+    _History(family, seed=3).run(num_operations=220)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_equals_generate(family: str) -> None:
+    prompt, num_new = _tokens(WINDOW - 2), 3 * WINDOW + 6
+    model = _reference_model(family)
+    expected = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()
+    runner, text = _runner(family), list(prompt)
+    with runner.new_sequence() as cache:
+        while len(text) < len(expected):
+            logits = runner.forward([Feed(cache, text[cache.length :])])
+            text.append(int(logits[0].argmax()))
+    assert text == expected
+    assert len(set(text[len(prompt) :])) > 5, "a degenerate text proves little"
+
+
+def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
+    """A sequence whose pages all lie apart: every second page of the pool is taken."""
+    blockers = [runner.new_sequence() for _ in range(runner.pool.num_pages)]
+    for blocker in blockers:
+        blocker.append(runner.pool.page_size)
+    for blocker in blockers:
+        if blocker.pages[0] % 2:
+            blocker.release()
+    cache = runner.new_sequence()
+    runner.forward([Feed(cache, token_ids, 0)])
+    assert len(cache.runs()) == cache.num_pages
+    return cache
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_scattered_pages(family: str) -> None:
+    runner, tokens = _runner(family, num_pages=32), _tokens(34)
+    cache = _scattered(runner, tokens[:24])
+    rows = [
+        runner.forward([Feed(cache, tokens[start:end], end - start)]) for start, end in [(24, 29), (29, 30)]
+    ]
+    rows.append(runner.forward([Feed(cache, tokens[30:], 4)]))
+    _assert_close(torch.cat(rows), _reference(family, tokens)[24:])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_sequences_that_share_pages_beside_others(family: str) -> None:
+    """Forks of a sequence that went on apart, at different lengths, and a stranger, in one row."""
+    runner, shared, spare = _runner(family, num_pages=64), _tokens(24), iter(_tokens(200)[24:])
+    first = runner.new_sequence()
+    runner.forward([Feed(first, shared, 0)])
+    caches = [first, *(first.fork() for _ in range(3)), runner.new_sequence()]
+    texts = [list(shared), list(shared), list(shared), list(shared), []]
+    for sizes in ([3, 1, 5, 9, 12], [1, 1, 1, 1, 1], [6, 2, 1, 7, 3]):
+        feeds = []
+        for cache, text, size in zip(caches, texts, sizes, strict=True):
+            new = [next(spare) for _ in range(size)]
+            text.extend(new)
+            feeds.append(Feed(cache, new, size))
+        rows = runner.forward(feeds).split(sizes)
+        for text, size, logits in zip(texts, sizes, rows, strict=True):
+            _assert_close(logits, _reference(family, text)[-size:])
+    assert any(len(cache.runs()) > 1 for cache in caches)
+
+
+def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries beyond a block and beyond the mask templates take the other branches."""
+    monkeypatch.setattr(views, "_QUERY_BLOCK", 7)
+    monkeypatch.setattr(views, "_MAX_STACKED_QUERIES", 3)
+    for family in ("llama", "mistral"):
+        runner, tokens = _runner(family, num_pages=32), _tokens(42)
+        cache = _scattered(runner, tokens[:12])
+        _assert_close(runner.forward([Feed(cache, tokens[12:], 30)]), _reference(family, tokens)[12:])
+
+
+def _allocated_bytes(runner: ModelRunner, cache: SequenceCache, num_tokens: int) -> int:
+    """Bytes that one forward pass allocates on the CPU, freed ones included."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        runner.forward([Feed(cache, _tokens(num_tokens), 1)])
+    cache.truncate(cache.length - num_tokens)
+    events = profile.events() or []
+    return sum(event.self_cpu_memory_usage for event in events if event.name.startswith("aten::empty"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_no_copy_of_the_cache(num_tokens: int) -> None:
+    """A longer cache may cost masks and scores, which are small beside its keys and values."""
+    runner = ModelRunner(build("llama", head_dim=64), num_pages=128, page_size=4)
+    allocated = []
+    with runner.new_sequence() as cache:
+        for length in (40, 480):
+            runner.forward([Feed(cache, _tokens(length - cache.length), 0)])
+            assert len(cache.runs()) == 1
+            _allocated_bytes(runner, cache, num_tokens)  # fills the mask templates
+            allocated.append(_allocated_bytes(runner, cache, num_tokens))
+    grown = allocated[1] - allocated[0]
+    assert grown < 0.1 * 440 * runner.kv_bytes_per_token
+
+
+def test_views_share_the_cache_memory() -> None:
+    layer = next(iter(_runner("llama")._layers.values()))
+    for pages, by_head in ((layer.keys, layer.keys_by_head), (layer.values, layer.values_by_head)):
+        view = by_head.narrow(2, 8, 4)
+        assert view.data_ptr() == pages[8:12].data_ptr()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_learned(family: str) -> None:
+    runner, config = _runner(family, num_pages=3, page_size=5), _model(family).config
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert runner.kv_bytes_per_token == config.num_hidden_layers * 2 * kv_heads * head_dim * 4
+    assert runner.vocab_size == VOCAB_SIZE
+    assert runner.context_len == 512
+    for layer in runner._layers.values():
+        assert layer.keys.shape == layer.values.shape == (15, kv_heads, head_dim)
+
+
+def test_errors_leave_the_caches_as_they_were() -> None:
+    runner = _runner("llama", num_pages=8)
+    one, two = runner.new_sequence(), runner.new_sequence()
+    runner.forward([Feed(one, _tokens(6), 0)])
+    child = one.fork()
+    with pytest.raises(ResourceExhaustedError):
+        runner.forward([Feed(child, [5], 1), Feed(two, _tokens(40), 1)])
+    assert (one.length, child.length, two.length) == (6, 6, 0)
+    runner.pool.check_integrity()
+    logits = runner.forward([Feed(child, [7], 1), Feed(one, [8], 1)])
+    _assert_close(logits[:1], _reference("llama", [*_tokens(6), 7])[-1:])
+    _assert_close(logits[1:], _reference("llama", [*_tokens(6), 8])[-1:])
+
+
+def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = _runner("llama")
+    cache = runner.new_sequence()
+    runner.forward([Feed(cache, _tokens(6), 0)])
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runner, "model", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.forward([Feed(cache, _tokens(20), 1)])
+    assert cache.length == 6
+    assert runner.pool.num_held_pages == 2
+    runner.pool.check_integrity()
+
+
+def test_invalid_feeds_are_refused() -> None:
+    runner = _runner("llama")
+    cache, foreign = runner.new_sequence(), _runner("llama").new_sequence()
+    refused = [
+        [Feed(cache, [])],
+        [Feed(cache, [-1])],
+        [Feed(cache, [VOCAB_SIZE])],
+        [Feed(cache, [3], 2)],
+        [Feed(cache, [3], -1)],
+        [Feed(cache, [3]), Feed(cache, [3])],
+        [Feed(foreign, [3])],
+    ]
+    for feeds in refused:
+        with pytest.raises(InvalidRequestError):
+            runner.forward(feeds)
+    with pytest.raises(ContextLengthError, match="512"):
+        runner.forward([Feed(cache, _tokens(513))])
+    assert cache.length == 0
+    assert runner.forward([]).shape == (0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES)
+def test_models_without_the_interface_are_refused(family: str) -> None:
+    with pytest.raises(ModelLoadError, match="attention interface"):
+        ModelRunner(build(family), num_pages=4)
+
+
+def test_unknown_attention_keywords_are_refused() -> None:
+    query = torch.zeros(1, 2, 1, 8)
+    probe: Any = object()
+    for keywords in (
+        {"position_bias": torch.zeros(1)},
+        {"alibi": torch.zeros(1)},
+        {"is_causal": False},
+        {"dropout": 0.1},
+    ):
+        with pytest.raises(UnsupportedError, match=next(iter(keywords))):
+            attention.paged_attention(
+                torch.nn.Identity(), query, query, query, None, packed=probe, **keywords
+            )
+    with pytest.raises(UnsupportedError, match="mask"):
+        attention.paged_attention(torch.nn.Identity(), query, query, query, torch.zeros(1), packed=probe)
+    with pytest.raises(UnsupportedError, match="inside the engine"):
+        attention.paged_attention(torch.nn.Identity(), query, query, query, None)
+
+
+def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    assert context_length(build("llama", rope_parameters=rope).config) == 64
+    assert context_length(_model("gpt2").config) == 512

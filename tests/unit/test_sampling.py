@@ -1,0 +1,351 @@
+"""Processors and warps against transformers' own classes; draws, supports and their edges."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from specwire.core import SamplingParams
+from specwire.errors import InvalidRequestError
+from specwire.rule.random import Purpose, gumbel_noise, uniforms
+from specwire.rule.sampling import (
+    Row,
+    apply_history,
+    apply_warps,
+    draw,
+    greedy,
+    gumbel_scores,
+    judge_support,
+    top_logprobs,
+    truncate_support,
+)
+from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
+
+VOCAB = 200
+ALMOST_ONE = 1 - 2.0**-53
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def row(history=(), prompt_len=0, **params) -> Row:
+    return Row(SamplingParams(**params), prompt_len, history, position=len(history), seed=0)
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """One row through the classes that `generate` would build, in its order."""
+    warpers = []
+    if params.temperature not in (0, 1):
+        warpers.append(hf.TemperatureLogitsWarper(params.temperature))
+    if params.top_k and not params.greedy:
+        warpers.append(hf.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1 and not params.greedy:
+        warpers.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p > 0 and not params.greedy:
+        warpers.append(hf.MinPLogitsWarper(params.min_p))
+    for warper in warpers:
+        logits = warper(None, logits)
+    return logits if params.greedy else torch.log_softmax(logits, dim=-1)
+
+
+WARPS = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": VOCAB + 5},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    {"temperature": 1.5, "top_p": 0.5, "min_p": 0.1},
+    {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5},
+]
+
+
+def assert_same_log_probs(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (torch.isneginf(actual) == torch.isneginf(expected)).all()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_warps_equal_transformers_row_by_row_in_a_mixed_batch(seed):
+    rows = [row(**params) for params in WARPS]
+    logits = random_logits(len(rows), seed=seed)
+    before = logits.clone()
+    log_probs = apply_warps(logits, rows)
+    assert log_probs.dtype == torch.float32
+    for i, each in enumerate(rows):
+        assert_same_log_probs(log_probs[i], warped_by_transformers(logits[i : i + 1], each.params)[0])
+    assert (logits == before).all()
+
+
+@pytest.mark.parametrize("params", WARPS)
+def test_warps_equal_transformers_in_a_uniform_batch(params):
+    logits = random_logits(4, seed=9)
+    rows = [row(**params)] * 4
+    assert_same_log_probs(apply_warps(logits, rows), warped_by_transformers(logits, rows[0].params))
+
+
+def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equal():
+    """transformers compares logits; rounded to log probabilities the lower id would win."""
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
+    logits[:, 3] = 0.1
+    assert torch.log_softmax(logits, dim=-1).argmax(dim=-1).tolist() == [3, 3]
+    for others in ({"temperature": 0}, {"temperature": 0.7, "rule": "gumbel"}):
+        rows = [row(temperature=0), row(**others)]
+        assert apply_warps(logits, rows)[0].argmax() == 7
+
+
+def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch):
+    sizes = []
+    for name in ("sort", "topk"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda x, *a, _f=original, **k: sizes.append(x.shape[0]) or _f(x, *a, **k)
+        )
+    logits = random_logits(5)
+    apply_warps(logits, [row(), row(temperature=0.5), row(min_p=0.1), row(temperature=0), row()])
+    assert sizes == []
+    apply_warps(logits, [row(top_k=5), row(), row(top_p=0.5), row(top_p=0.9), row(temperature=0, top_p=0.1)])
+    assert sizes == [1, 2]
+
+
+def test_equal_logits_survive_top_k_together():
+    log_probs = apply_warps(torch.tensor([[1.0, 2.0, 2.0, 2.0]]), [row(top_k=2)])
+    assert torch.isneginf(log_probs[0]).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45, 1e-300])
+def test_a_temperature_near_zero_is_greedy_and_finite(temperature):
+    logits = random_logits(3)
+    probs = apply_warps(logits, [row(temperature=temperature, top_p=0.9, min_p=0.1)] * 3).exp()
+    assert (probs.max(dim=-1).values > 0.999).all()
+    assert (probs.argmax(dim=-1) == greedy(logits)).all()
+
+
+def test_half_precision_and_excluded_tokens_pass_through():
+    logits = random_logits(2).bfloat16()
+    logits[:, 5] = -torch.inf
+    log_probs = apply_warps(logits, [row(top_p=0.9), row(temperature=2.0)])
+    assert log_probs.dtype == torch.float32
+    assert torch.isneginf(log_probs[:, 5]).all()
+    assert not log_probs.isnan().any()
+
+
+def test_history_features_equal_transformers():
+    history = [3, 7, 7, 1, 150, 3]
+    logits = random_logits(1)
+    repeated = apply_history(logits, [row(history, 2, repetition_penalty=1.4)])
+    by_transformers = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([history]), logits)
+    torch.testing.assert_close(repeated, by_transformers)
+    bias = {3: 2.5, 199: -100.0, 0: 1.0}
+    biased = apply_history(logits, [row(logit_bias=bias)])
+    by_transformers = hf.SequenceBiasLogitsProcessor({(k,): v for k, v in bias.items()})(
+        torch.tensor([history]), logits
+    )
+    torch.testing.assert_close(biased, by_transformers)
+
+
+def test_presence_and_frequency_count_the_output_alone():
+    history = [3, 7, 7, 1, 7, 3]  # a prompt of two, then an output of four
+    logits = random_logits(1)
+    expected = logits.clone()
+    for token_id, count in ((7, 2), (1, 1), (3, 1)):
+        expected[0, token_id] -= 0.5 + 0.25 * count
+    rows = [row(history, 2, presence_penalty=0.5, frequency_penalty=0.25)]
+    torch.testing.assert_close(apply_history(logits, rows), expected)
+
+
+def test_history_features_combine_in_order_and_by_row():
+    rng = np.random.default_rng(0)
+    settings = [
+        {},
+        {"repetition_penalty": 0.7},
+        {"logit_bias": {5: 4.0, 6: -3.0}, "repetition_penalty": 1.5, "presence_penalty": -0.5},
+        {"frequency_penalty": 1.1},
+        {"temperature": 0, "logit_bias": {9: 50.0}},
+    ]
+    rows = [row(rng.integers(0, VOCAB, 30), 10, **each) for each in settings]
+    logits = random_logits(len(rows))
+    before = logits.clone()
+    actual = apply_history(logits, rows)
+    for i, each in enumerate(rows):
+        expected = before[i].double().numpy().copy()
+        for token_id, bias in each.params.logit_bias.items():
+            expected[token_id] += bias
+        for token_id in set(each.history.tolist()):
+            penalty = each.params.repetition_penalty
+            expected[token_id] *= penalty if expected[token_id] < 0 else 1 / penalty
+        for token_id in each.history[10:].tolist():
+            expected[token_id] -= each.params.frequency_penalty
+        for token_id in set(each.history[10:].tolist()):
+            expected[token_id] -= each.params.presence_penalty
+        np.testing.assert_allclose(actual[i].numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert (logits == before).all()
+
+
+def test_history_is_not_touched_where_nobody_asks():
+    logits = random_logits(2)
+    assert apply_history(logits, [row(temperature=0.5), row(top_k=3)]) is logits
+
+
+def test_history_may_be_empty_or_name_tokens_that_the_vocabulary_lacks():
+    logits = random_logits(3)
+    params = {"repetition_penalty": 2.0, "presence_penalty": 1.0}
+    rows = [row((), 0, **params), row([VOCAB, VOCAB + 9], 0, **params), row([1], 1, presence_penalty=1.0)]
+    torch.testing.assert_close(apply_history(logits, rows), logits)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"logit_bias\[200\]"):
+        apply_history(random_logits(1), [row(logit_bias={VOCAB: 1.0})])
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-300, 0.5, ALMOST_ONE])
+def test_draw_never_returns_an_impossible_token(u):
+    rng = np.random.default_rng(2)
+    probs = torch.from_numpy(rng.gamma(0.1, size=(300, 50)) * (rng.random((300, 50)) < 0.3)).float()
+    probs[:, 20] += 1e-30
+    drawn = draw(probs, torch.full((300,), u, dtype=torch.float64))
+    assert (probs.gather(1, drawn[:, None]) > 0).all()
+    one_hot = torch.eye(50)
+    assert draw(one_hot, torch.full((50,), u, dtype=torch.float64)).tolist() == list(range(50))
+
+
+def test_draw_inverts_the_cumulative_law():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
+    expected = {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, ALMOST_ONE: 3}
+    for u, token_id in expected.items():
+        assert draw(probs, doubles(u)).tolist() == [token_id]
+        assert draw(probs * 8, doubles(u)).tolist() == [token_id]  # normalised or not
+
+
+def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch):
+    """Parallel sums round differently per element: an impossible token may seem to gain mass."""
+    wobbly = torch.tensor([[0.3, 0.3 + 1e-16, 1.0 - 1e-16, 1.0]], dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: wobbly.clone())
+    probs = torch.tensor([[0.3, 0.0, 0.7, 0.0]])
+    for u in (0.0, 0.3, 0.30000000000000004, ALMOST_ONE):
+        assert draw(probs, doubles(u)).item() in (0, 2)
+
+
+def test_draw_follows_the_law():
+    probs = torch.tensor([[0.5, 0.0, 0.25, 0.15, 0.1]])
+    num = 200_000
+    drawn = draw(probs.expand(num, -1), torch.from_numpy(uniforms(3, Purpose.TARGET, range(num))))
+    p_value = chi_square_p_value(np.bincount(drawn, minlength=5), probs[0])
+    assert p_value > FALSE_ALARM_RATE
+
+
+def test_truncation_keeps_the_smallest_set_that_holds_the_mass():
+    probs = torch.tensor([[0.05, 0.4, 0.3, 0.15, 0.1], [1.0, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    token_ids, kept, lengths = truncate_support(probs, mass=0.8, max_support=4)
+    assert lengths.tolist()[:2] == [3, 1]
+    assert lengths[2] == 4
+    assert token_ids[0].tolist() == [1, 2, 3, -1]
+    assert token_ids[1].tolist() == [0, -1, -1, -1]
+    torch.testing.assert_close(kept[0], torch.tensor([0.4, 0.3, 0.15, 0.0]) / 0.85)
+    assert kept.dtype == torch.float32
+    torch.testing.assert_close(kept.sum(dim=-1), torch.ones(3))
+    assert truncate_support(probs, mass=0.8, max_support=2)[2].tolist() == [2, 1, 2]
+    assert truncate_support(probs, mass=1e-9, max_support=2)[2].tolist() == [1, 1, 1]
+
+
+def test_a_small_vocabulary_is_kept_whole():
+    probs = torch.tensor([[0.0, 0.999, 0.001, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    token_ids, kept, lengths = truncate_support(probs, mass=0.5, max_support=4)
+    assert lengths.tolist() == [2, 4]
+    assert token_ids[0].tolist() == [1, 2, -1, -1]
+    assert sorted(token_ids[1].tolist()) == [0, 1, 2, 3]
+    torch.testing.assert_close(kept[0], torch.tensor([0.999, 0.001, 0.0, 0.0]))
+
+
+def test_judging_splits_the_target_into_support_and_tail():
+    probs = torch.softmax(random_logits(6), dim=-1)
+    support_ids = torch.stack([torch.randperm(VOCAB)[:8] for _ in range(6)])
+    support_ids[2, 3:] = -1
+    support_ids[3, :] = -1  # nothing proposed: the tail token is the bonus token
+    support_ids[4, 7] = VOCAB + 3  # a padded draft vocabulary
+    coins = torch.rand(6, dtype=torch.float64)
+    target_probs, tail_mass, tail_token = judge_support(probs, support_ids, coins)
+    torch.testing.assert_close(
+        target_probs.sum(dim=-1, dtype=torch.float64) + tail_mass, torch.ones(6).double()
+    )
+    for i in range(6):
+        inside = [t for t in support_ids[i].tolist() if 0 <= t < VOCAB]
+        torch.testing.assert_close(target_probs[i, : len(inside)], probs[i, inside])
+        assert (target_probs[i, len(inside) :] == 0).all()
+        assert tail_token[i].item() not in inside
+        assert 0 <= tail_token[i] < VOCAB
+    assert tail_token[3] == draw(probs, coins)[3]
+    assert tail_mass[3] == 1
+
+
+def test_judging_without_a_tail():
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    _, tail_mass, tail_token = judge_support(probs, torch.tensor([[1, 0, -1]]), doubles(0.5))
+    assert (tail_mass.item(), tail_token.item()) == (0.0, -1)
+
+
+def test_a_tiny_tail_is_not_lost_to_cancellation():
+    probs = torch.tensor([[1.0, 1e-20, 0.0]])
+    _, tail_mass, tail_token = judge_support(probs, torch.tensor([[0]]), doubles(0.5))
+    assert tail_mass.item() == pytest.approx(1e-20)
+    assert tail_token.item() == 1
+
+
+def test_tail_tokens_follow_the_target_outside_the_support():
+    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.0]])
+    num = 100_000
+    coins = torch.from_numpy(uniforms(8, Purpose.TARGET, range(num)))
+    _, _, tails = judge_support(probs.expand(num, -1), torch.tensor([[3, 1]]).expand(num, -1), coins)
+    expected = [0.25, 0, 0.75, 0, 0]
+    assert chi_square_p_value(np.bincount(tails, minlength=5), expected) > FALSE_ALARM_RATE
+
+
+def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids():
+    log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
+    noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
+    assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
+
+
+def test_gumbel_argmax_follows_the_law():
+    probs = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
+    num = 200_000
+    noise = gumbel_noise(3, range(num), 5, device="cpu")
+    drawn = greedy(gumbel_scores(probs.log().expand(num, -1), noise))
+    assert chi_square_p_value(np.bincount(drawn, minlength=5), probs) > FALSE_ALARM_RATE
+
+
+def test_greedy_prefers_the_lowest_of_equals():
+    assert greedy(torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])).tolist() == [1, 0]
+
+
+def test_top_logprobs():
+    logits = random_logits(3)
+    expected = torch.log_softmax(logits, dim=-1)
+    token_ids = torch.tensor([[4, -1], [0, VOCAB], [199, 7]])
+    values, top_ids, top_values = top_logprobs(logits, token_ids, 5)
+    assert torch.isneginf(values).tolist() == [[False, True], [False, True], [False, False]]
+    torch.testing.assert_close(values[2], expected[2, [199, 7]])
+    torch.testing.assert_close(top_values, expected.sort(descending=True).values[:, :5])
+    torch.testing.assert_close(top_values, expected.gather(1, top_ids))
+    assert top_logprobs(logits, token_ids, 0)[1].shape == (3, 0)

@@ -1,0 +1,328 @@
+"""Timelines: spans read, laid out and chosen, by traces made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specwire.cli.timeline import page, picture
+from specwire.cli.timeline.generation import choose, is_complete
+from specwire.cli.timeline.intervals import difference, intersection, length, union
+from specwire.cli.timeline.layout import BarKind, Lane, Mark
+from specwire.cli.timeline.spans import RecordedSpan, read
+from specwire.errors import ConfigError
+from specwire.telemetry import tracing
+from tests.support.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
+
+OTLP_SPAN: dict[str, Any] = {
+    "traceId": TRACE.upper(),
+    "spanId": "0000000000000001",
+    "name": "generate",
+    "startTimeUnixNano": "1000",
+    "endTimeUnixNano": 3000,
+    "attributes": [
+        {"key": "s", "value": {"stringValue": "x"}},
+        {"key": "b", "value": {"boolValue": True}},
+        {"key": "i", "value": {"intValue": "-9007199254740993"}},
+        {"key": "d", "value": {"doubleValue": 0.5}},
+        {"key": "n", "value": {"doubleValue": "Infinity"}},
+        {"key": "a", "value": {"arrayValue": {"values": [{"intValue": 1}, {"stringValue": "y"}]}}},
+        {"key": "m", "value": {"kvlistValue": {"values": [{"key": "k", "value": {"intValue": "2"}}]}}},
+        {"key": "0", "value": {}},
+    ],
+    "status": {"code": 2},
+}
+
+
+def otlp(**changes: Any) -> dict[str, Any]:
+    resource = {"attributes": [{"key": "service.name", "value": {"stringValue": "specwire-draft"}}]}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"spans": [OTLP_SPAN | changes]}]}]}
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            json.dumps(otlp()) + "\n\n" + json.dumps(otlp()) + "\n",
+            json.dumps([otlp(), otlp()]),
+            json.dumps([otlp(), otlp()], indent=2),
+            json.dumps({"resourceSpans": otlp()["resourceSpans"] * 2}, indent=1),
+        ],
+        ids=["lines", "array", "indented array", "indented object"],
+    )
+    def test_all_forms(self, text: str, tmp_path: Path) -> None:
+        path = tmp_path / "spans.json"
+        path.write_text(text)
+        first, second = read(path)
+        assert first == second
+        assert (first.trace_id, first.parent_id, first.service_name) == (TRACE, "", "specwire-draft")
+        assert (first.start_ns, first.end_ns, first.is_error) == (1000, 3000, True)
+        assert first.attributes == {
+            "s": "x",
+            "b": True,
+            "i": -9007199254740993,
+            "d": 0.5,
+            "n": float("inf"),
+            "a": [1, "y"],
+            "m": {"k": 2},
+            "0": None,
+        }
+
+    def test_jaegers_download(self, tmp_path: Path) -> None:
+        span = {
+            "traceID": TRACE,
+            "spanID": "0000000000000002",
+            "operationName": "round",
+            "references": [{"refType": "CHILD_OF", "traceID": TRACE, "spanID": "0000000000000001"}],
+            "startTime": 5,
+            "duration": 2,
+            "tags": [{"key": "specwire.round", "type": "int64", "value": 3}],
+            "processID": "p1",
+        }
+        trace = {"traceID": TRACE, "spans": [span], "processes": {"p1": {"serviceName": "c", "tags": []}}}
+        path = tmp_path / "jaeger.json"
+        path.write_text(json.dumps({"data": [trace]}, indent=2))
+        [found] = read(path)
+        assert (found.name, found.parent_id, found.service_name) == ("round", "0000000000000001", "c")
+        assert (found.start_ns, found.end_ns, found.attributes) == (5000, 7000, {"specwire.round": 3})
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("", ": is empty"),
+            ("hello", ", line 1, column 1: is not JSON"),
+            ("{}\n{}\n{,}\n", ", line 3, column 2: is not JSON"),
+            ('[\n{"resourceSpans": []},\n]', ", line 3, column 1: is not JSON"),
+            ("[" * 100_000, ": is not JSON"),
+            ("5", ", line 1: is not an object"),
+            ('{"resourceLogs": []}', ", line 1: has no resourceSpans"),
+            ('{}\n{"resourceSpans": 1}', ", line 2: resourceSpans: is not a list"),
+            (
+                otlp(spanId="1"),
+                ", line 1: resourceSpans[0].scopeSpans[0].spans[0].spanId: is not 8 bytes in hex",
+            ),
+            (otlp(traceId=None), "spans[0].traceId: is not a string"),
+            (otlp(startTimeUnixNano="soon"), "spans[0].startTimeUnixNano: is not a whole number"),
+            (otlp(startTimeUnixNano=-1), "spans[0].startTimeUnixNano: is not a time in nanoseconds"),
+            (otlp(endTimeUnixNano="7"), "spans[0]: ends before it starts"),
+            (otlp(attributes=[{"value": {}}]), "spans[0].attributes[0]: has no key"),
+            (
+                otlp(attributes=[{"key": "k", "value": {"x": 1}}]),
+                "attributes[0].value: is not one of stringValue",
+            ),
+            (otlp(attributes=[{"key": "k", "value": {"boolValue": 1}}]), "boolValue: is not true or false"),
+            ({"data": [{"spans": [{"processID": "p"}]}]}, "data[0].processes: has no p"),
+        ],
+    )
+    def test_what_is_malformed_is_named(
+        self, text: str | dict[str, Any], problem: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "spans.json"
+        path.write_text(text if isinstance(text, str) else json.dumps(text))
+        with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+            read(path)
+        assert str(caught.value).startswith(str(path))
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="none: cannot be read"):
+            read(tmp_path / "none")
+
+    def test_what_is_saved_is_read_back(self, tmp_path: Path) -> None:
+        spans = [*three_rounds(), *_spans_of(tmp_path, otlp())]
+        assert read(saved(tmp_path / "saved.json", spans)) == spans
+
+    def test_many_spans_are_several_lines(self, tmp_path: Path) -> None:
+        spans = three_rounds() * 100
+        path = saved(tmp_path / "saved.json", [dataclasses.replace(s, resource={}) for s in spans])
+        assert len(path.read_text().splitlines()) == -(-len(spans) // 512)
+        assert len(read(path)) == len(spans)
+
+
+def _spans_of(tmp_path: Path, document: dict[str, Any]) -> list[RecordedSpan]:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(document))
+    return read(path)
+
+
+class TestIntervals:
+    def test_by_hand(self) -> None:
+        left, right = union([(0, 4), (2, 6), (9, 9), (8, 10)]), [(1, 3), (5, 9)]
+        assert left == [(0, 6), (8, 10)]
+        assert intersection(left, right) == [(1, 3), (5, 6), (8, 9)]
+        assert difference(left, right) == [(0, 1), (3, 5), (9, 10)]
+        assert difference(left, []) == left
+        assert difference([], right) == []
+        assert length(left) == 8
+
+    def test_parts_add_up(self) -> None:
+        left = [(i, i + i % 5) for i in range(0, 100, 7)]
+        for shift in range(-5, 110, 3):
+            right = union((start + shift, end + shift + 1) for start, end in left)
+            whole = union(left)
+            assert length(intersection(whole, right)) + length(difference(whole, right)) == length(whole)
+
+
+class TestLayout:
+    def test_marks_and_labels(self) -> None:
+        rounds = laid_out(three_rounds()).rounds
+        assert [one.mark for one in rounds] == [Mark.MISS, Mark.HIT, Mark.PLAIN]
+        assert [one.labels[0] for one in rounds] == ["0: miss ✗ 2/4", "1: hit ✓ 4/4", "2: plain – 0/0"]
+
+    def test_lanes(self) -> None:
+        timeline = laid_out(three_rounds())
+        found = [
+            (bar.lane, bar.row, bar.title, bar.start_ns / MS, bar.end_ns / MS)
+            for bar in timeline.bars
+            if bar.start_ns < 50 * MS
+        ]
+        assert sorted(found) == sorted(
+            [
+                (Lane.COORDINATOR, 0, "round", 0, 50),
+                (Lane.COORDINATOR, 1, "accept", 48, 49),
+                (Lane.DRAFT, 0, "draft.queue", 4, 5),
+                (Lane.DRAFT, 0, "draft.forward", 5, 15),
+                (Lane.DRAFT, 1, "draft.prepare", 20, 40),
+                (Lane.VERIFY, 0, "verify.queue", 21, 22),
+                (Lane.VERIFY, 0, "verify.forward", 22, 47),
+                (Lane.NETWORK, 0, "network, request to draft", 0, 4),
+                (Lane.NETWORK, 0, "network, answer of draft", 15, 20),
+                (Lane.NETWORK, 0, "network, request to verify", 20, 21),
+                (Lane.NETWORK, 0, "network, answer of verify", 47, 48),
+            ]
+        )
+        assert timeline.num_rows == {Lane.COORDINATOR: 2, Lane.DRAFT: 2, Lane.VERIFY: 1, Lane.NETWORK: 1}
+
+    def test_shares_are_exact(self) -> None:
+        timeline = laid_out(three_rounds())
+        assert timeline.overlaps == [(22 * MS, 40 * MS), (52 * MS, 62 * MS)]
+        assert timeline.shares.both == pytest.approx(0.28)
+        assert timeline.shares.target == pytest.approx((25 + 27 + 17) / 100)
+        assert timeline.shares.draft == pytest.approx((10 + 20 + 10) / 100)
+        # 0-4, 15-20, 47-48, 50-51, 78-79, 80-81, 98-99: not 20-21, when the draft prepares
+        assert timeline.shares.only_network == pytest.approx(0.14)
+
+    def test_times_of_rounds(self) -> None:
+        found = [
+            tuple(ns / MS for ns in (one.draft_ns, one.prepare_ns, one.verify_ns, one.network_ns))
+            for one in laid_out(three_rounds()).rounds
+        ]
+        assert found == [(11, 20, 26, 11), (0, 10, 27, 2), (0, 0, 17, 2)]
+
+    def test_without_prepared_work_one_row_is_enough(self) -> None:
+        spans = [span for span in three_rounds() if span.name != "draft.prepare"]
+        timeline = laid_out(spans)
+        assert timeline.num_rows[Lane.DRAFT] == 1
+        assert (timeline.shares.both, timeline.overlaps) == (0, [])
+
+    def test_a_window_of_rounds(self) -> None:
+        timeline = laid_out(three_rounds(), range(1, 2))
+        assert (timeline.start_ns, timeline.end_ns, timeline.is_part) == (50 * MS, 80 * MS, True)
+        assert timeline.shares.both == pytest.approx(10 / 30)
+        assert [one.number for one in timeline.rounds] == [1]
+        with pytest.raises(ConfigError, match="--rounds 3:5: there are rounds 0 to 2"):
+            laid_out(three_rounds(), range(3, 5))
+
+    @pytest.mark.parametrize("clock_ms", [-70.0, 25.0, 3_600_000.0])
+    def test_another_clock_is_corrected_and_said(self, clock_ms: float) -> None:
+        timeline = laid_out(three_rounds(draft_clock_ms=clock_ms))
+        shift_ms = 10 - 9.5 - clock_ms  # the middle of the call is at 10, that of its spans at 9.5
+        [forward] = [bar for bar in timeline.bars if bar.kind is BarKind.DRAFT_FORWARD]
+        assert forward.start_ns == pytest.approx((5 + clock_ms + shift_ms) * MS)
+        prepared = [bar.start_ns / MS for bar in timeline.bars if bar.kind is BarKind.DRAFT_PREPARE]
+        assert prepared == pytest.approx([20.5, 52.5])
+        assert timeline.notes == [
+            f"The clock of the draft service differs: its spans are moved by {shift_ms:+.1f} ms"
+        ]
+
+    @pytest.mark.parametrize("clock_ms", [0.0, 2.0, -3.0])
+    def test_what_fits_stays(self, clock_ms: float) -> None:
+        timeline = laid_out(three_rounds(draft_clock_ms=clock_ms))
+        [forward] = [bar for bar in timeline.bars if bar.kind is BarKind.DRAFT_FORWARD]
+        assert forward.start_ns == (5 + clock_ms) * MS
+        assert timeline.notes == []
+
+    def test_a_shift_lets_every_call_keep_its_spans(self) -> None:
+        trace = Trace()
+        root = trace.add("generate", 0, 300)
+        for i, (start, end) in enumerate([(2, 9), (1, 3), (2, 4)]):
+            one = trace.add("round", 100 * i, 100 * i + 20, root)
+            call = trace.add("verify", 100 * i, 100 * i + 10, one)
+            trace.add("verify.forward", 100 * i + start + 50, 100 * i + end + 50, call)
+        timeline = laid_out(trace.spans)
+        [first, *_] = [bar for bar in timeline.bars if bar.kind is BarKind.VERIFY_FORWARD]
+        assert (first.start_ns, first.end_ns) == (3 * MS, 10 * MS)  # by the middles alone it would end at 11
+        assert all(
+            bar.start_ns % (100 * MS) < 10 * MS for bar in timeline.bars if bar.kind is BarKind.NETWORK
+        )
+
+    def test_a_service_without_spans(self) -> None:
+        spans = [span for span in three_rounds() if not span.name.startswith("verify.")]
+        timeline = laid_out(spans)
+        assert timeline.notes == ["3 calls have no span of the service they went to"]
+        assert timeline.shares.target == 0
+        assert not is_complete(choose(spans))
+
+    def test_what_is_missing_is_said(self) -> None:
+        spans = three_rounds()
+        hit = next(span for span in spans if span.attributes.get(tracing.DRAFT_PREPARED))
+        timeline = laid_out([span for span in spans if span is not hit])
+        assert timeline.notes == [
+            "3 spans are left out: their parents are missing",
+            "1 rounds are missing from the trace",
+        ]
+
+    def test_attributes_of_the_wrong_type_and_parents_in_a_circle_do_no_harm(self) -> None:
+        trace = Trace()
+        root = trace.add("generate", 0, 10, parent=f"{3:016x}", num_rounds="many")
+        one = trace.add(
+            "round", 0, 10, root, num_draft_tokens=-3, num_accepted_tokens=True, draft__prepared="yes"
+        )
+        trace.add("verify", 0, 10, one)
+        trace.add("network", 0, 10, one)
+        timeline = laid_out(trace.spans)
+        assert [one.labels[0] for one in timeline.rounds] == ["0: plain – 0/0"]
+
+    def test_a_generation_without_rounds(self, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.add("generate", 0, 0)
+        timeline = laid_out(trace.spans)
+        page.write(tmp_path / "empty.html", timeline)
+        picture.draw(tmp_path / "empty.png", timeline, timeline)
+
+
+class TestChoosing:
+    def test_several_are_listed_with_their_lengths(self) -> None:
+        spans = three_rounds() + [dataclasses.replace(s, trace_id="cd" * 16) for s in three_rounds()[:4]]
+        with pytest.raises(ConfigError) as caught:
+            choose(spans)
+        listed = f"{TRACE} (100.0 ms, 3 rounds), {'cd' * 16} (100.0 ms, 1 rounds)"
+        assert str(caught.value) == f"choose one with --trace-id: {listed}"
+        assert choose(spans, "CD" * 16).root.trace_id == "cd" * 16
+        with pytest.raises(ConfigError, match="--trace-id ee: is not among them: abab"):
+            choose(spans, "ee")
+
+    def test_two_generations_of_one_trace_are_told_apart_by_their_spans(self) -> None:
+        trace = Trace()
+        ids = [trace.add("generate", start, start + 5, parent="f" * 16) for start in (0, 10)]
+        with pytest.raises(ConfigError, match=f"{TRACE} span {ids[0]} .*{TRACE} span {ids[1]} "):
+            choose(trace.spans, TRACE)
+        assert choose(trace.spans, ids[1]).root.span_id == ids[1]
+
+    def test_none(self) -> None:
+        with pytest.raises(ConfigError, match="no generate span"):
+            choose(three_rounds()[1:])
+
+    def test_spans_that_were_exported_twice_count_once(self) -> None:
+        assert len(laid_out(three_rounds() * 2).rounds) == 3
+
+    def test_complete_when_every_call_has_its_services_span(self) -> None:
+        spans = three_rounds()
+        assert is_complete(choose(spans))
+        for name in ("round", "draft.forward", "verify", "verify.forward"):
+            missing = next(span for span in spans if span.name == name)
+            assert not is_complete(choose([span for span in spans if span is not missing])), name
