@@ -29,7 +29,7 @@ from coordinator.totals import Totals, counted, watch
 from specwire.completion import Completion
 from specwire.config.services import CoordinatorConfig
 from specwire.core import Rule, SamplingParams
-from specwire.rpc import listening as doors
+from specwire.rpc import listening
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
 from specwire.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         client_wire.check_prompt_size(request, self._config.max_prompt_bytes)
         check_params(params, self._verify.info, self._tokenizer)
         check_prompt(request, params, self._verify.info, self._tokenizer)
-        caller = doors.caller(context)
+        caller = listening.caller(context)
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
         params = dataclasses.replace(params, cache_salt=cache_salt(tenant, params.cache_salt))

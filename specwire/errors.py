@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import ClassVar
 
-_MAX_SHOWN_LEN = 200
+_MAX_VALUE_LEN = 200
 
 
 class SpecwireError(Exception):
@@ -57,7 +57,7 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
-        self.value = _shown(value)
+        self.value = _abbreviated(value)
         self.problem = problem
         super().__init__(f"{field}={self.value}: {problem}")
 
@@ -65,12 +65,12 @@ class InvalidRequestError(SpecwireError, ValueError):
         return {"field": self.field, "value": self.value, "problem": self.problem}
 
 
-def _shown(value: object) -> str:
+def _abbreviated(value: object) -> str:
     """Errors travel as metadata, for which there is little room."""
-    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_SHOWN_LEN:
+    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_VALUE_LEN:
         return f"{len(value)} entries"
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MAX_SHOWN_LEN else text[:_MAX_SHOWN_LEN] + "..."
+    return text if len(text) <= _MAX_VALUE_LEN else text[:_MAX_VALUE_LEN] + "..."
 
 
 class ContextLengthError(InvalidRequestError):

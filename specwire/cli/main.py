@@ -58,7 +58,7 @@ examples:
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
   specwire bench serve --rate 4                         measure a running server under load
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        stand in for a network in front of a service
-  specwire token alice --tokens tokens.txt              let somebody in
+  specwire token alice --tokens tokens.txt              make a bearer token for a client
   specwire timeline --live                              draw who works when in one generation
 
 Every flag that names a variable can be set through it; the flag wins.
@@ -113,7 +113,7 @@ def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    add_sampling_flags(demo, max_tokens=192, temperature=0.7, seed=7)
+    add_sampling_flags(demo, omit=("rule", "num_draft_tokens"), max_tokens=192, temperature=0.7, seed=7)
     _add_json(demo)
     demo.set_defaults(run=_demo)
 

@@ -193,7 +193,7 @@ class Stack:
         self._environ = environ
         self._pauses = Pauses()
         self._front_due_s = math.inf
-        self._asked, self._shown = _internal_token(config)
+        self._required_tokens, self._peer_token = _internal_token(config)
         try:
             self._start(config, environ)
         except BaseException:
@@ -223,12 +223,18 @@ class Stack:
         check_free("address", config.address)  # now, rather than after the models were loaded
         self.verifies = [
             self._service(
-                "verify_service", _verify_flags(config, index), environ, "--target", files=self._asked
+                "verify_service",
+                _verify_flags(config, index),
+                environ,
+                "--target",
+                files=self._required_tokens,
             )
             for index in range(config.replicas)
         ]
         self.draft = (
-            self._service("draft_service", _draft_flags(config), environ, "--draft", files=self._asked)
+            self._service(
+                "draft_service", _draft_flags(config), environ, "--draft", files=self._required_tokens
+            )
             if config.draft != NO_DRAFT
             else None
         )
@@ -239,7 +245,7 @@ class Stack:
             draft_address = link.ready(config.start_timeout_s)
         verify_addresses = ",".join(verify.address for verify in self.verifies)
         flags = _coordinator_flags(config, verify_addresses, draft_address)
-        self.coordinator = self._service("coordinator", flags, environ, files=self._shown)
+        self.coordinator = self._service("coordinator", flags, environ, files=self._peer_token)
         self.coordinator.ready(config.start_timeout_s)
         if config.http_address:
             self.http = self._front(config.http_address)
@@ -429,11 +435,11 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         metrics_address=metrics_address(config, "coordinator"),
         verify_address=verify_address,
         draft_address=draft_address,
-        **_doors(config),
+        **_listen_settings(config),
     )
 
 
-def _doors(config: StackConfig) -> dict[str, object]:
+def _listen_settings(config: StackConfig) -> dict[str, object]:
     names = [field.name for field in fields(ListenConfig)] if isinstance(config, ListenConfig) else []
     return {name: getattr(config, name) for name in names if name != "address"}
 

@@ -28,8 +28,8 @@ from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledEr
 from specwire.rpc import channel
 from specwire.security.tls import TLS, Credentials
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
-from specwire.wire import model as wire
+from specwire.wire.client import generate_request
+from specwire.wire.model import model_info_from_proto
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_RETRY = RetryPolicy()
@@ -113,7 +113,7 @@ class AsyncClient:
             InvalidRequestError: names the parameter and its value.
             SpecwireError: see `specwire.errors`.
         """
-        request = client_wire.generate_request(
+        request = generate_request(
             prompt,
             params or SamplingParams(),
             prompt_token_ids,
@@ -164,8 +164,8 @@ class AsyncClient:
         response = await self._endpoints.unary(
             "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
         )
-        draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
-        return wire.model_info_from_proto(response.target), draft
+        draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
+        return model_info_from_proto(response.target), draft
 
     async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
         """What the coordinator is doing now."""

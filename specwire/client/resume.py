@@ -19,7 +19,7 @@ from specwire.errors import (
     StreamIdleError,
 )
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
+from specwire.wire.client import chunk_from_proto, resume_info_from_proto, resuming_request
 
 _LONGEST_PAUSE_FACTOR = 10
 
@@ -176,8 +176,8 @@ class ReceivedTokens:
             InternalError: it does not continue what came before.
         """
         if response.HasField("resume_info"):
-            self._info = client_wire.resume_info_from_proto(response.resume_info)
-        chunk = client_wire.chunk_from_proto(response.chunk)
+            self._info = resume_info_from_proto(response.resume_info)
+        chunk = chunk_from_proto(response.chunk)
         num_held = len(self._held)
         if chunk.first_index != len(self.tokens):
             raise InternalError(f"after {len(self.tokens)} tokens came number {chunk.first_index}")
@@ -191,7 +191,7 @@ class ReceivedTokens:
         if self._info is None:  # nothing came: it begins anew
             return self._request
         token_ids = [token.token_id for token in (*self.tokens, *self._held)]
-        return client_wire.resuming_request(self._request, self._info, token_ids)
+        return resuming_request(self._request, self._info, token_ids)
 
     def lost(self, why: SpecwireError) -> GenerationLostError | GenerationIdleError:
         """The error that says how far it came."""

@@ -19,7 +19,7 @@ from specwire.core import MAX_KEPT_BACK_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
 from specwire.rpc import private
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
+from specwire.wire.client import acknowledgement, completion_from_proto
 
 Metadata = Sequence[tuple[str, str]]
 _LONGEST_KEPT_BACK_S = 1.0
@@ -105,7 +105,7 @@ class Part:
         if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
             self._acknowledged_s = now_s
             num_tokens, self._num_kept_back = self._num_kept_back, 0
-            await private.send(self._call, client_wire.acknowledgement(num_tokens))
+            await private.send(self._call, acknowledgement(num_tokens))
 
     def cancel(self) -> None:
         """End it; harmless when it has ended."""
@@ -186,7 +186,7 @@ class AsyncStream:
             response = await self._read()
             if response.WhichOneof("event") == "completion":
                 tokens, num_resumes = self._progress.tokens, self._num_resumes
-                self._completion = client_wire.completion_from_proto(response.completion, tokens, num_resumes)
+                self._completion = completion_from_proto(response.completion, tokens, num_resumes)
                 break
             chunk = self._progress.take(response)
             if chunk.tokens or chunk.rejected:  # else all of it is held back

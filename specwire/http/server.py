@@ -85,15 +85,15 @@ def _tls(config: HttpConfig) -> ssl.SSLContext:
     Raises:
         ConfigError: they cannot be used.
     """
-    watched = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
+    files = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
 
-    def take_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        if watched.refresh():
+    def use_current(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        if files.refresh():
             log.warning("TLS files changed: new connections are served with them")
-        connection.context = watched.value
+        connection.context = files.value
 
-    context = watched.value
-    context.sni_callback = take_newest  # called for each connection, whether it names a server or not
+    context = files.value
+    context.sni_callback = use_current  # called for each connection, whether it names a server or not
     return context
 
 

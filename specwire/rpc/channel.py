@@ -66,27 +66,27 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         self._tls = credentials.tls
         if self._tls and self._tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", self._tls.server_name))
-        self._shown = credentials.watched()
+        self._files = credentials.reloading()
         self._current = self._connect()
         self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     def current(self) -> grpc.aio.Channel:
         """The channel for a new call."""
-        if self._shown.refresh() and self._tls:
+        if self._files.refresh() and self._tls:
             old, self._current = self._current, self._connect()
             self._retired[old] = asyncio.create_task(self._retire(old))
         return self._current
 
     def metadata(self) -> list[tuple[str, str]]:
         """What a call shows."""
-        token = self._shown.value.token
+        token = self._files.value.token
         return [("authorization", f"Bearer {token}")] if token else []
 
     def _connect(self) -> grpc.aio.Channel:
         if not self._tls:
             return grpc.aio.insecure_channel(self._address, options=self._options)
-        shown: CredentialBundle = self._shown.value
-        tls = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
+        current: CredentialBundle = self._files.value
+        tls = grpc.ssl_channel_credentials(current.ca, current.key, current.cert)
         return grpc.aio.secure_channel(self._address, tls, options=self._options)
 
     async def _retire(self, channel: grpc.aio.Channel) -> None:

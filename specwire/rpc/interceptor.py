@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
-from specwire.rpc import listening as doors
+from specwire.rpc import listening
 from specwire.rpc.draining import Drain
 from specwire.rpc.places import Places
 from specwire.security.bearer import Principal, Tokens, bearer_token
@@ -100,11 +100,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
     async def _serve(self, handler: Any, details: Any, context: Any) -> Any:
-        holder = self._tokens.check(_shown_token(details)) if self._tokens else None
-        doors.holder.set(holder)
+        principal = self._tokens.check(_bearer_token(details)) if self._tokens else None
+        listening.principal.set(principal)
         if handler is None:
             await _refuse_unknown(context)
-        caller = holder or Principal(name=_address(context))
+        caller = principal or Principal(name=_address(context))
         with self._streams.held(self._stream_limits(caller)):
             first = await self._opened.of(context)
             with self._drained(details.method):
@@ -125,16 +125,16 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await _run(handler, await self._probed.of(context), context)
 
     def _watch_limits(self, details: Any, context: Any) -> dict[str, int]:
-        """Callers that show a token of ours do not share a limit with strangers."""
+        """Authenticated callers do not share a limit with unauthenticated ones."""
         connection = {context.peer(): _MAX_WATCHES_OF_A_CONNECTION}
-        holder = None
+        principal = None
         if self._tokens:
             with contextlib.suppress(UnauthenticatedError):
-                holder = self._tokens.check(_shown_token(details))
-        if holder is not None:
-            return connection | {holder.name: _MAX_WATCHES_OF_A_CALLER}
-        strangers = {"callers without a token": _MAX_WATCHES_WITHOUT_TOKEN}
-        return connection | strangers | {_address(context): _MAX_WATCHES_OF_A_CALLER}
+                principal = self._tokens.check(_bearer_token(details))
+        if principal is not None:
+            return connection | {principal.name: _MAX_WATCHES_OF_A_CALLER}
+        unauthenticated = {"callers without a token": _MAX_WATCHES_WITHOUT_TOKEN}
+        return connection | unauthenticated | {_address(context): _MAX_WATCHES_OF_A_CALLER}
 
 
 class _FirstMessages:
@@ -192,14 +192,14 @@ class _Requests:
         if message is grpc.aio.EOF:
             self._read_before.append(message)
             raise StopAsyncIteration
-        return _readable(message)
+        return _parsed(message)
 
 
 async def _run(handler: Any, first: Any, context: Any) -> Any:
     """Call a method of any of the four kinds; returns its response if it has one, and raises its errors."""
     streams = handler.request_streaming, handler.response_streaming
     behaviour = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in streams))
-    request = _Requests(first, context) if handler.request_streaming else _readable(first)
+    request = _Requests(first, context) if handler.request_streaming else _parsed(first)
     if not inspect.isasyncgenfunction(behaviour):
         return await behaviour(request, context)
     async with contextlib.aclosing(behaviour(request, context)) as responses:
@@ -218,7 +218,7 @@ def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) ->
         return InvalidRequestError("request", f"{len(data)} bytes", "is not a message of this method's type")
 
 
-def _readable(message: Any) -> Any:
+def _parsed(message: Any) -> Any:
     """A message that `_parse` made of bytes.
 
     Raises:
@@ -235,7 +235,7 @@ async def _refuse_unknown(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-def _shown_token(details: Any) -> str:
+def _bearer_token(details: Any) -> str:
     headers = [value for key, value in details.invocation_metadata or () if key == "authorization"]
     return bearer_token(headers[0]) if len(headers) == 1 and isinstance(headers[0], str) else ""
 

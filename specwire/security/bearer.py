@@ -82,25 +82,25 @@ class Tokens:
         Raises:
             ConfigError: naming file and line.
         """
-        self._watched = ReloadingFile([path], lambda: _read(path))
+        self._file = ReloadingFile([path], lambda: _read(path))
 
     def check(self, token: str) -> Principal:
         """Whose token this is. It is compared with all of them, in a time that does not depend on it.
 
         Args:
-            token: as its holder shows it; empty for none.
+            token: as sent by the client; empty for none.
 
         Raises:
             UnauthenticatedError: none, unknown, or expired.
         """
         if not token:
             raise UnauthenticatedError("a bearer token is required")
-        self._watched.refresh()
+        self._file.refresh()
         digest = _digest(token)
         found = None
-        for known, holder in self._watched.value:
+        for known, principal in self._file.value:
             if hmac.compare_digest(known, digest):
-                found = holder
+                found = principal
         if found is None:
             raise UnauthenticatedError("the bearer token is not known")
         if found.expires is not None and found.expires <= datetime.now(UTC):
@@ -168,7 +168,7 @@ def _read(path: str) -> list[tuple[bytes, Principal]]:
 
 
 def _parse(line: Any) -> tuple[bytes, Principal]:
-    """A line's hash and holder; errors never repeat a hash, or a token that was put in its place."""
+    """The hash and principal of a line. Errors never repeat a hash, or a token in its place."""
     if not isinstance(line, dict):
         raise ConfigError("is not a JSON object")
     unknown = set(line) - {"name", "sha256", "expires", *_LIMITS}

@@ -84,8 +84,8 @@ class Credentials:
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
             raise InvalidRequestError("token", "set", problem)
 
-    def watched(self) -> ReloadingFile[CredentialBundle]:
-        """Everything that is in files, and stays as fresh as they are.
+    def reloading(self) -> ReloadingFile[CredentialBundle]:
+        """The contents of the files, read again when they change.
 
         Raises:
             ConfigError: a file that cannot be used.

@@ -10,7 +10,7 @@ from specwire.completion import Chunk, Completion, FinishReason, ResumeInfo, Spe
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
-from specwire.wire import model as wire
+from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 
 MAX_MESSAGES = 4096
 
@@ -50,7 +50,7 @@ def generate_request(
             "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
         )
     request = generation_pb2.GenerateRequest(
-        sampling=wire.sampling_to_proto(params),
+        sampling=sampling_to_proto(params),
         stop_conditions=generation_pb2.StopConditions(
             max_tokens=params.max_tokens or 0,
             stop=params.stop,
@@ -80,7 +80,7 @@ def resuming_request(
     request = generation_pb2.GenerateRequest()
     request.CopyFrom(original)
     request.sampling.seed = info.seed
-    request.sampling.rule = wire.RULES[info.rule]
+    request.sampling.rule = RULES[info.rule]
     request.context_digest = info.context_digest
     request.generated_token_ids.extend(token_ids)
     return request
@@ -89,15 +89,13 @@ def resuming_request(
 def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
     """What the first message of a stream says of it."""
     return generation_pb2.ResumeInfo(
-        seed=info.seed, rule=wire.RULES[info.rule], context_digest=info.context_digest
+        seed=info.seed, rule=RULES[info.rule], context_digest=info.context_digest
     )
 
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The same, read."""
-    return ResumeInfo(
-        seed=message.seed, rule=wire.RULE_NAMES[message.rule], context_digest=message.context_digest
-    )
+    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -145,7 +143,7 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
-    fields = wire.law_from_proto(request.sampling)
+    fields = sampling_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
     if request.HasField("num_draft_tokens"):
@@ -247,7 +245,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         stop_string=reason if isinstance(reason, str) else None,
         stop_token_id=reason if isinstance(reason, int) else None,
         seed=completion.seed,
-        rule=wire.RULES[completion.rule],
+        rule=RULES[completion.rule],
         model=completion.model,
         usage=generation_pb2.Usage(**_fields(completion.usage)),
         speculation=_speculation_to_proto(completion.speculation),
@@ -270,7 +268,7 @@ def completion_from_proto(
         timing=_noun(Timing, message.timing),
         stop_reason=getattr(message, which) if which else None,
         seed=message.seed,
-        rule=wire.RULE_NAMES[message.rule],
+        rule=RULE_NAMES[message.rule],
         model=message.model,
         tokens=tuple(tokens),
         num_resumes=num_resumes,

@@ -76,7 +76,7 @@ def _check_multiple_of_4(data: bytes, name: str) -> None:
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The part of the parameters that changes the law of the next token."""
+    """The parameters that determine the distribution of the next token."""
     return common_pb2.SamplingParams(
         **{name: getattr(params, name) for name in (*_WARPS, *_PENALTIES)},
         logit_bias=dict(params.logit_bias),
@@ -86,7 +86,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     )
 
 
-def law_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
+def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
     """The same, as arguments of `SamplingParams`; what is unset is left out, but for the rule.
 
     Raises:
@@ -124,7 +124,7 @@ def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
         raise InvalidRequestError("seed", "unset", "must be set on a stream")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
         raise InvalidRequestError("rule", "unset", "must be set on a stream")
-    return SamplingParams(**law_from_proto(message.sampling), cache_salt=message.cache_salt)
+    return SamplingParams(**sampling_from_proto(message.sampling), cache_salt=message.cache_salt)
 
 
 def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0) -> common_pb2.OpenSequence:

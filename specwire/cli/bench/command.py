@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
     add_flags(serve, ClientConfig)
     _add_load_flags(serve)
     _add_output_flags(serve)
-    add_sampling_flags(serve, max_tokens=128)
+    add_sampling_flags(serve, omit=("seed",), max_tokens=128)
     serve.set_defaults(run=run)
 
 

@@ -193,7 +193,7 @@ class ProgressBar:
         self._out = out
         self._total = total
         self._clock = clock
-        self._shown = out.isatty()
+        self._is_shown = out.isatty()
         self._num_ended = self._num_failed = 0
         self._start_s = self._drawn_s = clock()
 
@@ -202,14 +202,14 @@ class ProgressBar:
         self._num_ended += 1
         self._num_failed += not record.completed
         now_s = self._clock()
-        if self._shown and (now_s - self._drawn_s > _REDRAW_S or self._num_ended == self._total):
+        if self._is_shown and (now_s - self._drawn_s > _REDRAW_S or self._num_ended == self._total):
             self._drawn_s = now_s
             self._out.write("\r\x1b[K" + self._line(now_s - self._start_s))
             self._out.flush()
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._shown:
+        if self._is_shown:
             self._out.write("\r\x1b[K")
             self._out.flush()
 
