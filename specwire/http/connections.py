@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from typing import Any
@@ -16,14 +15,14 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specwire.rpc import descriptors
+
 log = logging.getLogger(__name__)
 
 _REQUEST_S = 10.0
 """Longest wait for a request, and for the rest of one that was answered before its end."""
 _MAX_CONNECTIONS = 4096
 """Over three times what a coordinator takes by itself (256 running generations, 1,024 that wait)."""
-_SPARE_FDS = 64
-"""For connections to the coordinator, and files."""
 _MAX_ACCEPTED = 32
 """In one turn of the event loop; four turns later one is known, or has made room for another."""
 _QUIET_S = 10.0
@@ -46,14 +45,9 @@ class ListeningSocket(socket.socket):
             if self._num_accepted % _MAX_ACCEPTED == 0:
                 raise BlockingIOError
             connection, address = super().accept()
-            if connection.fileno() < _max_fds() - _SPARE_FDS:
+            if connection.fileno() < descriptors.max_accepted():
                 return connection, address
             connection.close()
-
-
-def _max_fds() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 class Connections:
@@ -64,7 +58,7 @@ class Connections:
         idle_timeout_s: how long a client may read nothing of a response, in seconds.
         """
         self.idle_timeout_s = idle_timeout_s
-        self._limit = min(_MAX_CONNECTIONS, _max_fds() * 3 // 4)
+        self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
         self._idle: dict[Connection, None] = {}  # in the order in which they became so
         self._num_open = 0
         self._told_s = -_QUIET_S

@@ -31,6 +31,11 @@ def max_connections() -> int:
     return min(limit - min(_MOST_RESERVED, limit // 4), _MAX_CONNECTIONS)
 
 
+def max_accepted() -> int:
+    """Of all descriptors, the most at which a server still accepts, to close others that wait for nothing."""
+    return (max_connections() + _limit()) // 2
+
+
 def set_up() -> None:
     """Raise this process's limit as far as allowed, and have the running loop warn when it is reached, in one
     line. asyncio itself logs a hundred tracebacks a second then.
@@ -53,7 +58,7 @@ class _Watch:
 
     def look(self) -> None:
         """Now, and from now on every second."""
-        if _num_open() >= max_connections():
+        if num_open() >= max_connections():
             self._warn()
         self._loop.call_later(_LOOK_EVERY_S, self.look)
 
@@ -71,7 +76,7 @@ class _Watch:
             self._warned_s = now_s
             log.warning(
                 "%d of %d file descriptors are open: new connections are closed, or wait",
-                _num_open(),
+                num_open(),
                 _limit(),
             )
 
@@ -81,7 +86,8 @@ def _limit() -> int:
     return _MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft
 
 
-def _num_open() -> int:
+def num_open() -> int:
+    """How many are open in this process."""
     try:
         return len(os.listdir("/dev/fd"))
     except OSError as error:  # to look takes one

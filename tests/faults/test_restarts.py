@@ -95,8 +95,9 @@ class TestRestarts:
         assert client.get_model_info()[1] is None
         draft.start()
         wait_until(lambda: client.get_status().draft_unavailable == "", 10)
+        # The first rounds with a draft that has failed do not wait for it.
+        assert client.generate(PROMPT, self.GREEDY).token_ids == undisturbed.token_ids
         again = client.generate(PROMPT, self.GREEDY)
-        assert again.token_ids == undisturbed.token_ids
         assert again.speculation.num_accepted_tokens == undisturbed.speculation.num_accepted_tokens
 
     def test_a_running_generation_takes_the_draft_up_again(

@@ -218,7 +218,7 @@ def unread_events(address: str, body: dict[str, Any]) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
     connection.connect((host, int(port)))
     text = json.dumps(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(text)}\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{text}".encode())
     return connection
 

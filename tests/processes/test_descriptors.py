@@ -135,23 +135,24 @@ def test_asyncios_servers_log_no_traceback_for_each_connection(
     front = start(
         "ulimit -n 60", "specwire.cli", "http", "--address", "127.0.0.1:0", "--server", "127.0.0.1:1"
     )
-    with contextlib.closing(http.client.HTTPConnection(front.address, timeout=10)) as kept:
-        ask(kept)
-        strangers += [front.connect() for _ in range(100)]
-        until(lambda: "file descriptors are open" in front.log)
-        ask(kept)
-        time.sleep(1.2)  # asyncio tries again every second
-        ask(kept)
+    assert is_answered(front.address)
+    strangers += [front.connect() for _ in range(100)]
+    until(lambda: "are open" in front.log)
+    until(lambda: is_answered(front.address))  # in the middle of the flood it may be among those closed
+    time.sleep(1.2)  # asyncio tries again every second
+    assert is_answered(front.address)
     assert "Traceback" not in front.log
-    assert len(front.log.splitlines()) == 1, front.log
+    assert 1 <= len(front.log.splitlines()) <= 2, front.log  # too many connections, too few descriptors
 
 
-def ask(connection: http.client.HTTPConnection) -> None:
-    """An answer on a connection that stays open."""
-    connection.request("GET", "/none")
-    answer = connection.getresponse()
-    answer.read()
-    assert (answer.status, answer.will_close) == (404, False)
+def is_answered(address: str) -> bool:
+    """A client of now: those without a request have made room for it."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+        try:
+            connection.request("GET", "/none")
+            return connection.getresponse().status == 404
+        except ConnectionError:
+            return False
 
 
 def test_the_soft_limit_is_raised(start: Callable[..., Process]) -> None:
