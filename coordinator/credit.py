@@ -11,7 +11,7 @@ little on its way a round always starts: otherwise both sides would wait for eac
 
 from __future__ import annotations
 
-from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS
+from specwire.core import MAX_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS
 from specwire.errors import InvalidRequestError
 
 
@@ -35,7 +35,7 @@ class Credit:
             return True
         num_ahead = self._num_emitted - self._num_acknowledged
         num_on_their_way = self._num_sent - self._num_acknowledged
-        return num_ahead + self._round_len <= self._window or num_on_their_way <= MAX_KEPT_BACK_TOKENS
+        return num_ahead + self._round_len <= self._window or num_on_their_way <= MAX_UNACKNOWLEDGED_TOKENS
 
     def spend(self, *, num_emitted: int, num_sent: int) -> None:
         """Note what a round emitted and what leaves for the client with it; to be called before it leaves."""

@@ -27,7 +27,7 @@ class _Pem(NamedTuple):
 
 
 def check(config: ListenConfig) -> None:
-    """Read all files now, rather than after a model was loaded.
+    """Check all files now, rather than after a model is loaded.
 
     Raises:
         ConfigError: a file that cannot be used.
@@ -39,10 +39,10 @@ def check(config: ListenConfig) -> None:
 
 
 def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
-    """Listen at the config's address, behind TLS if it has files for that.
+    """Listen at the config's address, with TLS if the config has a certificate.
 
     Returns:
-        The port; 0 when the address cannot be bound.
+        The port; 0 if the address cannot be bound.
 
     Raises:
         ConfigError: a file that cannot be used.
@@ -56,7 +56,7 @@ def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
 
 
 def _server_credentials(config: ListenConfig) -> grpc.ServerCredentials:
-    """gRPC asks at every new connection; those that are open keep what they began with."""
+    """gRPC asks for them at every new connection; open connections keep theirs."""
     paths = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
     files = ReloadingFile(paths, lambda: _read_pem(config))
 
