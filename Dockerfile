@@ -8,7 +8,7 @@ ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
 ARG TORCH=cpu
-# The wheels of torch on PyPI carry CUDA; the CPU's have an index of their own.
+# PyPI's wheels of torch include CUDA; those for the CPU have an index of their own.
 ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_DEPS=1
 RUN python -m venv /opt/specwire
@@ -25,11 +25,11 @@ RUN pip install --no-build-isolation . && pip check
 
 FROM ${BASE}
 COPY --from=build /opt/specwire /opt/specwire
-# In /usr/local/bin too: a login shell, as KubeRay may start Ray in, has a PATH of its own.
+# In /usr/local/bin too: a login shell, in which KubeRay may start Ray, has a PATH of its own.
 RUN ln -s /opt/specwire/bin/specwire /opt/specwire/bin/ray /usr/local/bin/ \
  && groupadd --gid 10001 specwire \
  && useradd --uid 10001 --gid specwire --create-home specwire
-# What NVIDIA's runtime is to bring into the container; without it nothing reads this.
+# What NVIDIA's runtime mounts into the container; ignored without it.
 ENV PATH=/opt/specwire/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PYTHONDONTWRITEBYTECODE=1

@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test chaos bench browser setup lock sbom images format lint types proto proto-check unit train clean
+.PHONY: demo test test-all coverage chaos bench browser setup lock sbom images format lint types proto proto-check unit slow train clean
 
 demo: setup
 	@$(BIN)/specwire demo
 
 test: setup lint types proto-check unit
 
+# With the tests that take long or prove once more what others prove in short.
+test-all: test slow
+
 # The long forms of the tests about faults, over an hour; results in benchmarks/results/chaos.md.
 chaos: setup
-	CHAOS=1 $(BIN)/python -m pytest -rA $$(grep -rlwE 'CHAOS|tests\.chaos' --include='test_*.py' tests)
+	CHAOS=1 $(PYTEST) -rA -m chaos
 
 bench: setup
 	$(BIN)/python -m benchmarks
@@ -95,19 +98,26 @@ proto-check: setup
 		--grpc_python_out=build/proto $(PROTOS)
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
-# Tests that set no bound to any time: two processes share the processors. The others have them for themselves.
-UNHURRIED := acceptance bad_input bad_models benchmarks bounded_memory cache_salt client config credit_account demo device doors \
-	draft_length emulated exactness_pure exactness_timed exactness_wire forecast gpu_benchmark greedy gumbel health http_docs \
-	http_errors http_scan internal_tokens k8s kv_cache layering loading locks not_numbers packaging packing padded peer_checks \
-	prefix_index prefix_sharing prepared random reproducible resume_law rollback rule runner sampling secrecy simulation statuses stops \
-	text timeline timeline_shown tokenizer tokens transfer wire wire_limits
-TOGETHER := $(UNHURRIED:%=tests/test_%.py)
+# Two processes share the processors; tests marked `serial` then have them for themselves (pyproject.toml has the
+# markers). A thread for each model: several processes compute at a time, and threads that wait for each other spin.
+PYTEST := $(BIN)/python -m pytest
 
-# A thread for each model: several processes compute at a time, and threads that wait for each other spin.
 unit: export OMP_NUM_THREADS = 1
 unit: setup
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --timeout 600 $(TOGETHER); together=$$?; \
-	$(BIN)/python -m pytest $(TOGETHER:%=--ignore=%) && exit $$together
+	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow"; parallel=$$?; \
+	$(PYTEST) -m "serial and not slow" && exit $$parallel
+
+# How much of the rule, the engine and the coordinator the parallel tests run, with a floor for each.
+coverage: export OMP_NUM_THREADS = 1
+coverage: setup
+	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow" --cov --cov-report=
+	@for floor in specwire/rule:98 specwire/engine:90 coordinator:90; do \
+		$(BIN)/coverage report --include="$${floor%:*}/*" --fail-under=$${floor#*:} --skip-covered || exit 1; done
+
+slow: export OMP_NUM_THREADS = 1
+slow: setup
+	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "slow and not serial"; parallel=$$?; \
+	$(PYTEST) -m "slow and serial" && exit $$parallel
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup

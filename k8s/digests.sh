@@ -1,6 +1,6 @@
 #!/bin/sh
-# Writes the digest that each image's tag stands for today: NAME:TAG becomes NAME:TAG@sha256:... in the Dockerfile and
-# the manifests, and a digest that is there already is replaced. Needs skopeo, and a network that has the registries.
+# Writes the current digest of each image's tag: NAME:TAG becomes NAME:TAG@sha256:... in the Dockerfile and
+# the manifests, and an existing digest is replaced. Needs skopeo and access to the registries.
 set -eu
 cd "$(dirname "$0")/.."
 files=$(grep -rlE '(image: |ARG BASE=)[^ ]+:' Dockerfile k8s --include=Dockerfile --include='*.yaml')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """DraftService proposes tokens. One stream is one sequence, and its KV cache lives exactly as long.
+    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,11 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """DraftService proposes tokens. One stream is one sequence, and its KV cache lives exactly as long.
+    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
     """
 
     def Draft(self, request_iterator, context):
-        """Draft answers each request with proposals that extend the committed tokens.
+        """Draft answers each request with a proposal that extends the committed tokens; prepared ones come in between.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """DraftService proposes tokens. One stream is one sequence, and its KV cache lives exactly as long.
+    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """GenerationService continues prompts with the target's own distribution.
+    """GenerationService continues prompts; the output has the target's distribution.
     """
 
     def __init__(self, channel):
@@ -53,30 +53,30 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """GenerationService continues prompts with the target's own distribution.
+    """GenerationService continues prompts; the output has the target's distribution.
     """
 
     def Generate(self, request_iterator, context):
-        """Generate streams one chunk a round, and ends with exactly one completion or an error status.
+        """Generate streams one chunk per round, and ends with exactly one completion or an error status.
 
-        The first request says what to generate; every later one only acknowledges tokens. A client that
-        reads to the end without pausing may send one request and half-close. One that wants the server to
-        wait for it gives credit in the first request, and acknowledges tokens as it consumes them:
+        The first request describes the generation; every later one only acknowledges tokens. A client that
+        reads to the end without pausing may send one request and half-close. A client that the server is to
+        wait for gives credit in the first request, and acknowledges tokens as it consumes them:
 
         client: prompt, credit_tokens 64      the server may be 64 tokens ahead
-        server: chunks of 5, 4, 5, 3 tokens   17 tokens are on their way or unread
+        server: chunks of 5, 4, 5, 3 tokens   17 tokens are in flight or unread
         client: credit_tokens 17              consumed: the server may be 64 ahead of these
 
-        The generation pauses before a round that might take it further ahead than the credit allows, and
-        goes on when enough is acknowledged. It never pauses while at most 15 of the tokens that it sent are
-        not acknowledged: so a client may save messages by keeping back up to 15, and a round that is larger
-        than the credit still runs, one at a time. Text, chunks and seeds do not depend on any of this.
+        The generation pauses before a round that might exceed the credit, and continues when enough is
+        acknowledged. It never pauses while at most 15 sent tokens are unacknowledged: so a client may save
+        messages by holding back acknowledgements of up to 15, and a round that is larger than the credit still
+        runs, one at a time. Text, chunks and seeds do not depend on any of this.
 
-        A generation that is paused for a second leaves its place to others, and gets in line for one again when it
-        may go on. A stream that takes nothing for as long as the server's --idle-timeout-s ends with ABORTED and the
-        reason STREAM_IDLE: a request with generated_token_ids goes on with it. What counts is an acknowledgement, or
-        that the server could write a message, which flow control prevents where a client does not read. A client
-        that reads slowly should not keep tokens back for long.
+        A generation that is paused for a second releases its slot, and queues for one again when it may continue. A
+        stream whose client takes nothing for the server's --idle-timeout-s ends with ABORTED and the reason
+        STREAM_IDLE; a request with generated_token_ids resumes it. With credit, an acknowledgement counts as taking;
+        without, a message that the server could write, which flow control prevents if a client does not read. A
+        client that reads slowly should not hold back acknowledgements for long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +90,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """GetStatus says what the coordinator is doing now.
+        """GetStatus reports the coordinator's current state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """GenerationService continues prompts with the target's own distribution.
+    """GenerationService continues prompts; the output has the target's distribution.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class VerifyServiceStub:
-    """VerifyService runs the target over proposals. One stream is one sequence, and its KV cache lives
-    exactly as long.
+    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
+    the stream.
     """
 
     def __init__(self, channel):
@@ -49,12 +49,12 @@ class VerifyServiceStub:
 
 
 class VerifyServiceServicer:
-    """VerifyService runs the target over proposals. One stream is one sequence, and its KV cache lives
-    exactly as long.
+    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
+    the stream.
     """
 
     def Verify(self, request_iterator, context):
-        """Verify answers each request with what the target says at every draft position and at the one after.
+        """Verify answers each request with the target's verdict at every draft position and at the one after.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService:
-    """VerifyService runs the target over proposals. One stream is one sequence, and its KV cache lives
-    exactly as long.
+    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
+    the stream.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ NUM_REQUESTS = LOAD.num_clients * LOAD.num_requests
 AT_CHUNK = 40  # of all clients: when it happens, in mid-stream for each of them
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.timeout(900 if IS_LONG else 300)
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 if IS_LONG else 300)]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ FINE = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-pytestmark = pytest.mark.timeout(sized(300, 1800))
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 1800))]
 
 
 @pytest.fixture(scope="module")

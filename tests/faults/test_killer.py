@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 from collections import Counter
@@ -21,9 +20,10 @@ import pytest
 from specwire import AsyncClient, Rule, SamplingParams, SpecwireError
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from tests.support import report
+from tests.support.effort import sized
 from tests.support.fleet import Fleet, hung_device, stopped
 
-NUM_RUNS = 100 if os.environ.get("CHAOS") else 2
+NUM_RUNS = sized(2, 100)
 NUM_CLIENTS, NUM_REQUESTS, NUM_TOKENS = 4, 3, 80
 ROLES = ("verify", "draft", "coordinator")
 _ALLOWED = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
@@ -123,6 +123,7 @@ def held(fleet: Fleet) -> int:
     return found
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_killer() -> None:
     draws, ends = random.Random(1), Counter[str]()

@@ -26,7 +26,7 @@ NUM_REQUESTS = sized(2, 4)
 TIMEOUT_S = 30.0
 SHORT_TIMEOUT_S = 1.0
 LATE_S = sized(5.0, 1.0)  # a busy machine adds to the second that the bar allows
-pytestmark = pytest.mark.timeout(sized(300, 400))
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 400))]
 
 Fault = Callable[[StackProxy, Sequence[Direction]], None]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from specwire import Rule, SamplingParams
 from tests.support.harness import local_stack
+
+pytestmark = pytest.mark.serial
 
 CHOSEN = {"num_draft_tokens": "auto"}
 

@@ -29,6 +29,8 @@ from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.support.harness import LocalStack, local_stack
 from tests.support.links import MS, Linked, Peer, until
 
+pytestmark = pytest.mark.serial
+
 TARGET, DRAFT = "emulated:step_ms=2", "emulated:step_ms=0.2,alpha=0.8"
 
 

@@ -10,6 +10,8 @@ from specwire import Rule, SamplingParams
 from specwire.testing.delay_proxy import Link
 from tests.support.harness import local_stack
 
+pytestmark = pytest.mark.serial
+
 PROMPT = [1, 2, 3]
 TARGET_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={TARGET_MS:g}", "emulated:step_ms=1,alpha=0.9,runner_up=0.55"

@@ -17,6 +17,8 @@ from specwire import AsyncClient
 from specwire.engine.jobs import Job, TokenSequence
 from tests.support.harness import LocalStack, local_stack, started_services
 
+pytestmark = pytest.mark.serial
+
 PLAN = Plan(num_together=100, max_tokens=32, devices=Devices(target_ms=2.0, draft_ms=0.2))
 TARGET = f"emulated:step_ms={PLAN.devices.target_ms}"
 DRAFT = f"emulated:step_ms={PLAN.devices.draft_ms},alpha={PLAN.devices.alpha}"

@@ -13,6 +13,8 @@ from specwire import Fate, Token
 from specwire.completion import Chunk, Completion
 from tests.support.harness import local_stack, started_services
 
+pytestmark = pytest.mark.serial
+
 PLAN = Plan(num_streams=200, num_tokens=32)
 NUM_ALONE = 8
 

@@ -25,6 +25,8 @@ from specwire.tokenizer import Tokenizer
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 
+pytestmark = pytest.mark.serial
+
 FEW = SamplingParams(max_tokens=2)
 LONG = "long " * 8_000
 """Over 16 KiB: its thread is that of the long ones."""

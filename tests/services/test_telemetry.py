@@ -28,6 +28,8 @@ from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
 from tests.support.otlp_receiver import OtlpReceiver
 
+pytestmark = pytest.mark.serial
+
 PAGE = (Path(__file__).parents[2] / "docs/jaeger.md").read_text()
 PROMPT = [3, 5, 7, 11]
 QUEUE = 32

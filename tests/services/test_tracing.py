@@ -19,6 +19,8 @@ from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver
 
+pytestmark = pytest.mark.serial
+
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """
 from specwire import tracing

@@ -9,7 +9,8 @@ _HEAD = """# Faults, as measured by `make chaos`
 
 What each row is about: [docs/faults.md](../../docs/faults.md).
 
-| case | outcome | measured |
+"""
+_TABLE = """| case | outcome | measured |
 |---|---|---|
 """
 _rows: dict[str, str] = {}
@@ -21,10 +22,13 @@ def note(case: str, outcome: str, measured: str = "") -> None:
 
 
 def keep() -> str:
-    """Add this run's rows to the file, in place of older ones on the same cases; returns this run's."""
-    rows = dict(_rows)
+    """Add this run's rows to the file, in place of older ones on the same cases; returns this run's. What is
+    written above the table stays."""
+    rows, head = dict(_rows), _HEAD
     if RESULTS.exists():
-        kept = [line for line in RESULTS.read_text().splitlines() if line.startswith("| ")]
-        rows = {line.split(" | ")[0].removeprefix("| "): line for line in kept[1:]} | rows
-    RESULTS.write_text(_HEAD + "\n".join(rows.values()) + "\n")
+        said, _, table = RESULTS.read_text().partition(_TABLE)
+        kept = [line for line in table.splitlines() if line.startswith("| ")]
+        rows = {line.split(" | ")[0].removeprefix("| "): line for line in kept} | rows
+        head = said
+    RESULTS.write_text(head + _TABLE + "\n".join(rows.values()) + "\n")
     return "\n".join(_rows.values()) + "\n"

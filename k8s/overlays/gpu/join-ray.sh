@@ -1,11 +1,11 @@
 # Makes this pod a node of the Ray cluster, waits for the GPUs, and becomes `specwire "$@"`.
-# Meanwhile it is the pod's first process, which gets no signal that it does not trap.
+# Until then it is the pod's first process, which receives only signals that it traps.
 set -eu
 trap 'exit 143' TERM
 
 until ray health-check --address "$SPECWIRE_RAY_ADDRESS"; do sleep 2; done
 
-# 80 MB is the least object store that Ray accepts; nothing is kept in it.
+# 80 MB is the smallest object store that Ray accepts; nothing is stored in it.
 ray start --address="$SPECWIRE_RAY_ADDRESS" --num-cpus=0 --num-gpus=0 --object-store-memory=80000000
 
 python - <<'WAIT'
