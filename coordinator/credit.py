@@ -11,7 +11,7 @@ more than those in flight a round always starts: otherwise both sides would wait
 
 from __future__ import annotations
 
-from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS
+from specwire.core import MAX_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS
 from specwire.errors import InvalidRequestError
 
 
@@ -35,7 +35,7 @@ class Credit:
             return True
         num_ahead = self._num_emitted - self._num_acknowledged
         num_in_flight = self._num_sent - self._num_acknowledged
-        return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_KEPT_BACK_TOKENS
+        return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
 
     def spend(self, *, num_emitted: int, num_sent: int) -> None:
         """Count the tokens that a round emitted and that its message carries; call it before that is sent."""

@@ -5,7 +5,7 @@
     with Client("127.0.0.1:7070") as client:
         print(client.generate("def fibonacci(", SamplingParams(max_tokens=64)).text)
 
-Importing this package loads neither torch nor transformers; grpc comes with the clients only.
+Importing this package loads neither torch nor transformers, and grpc only with the clients.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _CLIENT_NAMES = ("AsyncClient", "AsyncStream", "Client", "RetryPolicy", "Stream"
 
 
 def __getattr__(name: str) -> Any:
-    """Clients on first use: a service that imports the nouns need not load the client."""
+    """Load clients on first use: a service that imports the nouns does not load the client."""
     if name in _CLIENT_NAMES:
         from specwire.client import client
 

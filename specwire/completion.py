@@ -1,4 +1,4 @@
-"""What a client gets of a generation: tokens, chunks and the completion. No torch, no grpc, no I/O."""
+"""What a client receives of a generation: tokens, chunks and the completion. No torch, no grpc, no I/O."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-    """One token on its way to a client.
+    """One token, as clients receive it.
 
     Attributes:
         token_id: its id.
         text: what it adds to the text; empty while a character is incomplete.
         fate: accepted, rejected, recovered or bonus.
-        logprob: under the target, in nats, when asked for.
+        logprob: under the target, in nats, if requested.
         top_logprobs: token id and log probability of the likeliest alternatives, best first.
     """
 
@@ -44,10 +44,10 @@ class Chunk:
     Attributes:
         text: new text; complete characters only, never part of a stop string.
         tokens: the emitted tokens whose text is in `text`, in order.
-        rejected: draft tokens that this round refused, for display.
+        rejected: draft tokens that this round rejected, for display.
         first_index: index of `tokens[0]` in the output, from 0.
-        speculation, timing: of the generation so far, where progress was asked for.
-        held: tokens of the round whose text is not certain yet; a later chunk has them in `tokens`.
+        speculation, timing: of the generation so far, if progress was requested.
+        held: tokens of the round whose text is incomplete; a later chunk has them in `tokens`.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeInfo:
-    """What fixes a generation beside its request, for whoever goes on with it.
+    """What determines a generation besides its request, for the coordinator that resumes it.
 
     Attributes:
         seed, rule: as in the completion.
@@ -85,7 +85,7 @@ class Usage:
     Attributes:
         prompt_tokens: of the prompt, after encoding.
         completion_tokens: emitted.
-        cached_tokens: found in the target's cache of known prefixes instead of being computed.
+        cached_tokens: prompt tokens found in the target's prefix cache.
     """
 
     prompt_tokens: int
@@ -95,16 +95,16 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """What speculation did for one generation.
+    """Counts of speculation in one generation.
 
     Attributes:
-        num_rounds: verify passes, those without draft tokens included.
+        num_rounds: verify passes, including those without draft tokens.
         num_draft_tokens: draft tokens verified.
         num_accepted_tokens: of these, accepted.
         acceptance_histogram: [k] is the number of rounds with a draft that accepted exactly k tokens.
         drafted_per_position, accepted_per_position: counts at draft position i (0-based).
-        draft_unavailable: why the draft was not there for a part of the generation; empty when it was.
-        num_prepared: rounds whose proposal had been prepared before the round before them ended.
+        draft_unavailable: why the draft was unavailable for a part of the generation; empty if it was not.
+        num_prepared: rounds whose proposal was prepared before the previous round ended.
     """
 
     num_rounds: int = 0
@@ -118,13 +118,13 @@ class Speculation:
 
     @property
     def hit_rate(self) -> float:
-        """Rounds whose proposal had been prepared over all with a draft; 0 without any."""
+        """Fraction of the rounds with a draft whose proposal was prepared; 0 without any."""
         num_drafts = sum(self.acceptance_histogram)
         return self.num_prepared / num_drafts if num_drafts else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed per round with a draft, the recovered or bonus one counted; 1 without any."""
+        """Tokens committed per round with a draft, including the recovered or bonus token; 1 without any."""
         num_drafts = sum(self.acceptance_histogram)
         return 1 + self.num_accepted_tokens / num_drafts if num_drafts else 1.0
 
@@ -138,8 +138,8 @@ class Speculation:
 class Timing:
     """Where the time of one generation went, in milliseconds.
 
-    `draft_ms` and `verify_ms` are device time as the services report it, `queue_ms` their waiting,
-    `rule_ms` the accept rule in the coordinator, `network_ms` what is left of both round trips.
+    `draft_ms` and `verify_ms` are device time as reported by the services, `queue_ms` their queues, `rule_ms`
+    the accept rule in the coordinator, `network_ms` the rest of both round trips.
     """
 
     total_ms: float = 0.0
@@ -155,21 +155,21 @@ class Timing:
 class Completion:
     """A finished generation.
 
-    Where it lost its coordinator, `speculation`, `timing` and `usage.cached_tokens` are those of the part
-    after the last loss; all else is about the whole.
+    Of a resumed generation, `speculation`, `timing` and `usage.cached_tokens` cover the part after the last
+    resume; all else covers the whole.
 
     Attributes:
         text: the output, without stop string or special tokens.
-        token_ids: all emitted tokens, the one that ended it included.
+        token_ids: all emitted tokens, including the one that ended it.
         finish_reason: why it ended.
         stop_reason: the stop string or token id that ended it, if one did.
         seed: fixes all random choices of this generation.
-        rule: that it ran under.
+        rule: verification rule of this generation.
         reproducible: whether the same request gives the same text, with any draft and under any load: tokens
-            were matched, and the target computes them bitwise the same in any batch. Else rounding may decide
-            between tokens that are all but equal.
+            were matched, and the target is batch-invariant. Else rounding may decide between tokens of nearly
+            equal probability.
         tokens: the emitted tokens with their fates and log probabilities.
-        num_resumes: how often another coordinator, or the same one again, had to go on with it.
+        num_resumes: how often it was resumed, at another coordinator or the same one.
     """
 
     text: str

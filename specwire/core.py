@@ -1,6 +1,6 @@
 """The nouns of specwire, shared by every process; `completion.py` has a client's. No torch, no grpc, no I/O.
 
-The words are those of the field (see docs/architecture.md): a *round* is one draft → verify → commit
+The terms are those of the field (see docs/architecture.md): a *round* is one draft → verify → commit
 cycle; `output = accepted + (recovered or bonus)`; `num_draft_tokens` is γ.
 """
 
@@ -30,33 +30,33 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 MAX_CACHE_SALT_LEN = 256
 _MAX_INT = 2**31 - 1
-"""What the wire carries of counts and token ids."""
-# Of a client's credit, in tokens: the least and the most that a stream may have, and how many consumed
-# tokens a client may keep back without acknowledging them (see proto/specwire/v1/generation.proto).
+"""Largest count and token id on the wire."""
+# Flow control by credit, in tokens: the least and the most credit of a stream, and the most consumed tokens
+# that a client may leave unacknowledged (see proto/specwire/v1/generation.proto).
 MIN_CREDIT_TOKENS = 64
 MAX_CREDIT_TOKENS = 1 << 20
-MAX_KEPT_BACK_TOKENS = 15
+MAX_UNACKNOWLEDGED_TOKENS = 15
 
 
 class Rule(enum.StrEnum):
-    """How target and draft are reconciled. Both are exact; they differ in what must agree."""
+    """How draft tokens are verified. Both rules are exact."""
 
     REJECTION = "rejection"
     """Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
     GUMBEL = "gumbel"
-    """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): text fixed by the seed,
-    whatever the draft; bitwise where the target is batch-invariant."""
+    """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the seed fixes the text, with any
+    draft; bitwise where the target is batch-invariant."""
 
 
 class Fate(enum.StrEnum):
-    """What became of a token in its round."""
+    """How a token was decided in its round."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
     RECOVERED = "recovered"
     BONUS = "bonus"
     GIVEN = "given"
-    """Came with the request of a resumed generation; clients show the fate that it had before."""
+    """Part of the request of a resumed generation; clients report its previous fate."""
 
 
 def _check(ok: bool, name: str, value: object, problem: str) -> None:
@@ -77,7 +77,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _are_biases(biases: Mapping[int, float]) -> bool:
-    """Whether all are as they must be, without a name for each: there may be thousands in each of many."""
+    """Whether all biases are valid; checked together, as requests may have thousands."""
     if not biases:
         return True
     values = biases.values()
@@ -89,7 +89,7 @@ def _are_biases(biases: Mapping[int, float]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to continue a prompt. Every parameter works together with speculation.
+    """How to continue a prompt. Every parameter works with speculation.
 
     The target's distribution at a position is made from its logits in this order (that of
     transformers' `generate`): `logit_bias`, `repetition_penalty`, `presence_penalty` and
@@ -122,23 +122,23 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output; they are part of `token_ids`, not of the text."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence token."""
+    """Continue past the model's end-of-sequence token."""
     seed: int | None = None
-    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion names.
+    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion reports.
 
     With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); with `Rule.REJECTION` only together
-    with `num_draft_tokens`, else each request draws anew.
+    with `num_draft_tokens`, else each request may differ.
     """
     rule: Rule | None = None
-    """The rule that reconciles draft and target; None leaves it to the server, and the completion names it.
-    Unless it is told otherwise, the server takes `GUMBEL` where a seed is given or the draft is far away."""
+    """The verification rule; None leaves it to the server, and the completion reports it. By default the
+    server takes `GUMBEL` if a seed is given or the draft is far away."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
     cache_salt: str = ""
-    """Only requests of the same salt share what the caches hold of their prompts; the text does not depend on
-    it. With bearer tokens, requests under different names never share it."""
+    """Only requests of the same salt share cached prompts; the text does not depend on it. With bearer
+    tokens, requests of different principals never share them."""
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -147,7 +147,7 @@ class SamplingParams:
         self._check_penalties()
 
     def _coerce(self) -> None:
-        """Accept what callers naturally write: a single stop string, lists, a rule by name."""
+        """Accept other types that callers use: a single stop string, lists, a rule by name."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -231,17 +231,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True at temperature 0, where the target's law is one-hot."""
+        """True at temperature 0, where the target's distribution is one-hot."""
         return self.temperature == 0
 
     @property
     def needs_history(self) -> bool:
-        """True where the law at a position depends on which tokens came before, beyond the model itself."""
+        """True if penalties make the distribution at a position depend on the tokens before it."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def matches_tokens(self) -> bool:
-        """True where accepting means equality with the target's own token: no probabilities travel."""
+        """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
 
 
@@ -251,7 +251,7 @@ class Support:
 
     Attributes:
         token_ids: int64 [support_size], distinct.
-        probs: float32 [support_size], positive: the very numbers the draft token was sampled from.
+        probs: float32 [support_size], positive: exactly those that the draft token was sampled from.
     """
 
     token_ids: IntArray
@@ -263,7 +263,7 @@ class Proposal:
     """Draft tokens for the positions from `base_len` on, as a chain.
 
     Attributes:
-        base_len: committed length that it extends, in tokens.
+        base_len: the committed length that it extends, in tokens.
         token_ids: [num_draft_tokens].
         supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
     """
@@ -273,13 +273,13 @@ class Proposal:
     supports: Sequence[Support] = ()
 
     def first(self, num_tokens: int) -> Proposal:
-        """Its first tokens; how many must not depend on what they are."""
+        """Its first tokens; their number must not depend on the tokens."""
         return Proposal(self.base_len, self.token_ids[:num_tokens], self.supports[:num_tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What a draft service shall do ahead of the verdict on its proposal.
+    """What a draft service is to prepare before the verdict on its proposal.
 
     Attributes:
         num_outcomes: most outcomes to work on at a time.
@@ -316,16 +316,16 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target says about a proposal of γ tokens.
+    """The target's verdict on a proposal of γ tokens.
 
     Attributes:
         base_len: committed length of the proposal, in tokens.
         target_token_ids: [γ + 1]. Where tokens are matched: the target's own choice at each position.
             Under rejection sampling: at draft positions the tail token, drawn from the target outside
             the support (-1 where no mass is left there); at the last position the bonus token.
-        target_probs: [γ] arrays, float32 [support_size]: the target's law on each support (rejection only).
+        target_probs: [γ] arrays, float32 [support_size]: the target's probabilities there (rejection only).
         tail_mass: float64 [γ]: the target's mass outside each support (rejection only).
-        logprobs: [γ + 1] when asked for, else empty.
+        logprobs: [γ + 1] if requested, else empty.
     """
 
     base_len: int
@@ -337,13 +337,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the verify service is, and what its forward passes cost.
+    """Load of the verify service, and the cost of its forward passes.
 
     Attributes:
-        num_waiting: requests that waited when it answered.
-        num_sequences: sequences in the pass that answered.
-        base_ns, sequence_ns, token_ns: a pass costs base + a rate for each sequence and each token; all 0
-            before anything was measured.
+        num_waiting: requests in its queue when it responded.
+        num_sequences: sequences in the pass of the response.
+        base_ns, sequence_ns, token_ns: cost of a pass: base plus a rate for each sequence and each token; all
+            0 before it is measured.
     """
 
     num_waiting: int = 0
@@ -363,7 +363,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """What a model service says about itself in the handshake.
+    """A model service's description of itself in the handshake.
 
     Attributes:
         name: directory or hub id it was loaded from, without the path above it.
@@ -375,10 +375,10 @@ class ModelInfo:
         eos_token_ids: the model's own end-of-sequence tokens.
         protocol_version: of `specwire.v1`.
         incarnation: differs after every restart of the service.
-        tokenizer_source: where the tokenizer can be loaded from, empty when there is none.
-        prepares_outcomes: whether it can work ahead of the verdict on its proposals.
-        batch_invariant: whether a token is computed bitwise the same whatever else is in its pass.
-        weights_fingerprint: of config and weights; empty where there are none.
+        tokenizer_source: where the tokenizer can be loaded from; empty without a tokenizer.
+        prepares_outcomes: whether it can prepare proposals before the verdict on the last.
+        batch_invariant: whether a token is computed bitwise the same in any batch.
+        weights_fingerprint: of config and weights; empty without weights.
     """
 
     name: str
@@ -397,6 +397,6 @@ class ModelInfo:
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many first tokens two sequences share."""
+    """Length of the common prefix of two sequences."""
     pairs = zip(ours, theirs, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -1,26 +1,26 @@
-"""Every error that specwire raises, and the one gRPC status each travels as.
+"""Every error that specwire raises, and its gRPC status.
 
     SpecwireError
-    ├── InvalidRequestError         a request that can never work; names the field and the value
+    ├── InvalidRequestError         a request that cannot succeed; names the field and the value
     │   ├── ContextLengthError      prompt plus max_tokens do not fit the model's context
-    │   └── UnsupportedError        valid in itself, but not with this model or server
-    ├── ModelLoadError              a model directory that is missing, corrupt or of a refused kind
+    │   └── UnsupportedError        valid, but not supported by this model or server
+    ├── ModelLoadError              a model directory that is missing, corrupt or unsupported
     ├── ConfigError                 a flag, environment variable or address that cannot be used
     ├── HandshakeError              draft and target that cannot work together
-    ├── PrefixMismatchError         a stream request that does not extend what the receiver holds
+    ├── PrefixMismatchError         a stream request that does not extend the receiver's tokens
     ├── UnauthenticatedError        no bearer token, or one that is unknown or expired
-    ├── ResourceExhaustedError      full for now; try again after `retry_after_ms`
-    ├── StreamIdleError             the client took no token for too long; the generation can be resumed
-    │   └── GenerationIdleError     the same from the SDK, with what was received before
-    ├── ServiceUnavailableError     the peer is not there, or went away
-    │   └── GenerationLostError     a coordinator went away, and none went on in time; with what was received
+    ├── ResourceExhaustedError      full for now; retry after `retry_after_ms`
+    ├── StreamIdleError             the client read no token for too long; the generation can be resumed
+    │   └── GenerationIdleError     the same from the SDK, with the tokens received before
+    ├── ServiceUnavailableError     the peer cannot be reached, or was lost
+    │   └── GenerationLostError     a coordinator was lost, and none resumed in time; with the tokens received
     ├── DeadlineExceededError       the deadline passed
-    ├── RequestCancelledError       the caller or the server's shutdown ended it
-    └── InternalError               a defect: what the peer reported fits nothing above
+    ├── RequestCancelledError       cancelled by the caller or the server's shutdown
+    └── InternalError               a defect, or any other error of the peer
 
 Over gRPC an error is a status code, a message, and a `google.rpc.ErrorInfo` detail with the
-fields below as metadata, so the client raises the very type that the service raised. This module
-knows no grpc; `specwire.rpc.statuses` translates. The SDK's own two are in `specwire.client.errors`.
+fields below as metadata, so the client raises the same type as the service. This module knows no grpc;
+`specwire.rpc.statuses` translates. The two that only the SDK raises are in `specwire.client.errors`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import ClassVar
 
-_MAX_SHOWN_LEN = 200
+_MAX_VALUE_LEN = 200
 
 
 class SpecwireError(Exception):
     """Base of all errors raised by specwire."""
 
-    #: Name of the gRPC status code this error travels as.
+    #: Name of the gRPC status code of this error.
     status: ClassVar[str] = "UNKNOWN"
     #: Stable identifier on the wire (`google.rpc.ErrorInfo.reason`).
     reason: ClassVar[str] = "UNKNOWN"
 
     def details(self) -> dict[str, str]:
-        """Fields beyond the message, as they travel in `ErrorInfo.metadata`."""
+        """Fields beyond the message, for `ErrorInfo.metadata`."""
         return {}
 
 
@@ -57,7 +57,7 @@ class InvalidRequestError(SpecwireError, ValueError):
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
-        self.value = _shown(value)
+        self.value = _abbreviated(value)
         self.problem = problem
         super().__init__(f"{field}={self.value}: {problem}")
 
@@ -65,12 +65,12 @@ class InvalidRequestError(SpecwireError, ValueError):
         return {"field": self.field, "value": self.value, "problem": self.problem}
 
 
-def _shown(value: object) -> str:
-    """Errors travel as metadata, for which there is little room."""
-    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_SHOWN_LEN:
+def _abbreviated(value: object) -> str:
+    """Errors are sent as metadata, whose size is limited."""
+    if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_VALUE_LEN:
         return f"{len(value)} entries"
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MAX_SHOWN_LEN else text[:_MAX_SHOWN_LEN] + "..."
+    return text if len(text) <= _MAX_VALUE_LEN else text[:_MAX_VALUE_LEN] + "..."
 
 
 class ContextLengthError(InvalidRequestError):
@@ -80,38 +80,38 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnsupportedError(InvalidRequestError):
-    """The request is well formed, but this model or server refuses it rather than approximate it."""
+    """The request is valid, but this model or server refuses it rather than approximate it."""
 
     status = "UNIMPLEMENTED"
     reason = "UNSUPPORTED"
 
 
 class ModelLoadError(SpecwireError):
-    """A model or tokenizer could not be loaded, or is of a kind the engine cannot serve."""
+    """A model or tokenizer cannot be loaded, or is of a kind that the engine does not support."""
 
     status = "FAILED_PRECONDITION"
     reason = "MODEL_LOAD"
 
 
 class ConfigError(SpecwireError):
-    """A command line flag, `SPECWIRE_*` variable or address cannot be used."""
+    """A command line flag, `SPECWIRE_*` variable or address is invalid."""
 
     status = "FAILED_PRECONDITION"
     reason = "CONFIG"
 
 
 class HandshakeError(SpecwireError):
-    """Draft and target differ in vocabulary, tokenizer or protocol version; the message names both."""
+    """Draft and target differ in vocabulary, tokenizer or protocol version; names both."""
 
     status = "FAILED_PRECONDITION"
     reason = "HANDSHAKE"
 
 
 class PrefixMismatchError(SpecwireError):
-    """A stream request builds on a length that the receiver does not hold; re-open with the whole prefix.
+    """A stream request extends a length that the receiver does not hold; re-open with the whole prefix.
 
     Attributes:
-        base_len: the length the request builds on, in tokens.
+        base_len: the length that the request extends, in tokens.
         held_len: the length the receiver holds, in tokens.
     """
 
@@ -130,7 +130,7 @@ class PrefixMismatchError(SpecwireError):
 
 
 class UnauthenticatedError(SpecwireError):
-    """The service asks for a bearer token, and none came, or one that it does not know, or an expired one."""
+    """The service requires a bearer token, and the call has none, an unknown one or an expired one."""
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
@@ -140,7 +140,7 @@ class ResourceExhaustedError(SpecwireError):
     """A limit is reached (memory, streams, message size).
 
     Attributes:
-        retry_after_ms: when another try may succeed; None when it never will.
+        retry_after_ms: when a retry may succeed; None if it never will.
     """
 
     status = "RESOURCE_EXHAUSTED"
@@ -155,10 +155,10 @@ class ResourceExhaustedError(SpecwireError):
 
 
 class ServiceUnavailableError(SpecwireError):
-    """The service cannot be reached, went away, or is shutting down.
+    """The service cannot be reached, was lost, or is shutting down.
 
     Attributes:
-        retry_after_ms: when another try may succeed; None when nobody can tell.
+        retry_after_ms: when a retry may succeed; None if unknown.
     """
 
     status = "UNAVAILABLE"
@@ -173,10 +173,10 @@ class ServiceUnavailableError(SpecwireError):
 
 
 class StreamIdleError(SpecwireError):
-    """The client took no token of a stream for so long that the coordinator ended it.
+    """The client read no token of a stream for so long that the coordinator ended it.
 
-    Nothing is wrong with the generation: a request with the tokens received before goes on with it, which the
-    SDK sends by itself when the next chunk is asked for.
+    The generation itself did not fail: a request with the tokens received before resumes it, which the SDK
+    sends by itself when the next chunk is read.
     """
 
     status = "ABORTED"
@@ -184,7 +184,7 @@ class StreamIdleError(SpecwireError):
 
 
 class DeadlineExceededError(SpecwireError, TimeoutError):
-    """The deadline passed before the answer was complete."""
+    """The deadline passed before the response was complete."""
 
     status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_EXCEEDED"
@@ -198,7 +198,7 @@ class RequestCancelledError(SpecwireError):
 
 
 class InternalError(SpecwireError):
-    """A defect on the other side."""
+    """A defect of the peer."""
 
     status = "INTERNAL"
     reason = "INTERNAL"

@@ -36,7 +36,7 @@ _COMPANION_FILES = (
 
 
 class Tokenizer:
-    """A model's tokenizer, reduced to what serving needs. Safe to share between threads."""
+    """The part of a model's tokenizer that serving needs. Thread-safe."""
 
     def __init__(self, backend: Any) -> None:
         """Wrap a transformers tokenizer; most callers want `load`."""
@@ -44,19 +44,19 @@ class Tokenizer:
 
         self._backend = backend
         self._fast = backend.backend_tokenizer if type(backend) is PreTrainedTokenizerFast else None
-        if self._fast is not None:  # as transformers sets it for each text
+        if self._fast is not None:  # as transformers does before each text
             self._fast.no_truncation()
             self._fast.no_padding()
             self._fast.encode_special_tokens = backend.split_special_tokens
 
     @cached_property
     def _table(self) -> dict[str, int]:
-        """Token → id, added tokens included: fixed for the life of the tokenizer, and costly to ask for."""
+        """Token → id, including added tokens; cached, as it is costly to build."""
         return dict(self._backend.get_vocab())
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest token id plus one, added tokens included; a model may pad its own vocabulary beyond it."""
+        """Highest token id plus one, including added tokens; a model may pad its vocabulary beyond it."""
         return max(self._table.values(), default=-1) + 1
 
     @cached_property
@@ -67,36 +67,36 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that two tokenizers share exactly when their token → id tables are equal.
+        """32 hex digits that are equal if and only if the token → id tables of two tokenizers are equal.
 
-        Of the SHA-256 of the sorted table, the first 16 bytes. Added tokens count; padding of the model's
-        vocabulary, file layout, chat template and process do not.
+        The first 16 bytes of the SHA-256 of the sorted table. It includes added tokens, but not the padding
+        of the model's vocabulary, the file layout or the chat template.
         """
         table = json.dumps(sorted(self._table.items()), separators=(",", ":"))
         return hashlib.sha256(table.encode()).digest()[:16].hex()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
-        """Token ids of `text`, with what the model expects around a prompt (often a begin token).
+        """Token ids of `text`, with the special tokens that the model expects (often a begin token).
 
-        Other threads run meanwhile, but for some 20 ms a million tokens, of which transformers makes 200.
+        Releases the GIL but for about 20 ms a million tokens, where transformers holds it for 200.
 
         Args:
-            max_len: most tokens that are of use; None for no limit.
+            max_len: most tokens; None for no limit.
 
         Raises:
-            ContextLengthError: there are more.
+            ContextLengthError: there are more than `max_len`.
         """
-        if self._fast is not None:  # its `encode` lets no other threads run
+        if self._fast is not None:  # its `encode` holds the GIL
             [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             _check_len(len(encoding), max_len)
             return list(encoding.ids)
-        # verbose: the warning about the model's length is ours to give, as ContextLengthError.
+        # verbose: instead of a warning about the model's length, ContextLengthError is raised.
         token_ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         _check_len(len(token_ids), max_len)
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`: special tokens and ids without a token skipped, spaces left as they are."""
+        """Text of `token_ids`, without special tokens and ids that have no token; spaces are kept."""
         return str(
             self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
@@ -108,11 +108,11 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, max_len: int | None = None
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's next message begins; `max_len` as above.
+        """Token ids of a conversation, up to the start of the assistant's next message; `max_len` as above.
 
         Raises:
             ContextLengthError: there are more than `max_len`.
-            InvalidRequestError: a message without a role or content string, or one the template refuses.
+            InvalidRequestError: a message without a role or content string, or refused by the template.
             UnsupportedError: the tokenizer has no chat template.
         """
         from jinja2 import TemplateError
@@ -127,7 +127,7 @@ class Tokenizer:
         except TemplateError as error:
             problem = f"the model's chat template refuses them: {error}"
             raise InvalidRequestError("messages", f"{len(messages)} messages", problem) from None
-        # A template writes its own special tokens.
+        # The template adds its own special tokens.
         return self.encode(text, add_special_tokens=False, max_len=max_len)
 
 
@@ -139,10 +139,10 @@ def _check_len(num_tokens: int, max_len: int | None) -> None:
 def load(source: str | Path) -> Tokenizer | None:
     """Load the tokenizer of a model directory or hub id; None when the model has none.
 
-    Code that comes with a model is never run.
+    Code in a model directory is never run.
 
     Raises:
-        ModelLoadError: nothing is at `source`, or its tokenizer files cannot be read.
+        ModelLoadError: `source` does not exist, or its tokenizer files are invalid.
     """
     directory = _directory(str(source))
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
@@ -150,14 +150,14 @@ def load(source: str | Path) -> Tokenizer | None:
     try:
         tokenizer = Tokenizer(_load_backend(directory))
         _ = tokenizer.vocab_size, tokenizer.special_ids
-    except Exception as error:  # the readers below raise nearly every type there is
+    except Exception as error:  # the readers below raise many types
         problem = f"{type(error).__name__}: {error}"
         raise ModelLoadError(f"the tokenizer in {directory} cannot be loaded ({problem})") from error
     return tokenizer
 
 
 def _directory(source: str) -> Path:
-    """Where the files of `source` lie on this machine, fetched from the hub if need be."""
+    """The local directory of `source`, downloaded from the hub if necessary."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download

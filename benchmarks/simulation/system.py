@@ -34,7 +34,7 @@ from specwire.v1 import generation_pb2
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
-_NO_TRACING = tracing.NoTracing()
+_NO_TRACING = tracing.Tracing()
 _UNLIMITED = 1 << 30
 
 

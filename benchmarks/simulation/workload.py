@@ -110,7 +110,7 @@ def steady(setting: Setting, num_streams: int, *, warm_up_s: float, measured_s: 
     return virtual_time.run(main())
 
 
-class Counts(tracing.NoTracing):
+class Counts(tracing.Tracing):
     """Of rounds since `start`, from the attributes of their spans."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""`specwire demo`: three processes and one prompt, without and with speculation, and what each cost.
+"""`specwire demo`: three processes and one prompt, without and with speculation, and the cost of each.
 
-On one machine draft and target share the processors, which is not what separate services are for. So by
-default the target is paced (`engine/paced.py`) as a large one on a device of its own; all else is as it is.
+On one machine draft and target share the processors, unlike separate services. So by default the target is
+paced (`engine/paced.py`) like a large one on a device of its own; all else is real.
 
 Colours as in figure 1 of Leviathan et al. (2023): accepted green, rejected red and struck through,
 recovered and bonus blue.
@@ -40,15 +40,15 @@ _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Text with control characters made visible: what a model writes must not steer the terminal."""
+    """Text with control characters made visible: a model's output must not control the terminal."""
     return text.translate(_CONTROLS)
 
 
 def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
-    """Generate without and with speculation and show both; no process is left behind.
+    """Generate without and with speculation and show both; leaves no process behind.
 
     Raises:
-        SpecwireError: a service did not come up, or the generation failed.
+        SpecwireError: a service did not start, or the generation failed.
     """
     prompt = PROMPT if prompt is None else prompt
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -69,7 +69,7 @@ def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_j
 
 
 def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
-    """The first passes of a process take longer, and whoever came second would find the prompt cached."""
+    """First passes take longer, and the second generation would find the prompt cached."""
     few = min(16, params.max_tokens or 16)
     client.generate(prompt, SamplingParams(max_tokens=few, num_draft_tokens=params.num_draft_tokens))
 
@@ -77,7 +77,7 @@ def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
 def _both(
     generate: Callable[[SamplingParams], Completion], params: SamplingParams
 ) -> tuple[Completion, Completion]:
-    """With speculation, and without: that one first, so that one sees the other overtake it."""
+    """With speculation, and without, which runs first, so that speculation is seen to be faster."""
     plain = generate(dataclasses.replace(params, num_draft_tokens=0))
     return generate(dataclasses.replace(params, seed=plain.seed, rule=plain.rule)), plain
 
@@ -110,7 +110,7 @@ def _title(params: SamplingParams, *, by_fate: bool, colour: bool) -> str:
 
 
 def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
-    """The refused token stands before the one that replaced it; plain output has only the text."""
+    """Shows a rejected token before the one that replaced it; plain output has only the text."""
     if not colour:
         out.write(printable(chunk.text))
     else:

@@ -1,4 +1,4 @@
-"""What a service says of its health: `specwire health`, for probes that have to speak TLS."""
+"""Health of a service: `specwire health`, for probes that need TLS."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SERVING = "SERVING"
 
 
 async def status(settings: ClientConfig, service: str) -> str:
-    """Its answer to `grpc.health.v1`: SERVING, NOT_SERVING, UNKNOWN.
+    """Its `grpc.health.v1` status: SERVING, NOT_SERVING or UNKNOWN.
 
     Args:
-        service: full name, as in `specwire.v1.DraftService`; empty for all that the process serves.
+        service: full name, as in `specwire.v1.DraftService`; empty for all services of the process.
 
     Raises:
-        SpecwireError: there is no answer, or no such service.
+        SpecwireError: no answer, or no such service.
     """
     request = health_pb2.HealthCheckRequest(service=service)
     async with open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:

@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point.
 
     Returns:
-        The exit status: 0 done, 1 the generation failed or a service went away, 2 flags, variables or
-        models that cannot be used, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
+        The exit status: 0 done, 1 the generation failed or a service was lost, 2 invalid flags, variables or
+        models, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `specwire generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor shall the flush at exit fail
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that the flush at exit does not fail
         return 141
 
 
@@ -57,9 +59,9 @@ examples:
   specwire up --target DIR --draft DIR                  serve two models on this machine
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
   specwire bench serve --rate 4                         measure a running server under load
-  specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        stand in for a network in front of a service
-  specwire token alice --tokens tokens.txt              let somebody in
-  specwire timeline --live                              draw who works when in one generation
+  specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        emulate a network in front of a service
+  specwire token alice --tokens tokens.txt              make a bearer token for a client
+  specwire timeline --live                              draw a timeline of one generation
 
 Every flag that names a variable can be set through it; the flag wins.
 """
@@ -113,7 +115,7 @@ def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    add_sampling_flags(demo, max_tokens=192, temperature=0.7, seed=7)
+    add_sampling_flags(demo, omit=("rule", "num_draft_tokens"), max_tokens=192, temperature=0.7, seed=7)
     _add_json(demo)
     demo.set_defaults(run=_demo)
 
@@ -142,11 +144,11 @@ def _add_proxy(commands: Any) -> None:
 
 
 def _add_token(commands: Any) -> None:
-    about = "make a bearer token; what services keep is its hash"
+    about = "make a bearer token; services store its hash"
     token = commands.add_parser(
         "token", help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
     )
-    token.add_argument("name", help="whose it is; tokens of one name share the limits")
+    token.add_argument("name", help="of its principal; tokens of one name share the limits")
     token.add_argument("--tokens", metavar="FILE", help="add the hash to this file (default: print its line)")
     token.add_argument("--expires", metavar="DATE", help="refuse it from 2027-01-31 or 2027-01-31T18:00Z on")
     token.add_argument("--max-running", type=int, metavar="N", help="generations of that name at a time")
@@ -178,8 +180,8 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _supervise(stack: Stack) -> int:
-    """Until a service ends that the others cannot do without."""
-    while not stack.is_missed(ended := stack.wait()):
+    """Wait until a service ends that the others need."""
+    while not stack.is_required(ended := stack.wait()):
         if ended is stack.http:
             pause_s, status = stack.restart_front(), ended.process.returncode
             print(
@@ -194,7 +196,7 @@ def _supervise(stack: Stack) -> int:
 
 
 def _end_on_signals() -> None:
-    """SIGINT too: a shell that starts a command in the background has it ignored."""
+    """Handle SIGINT explicitly too, as shells start background commands with it ignored."""
     stacks.show_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

@@ -1,7 +1,7 @@
 """The three services of this machine as child processes: `specwire up`, `specwire demo`, tests, benchmarks.
 
-Children die with their parent, however it dies (PR_SET_PDEATHSIG), and are ended in an order in which
-nobody loses a service it still talks to.
+Children end with their parent, even if it is killed (PR_SET_PDEATHSIG). They are stopped in an order in which
+no process loses a service that it uses.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from specwire.telemetry import stacks
 
 READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
-"""In the order of their ports."""
+"""Roles in the order of their ports."""
 _ERROR = "error: "
 _PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
 _STACKS_S = 0.5
 _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_SOUND_S = 60.0
-"""A process that ran for so long has done nothing wrong by starting."""
-# Loaded here, since the child between fork and exec may run no more than one system call.
+_STABLE_S = 60.0
+"""A process that ran for this long is restarted without a longer pause."""
+# Loaded here, since a child must do as little as possible between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Service:
-    """One service process. Start it from a thread that lives as long: its end ends the process."""
+    """One service process. It ends with the thread that starts it."""
 
     def __init__(
         self,
@@ -61,9 +61,8 @@ class Service:
 
         Args:
             module: draft_service, verify_service or coordinator.
-            environ: added to this process's environment, of which variables that `specwire up` has flags
-                for are not passed on.
-            model_flag: what the user of this process calls the service's `--model`.
+            environ: added to this process's environment, without the variables of `specwire up`'s flags.
+            model_flag: the user's name of the service's `--model`, for errors.
             pass_fds: descriptors that it inherits, under the same numbers.
         """
         self.module = module
@@ -84,11 +83,11 @@ class Service:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,  # a selector does not see lines that a buffer holds
+            bufsize=0,  # a selector does not see buffered lines
             env=environ,
             pass_fds=pass_fds,
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end the services in order
-            preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509
+            start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
+            preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509
         )
 
     def ready(self, timeout_s: float) -> str:
@@ -97,10 +96,10 @@ class Service:
         return self.address
 
     def read_address(self) -> bool:
-        """Read one line of the process's standard output; True when it was the one that says where it serves.
+        """Read one line of the process's standard output; True if it is the `ready` line.
 
         Raises:
-            ConfigError: the process ended instead.
+            ConfigError: the process ended.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
@@ -111,12 +110,12 @@ class Service:
         return bool(self.address)
 
     def terminate(self) -> None:
-        """Ask for a graceful end; returns at once."""
+        """Send SIGTERM; returns at once."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
 
     def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
-        """End gracefully, then by force, which is told with what it was doing; returns the exit status."""
+        """Stop gracefully, then by force, after printing its stacks; returns the exit status."""
         self.terminate()
         try:
             return self.process.wait(timeout_s)
@@ -131,7 +130,7 @@ class Service:
             self.process.wait(_STACKS_S)
 
     def kill(self) -> int:
-        """End by force, if it runs; returns the exit status."""
+        """Kill it, if it runs; returns the exit status."""
         if self.process.poll() is None:
             self.process.kill()
         return self.process.wait()
@@ -143,8 +142,8 @@ class Service:
         return error or f"{self.module} ended with status {status} instead of serving"
 
     def _forward_errors(self) -> None:
-        """Pass on standard error, except for the line that says why the service did not start: that one
-        becomes ours, so that the user reads it once."""
+        """Forward standard error, except for the error that ends a service that did not start: it is raised
+        here instead."""
         assert self.process.stderr is not None
         for data in self.process.stderr:
             line = data.decode(errors="replace")
@@ -156,11 +155,11 @@ class Service:
 
 
 def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
-    """Wait until all of them serve; the first that cannot is reported while others still load.
+    """Wait until all of them serve; the first failure is raised while others still load.
 
     Raises:
-        ConfigError: a process ended instead, with its own reason if it gave one.
-        ServiceUnavailableError: the time is over.
+        ConfigError: a process ended, with its own error if it printed one.
+        ServiceUnavailableError: at the timeout.
     """
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -185,7 +184,7 @@ class Stack:
         """Start all three and wait until they serve.
 
         Raises:
-            ConfigError, ServiceUnavailableError: one of them did not come up; the others are ended.
+            ConfigError, ServiceUnavailableError: one of them did not start; the others are stopped.
         """
         self.services: list[Service] = []
         self.http: Service | None = None
@@ -193,7 +192,7 @@ class Stack:
         self._environ = environ
         self._pauses = Pauses()
         self._front_due_s = math.inf
-        self._asked, self._shown = _internal_token(config)
+        self._required_tokens, self._peer_token = _internal_token(config)
         try:
             self._start(config, environ)
         except BaseException:
@@ -210,8 +209,8 @@ class Stack:
         """The verify service; with replicas, the first of them."""
         return self.verifies[0]
 
-    def is_missed(self, ended: Service) -> bool:
-        """Whether the others cannot do without a service that has ended; those that can, go on."""
+    def is_required(self, ended: Service) -> bool:
+        """Remove a service that has ended; returns whether the others cannot run without it."""
         self.services.remove(ended)
         if ended is self.http:
             return False
@@ -220,15 +219,21 @@ class Stack:
         return ended is not self.draft
 
     def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
-        check_free("address", config.address)  # now, rather than after the models were loaded
+        check_free("address", config.address)  # now, rather than after loading the models
         self.verifies = [
             self._service(
-                "verify_service", _verify_flags(config, index), environ, "--target", files=self._asked
+                "verify_service",
+                _verify_flags(config, index),
+                environ,
+                "--target",
+                files=self._required_tokens,
             )
             for index in range(config.replicas)
         ]
         self.draft = (
-            self._service("draft_service", _draft_flags(config), environ, "--draft", files=self._asked)
+            self._service(
+                "draft_service", _draft_flags(config), environ, "--draft", files=self._required_tokens
+            )
             if config.draft != NO_DRAFT
             else None
         )
@@ -239,28 +244,28 @@ class Stack:
             draft_address = link.ready(config.start_timeout_s)
         verify_addresses = ",".join(verify.address for verify in self.verifies)
         flags = _coordinator_flags(config, verify_addresses, draft_address)
-        self.coordinator = self._service("coordinator", flags, environ, files=self._shown)
+        self.coordinator = self._service("coordinator", flags, environ, files=self._peer_token)
         self.coordinator.ready(config.start_timeout_s)
         if config.http_address:
             self.http = self._front(config.http_address)
             self._front_address = self.http.ready(config.start_timeout_s)
 
     def _front(self, address: str) -> Service:
-        """OpenAI's API and the page; serves when it says so."""
+        """Start the HTTP front."""
         flags = _flags(address=address, server=self.address, grace_s=self._grace_s)
         return self._service("specwire.cli", ["http", *flags], self._environ)
 
     def restart_front(self) -> float:
-        """Have `wait` start the HTTP front again, after it has ended; returns in how many seconds."""
+        """Schedule a restart of the ended HTTP front by `wait`; returns the pause in seconds."""
         pause_s = self._pauses.next(time.monotonic())
         self._front_due_s = time.monotonic() + pause_s
         return pause_s
 
-    def _restart_what_is_due(self) -> None:
+    def _restart_front_if_due(self) -> None:
         if time.monotonic() >= self._front_due_s:
             self._front_due_s = math.inf
             self.http = self._front(self._front_address)
-            self.http.address = self._front_address  # from now on its errors are its own to tell
+            self.http.address = self._front_address  # now set, so its errors are forwarded
 
     def _service(
         self,
@@ -271,7 +276,7 @@ class Stack:
         *,
         files: Mapping[str, _UnnamedFile] = MappingProxyType({}),
     ) -> Service:
-        """Start one; `files` are values of its flags that it alone can open."""
+        """Start one; `files` are flags whose values are unnamed files."""
         flags = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
         fds = [file.fd for file in files.values()]
         with _uninterrupted():
@@ -285,11 +290,11 @@ class Stack:
             for service in self.services:
                 if service.process.poll() is not None:
                     return service
-            self._restart_what_is_due()
+            self._restart_front_if_due()
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """End the coordinator first: requests that finish within the grace still need the models."""
+        """Stop the coordinator first: requests that finish within the grace period need the models."""
         try:
             for service in reversed(self.services):
                 if service.module != "coordinator":
@@ -314,7 +319,7 @@ class Stack:
 
 
 class Pauses:
-    """Before a process is started again: longer each time, unless it ran for a minute."""
+    """Pauses before restarts of a process: longer each time, unless it ran for a minute."""
 
     def __init__(self) -> None:
         self._last_s = -math.inf
@@ -322,18 +327,18 @@ class Pauses:
 
     def next(self, now_s: float) -> float:
         """The pause in seconds, after an end at this time."""
-        is_sound = now_s - self._last_s > self._pause_s + _SOUND_S
+        was_stable = now_s - self._last_s > self._pause_s + _STABLE_S
         self._last_s = now_s
-        self._pause_s = _FIRST_PAUSE_S if is_sound else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = _FIRST_PAUSE_S if was_stable else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return self._pause_s
 
 
 class _UnnamedFile:
-    """A file that is in no directory: only processes that inherit its descriptor can open it, and it is gone
-    with the last of them, however they end.
+    """A file without a name: only processes that inherit its descriptor can open it, and it is deleted with
+    the last of them.
 
     Attributes:
-        path: where such a process opens it.
+        path: for a process with the descriptor.
     """
 
     def __init__(self, text: str) -> None:
@@ -345,8 +350,8 @@ class _UnnamedFile:
 
 
 def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
-    """Flags of the model services and of the coordinator. Where clients need a token, the model services must
-    not be a way around it."""
+    """Flags of the model services and of the coordinator: where clients need a token, the model services
+    require one as well, which only the coordinator has."""
     if not (isinstance(config, UpConfig) and config.tokens):
         return {}, {}
     token, line = make_token("coordinator")
@@ -355,8 +360,8 @@ def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put off SIGINT and SIGTERM to the end: a process that is half started could not be ended, and the
-    child between fork and exec would run the handler too."""
+    """Defer SIGINT and SIGTERM: a process that is half started cannot be stopped, and its child would run the
+    handler between fork and exec."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled elsewhere
         return
@@ -393,13 +398,13 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
 
 
 def device_of(config: StackConfig | VerifyConfig, index: int) -> str:
-    """Replicas on `cuda` take one card each; Ray chooses for those that span several."""
+    """The device of a replica: on `cuda` one card each; Ray places those that span several."""
     spread = config.device == "cuda" and config.replicas > 1 and config.tensor_parallel_size == 1
     return f"cuda:{index}" if spread else config.device
 
 
 def _default_threads(config: StackConfig) -> int:
-    """The embedded target's matrices are too small to share: a second thread made a pass 9 to 17 % slower."""
+    """One for the embedded target, whose matrices are small: a second thread made a pass 9 to 17 % slower."""
     return 1 if config.target == EMBEDDED else 0
 
 
@@ -429,17 +434,17 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         metrics_address=metrics_address(config, "coordinator"),
         verify_address=verify_address,
         draft_address=draft_address,
-        **_doors(config),
+        **_listen_settings(config),
     )
 
 
-def _doors(config: StackConfig) -> dict[str, object]:
+def _listen_settings(config: StackConfig) -> dict[str, object]:
     names = [field.name for field in fields(ListenConfig)] if isinstance(config, ListenConfig) else []
     return {name: getattr(config, name) for name in names if name != "address"}
 
 
 def metrics_address(config: StackConfig, role: str) -> str:
-    """Where a service of the stack shows its metrics; the ports follow each other, unless any will do."""
+    """Metrics address of a service of the stack, on consecutive ports; port 0 stays 0."""
     if not config.metrics_address:
         return ""
     host, port = split_address("metrics_address", config.metrics_address)
@@ -457,20 +462,20 @@ def _shared(config: StackConfig) -> dict[str, object]:
 
 
 def _waiting(module: str) -> dict[str, str]:
-    """On shared cores, idle OpenMP threads beside the target's must not spin while it computes."""
+    """On shared cores, idle OpenMP threads of other services must not spin while the target computes."""
     return {} if module == "verify_service" else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _inherited() -> dict[str, str]:
-    """The environment without the variables that flags of ours stand for: `SPECWIRE_ADDRESS` is the
-    coordinator's here, not that of all three. Others (`SPECWIRE_PAGE_SIZE`) reach the services."""
+    """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
+    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services."""
     ours = {env_name(field.name) for field in fields(UpConfig)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def check_free(name: str, address: str) -> None:
     """Raises:
-    ConfigError: nobody can listen there, naming the flag and the address.
+    ConfigError: it cannot be bound; names the flag and the address.
     """
     host, port = split_address(name, address)
     host = host.strip("[]")
@@ -482,13 +487,13 @@ def check_free(name: str, address: str) -> None:
         raise ConfigError(f"{flag_name(name)} {address}: cannot be bound ({problem})") from None
 
 
-def _dying_with(parent_pid: int) -> Callable[[], None]:
-    """What a child runs before it becomes the service: have the kernel end it when the parent is gone."""
+def _ending_with(parent_pid: int) -> Callable[[], None]:
+    """A function for the child, between fork and exec: the kernel is to end it with its parent."""
 
     def prepare() -> None:
         if _LIBC is not None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent_pid:  # gone in the meantime: the signal would never come
+            if os.getppid() != parent_pid:  # the parent has ended already, and no signal would follow
                 os._exit(1)
 
     return prepare

@@ -1,1 +1,1 @@
-"""The SDK: requests, streams, several coordinators, resuming."""
+"""The SDK: requests, streams, several coordinators, resuming after failures."""

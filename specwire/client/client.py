@@ -1,6 +1,6 @@
 """The client SDK: `AsyncClient`, and `Client`, which runs one on a thread of its own. Torch-free.
 
-Their streams are in `streaming.py`; what happens when a coordinator is lost is decided in `resume.py`.
+Their streams are in `streaming.py`; how they resume after the loss of a coordinator is in `resume.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledEr
 from specwire.rpc import channel
 from specwire.security.tls import TLS, Credentials
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
-from specwire.wire import model as wire
+from specwire.wire.client import generate_request
+from specwire.wire.model import model_info_from_proto
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_RETRY = RetryPolicy()
@@ -38,20 +38,20 @@ Result = TypeVar("Result")
 
 
 class AsyncClient:
-    """Speaks to a coordinator from asyncio code.
+    """A client of a coordinator, for asyncio code.
 
     Args:
         address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
-            separated by commas. The one that served last is asked first, to begin with the first one.
+            separated by commas. The one that served last is tried first, initially the first.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
-        retry: what to do when a coordinator is lost, or says no.
-        tls: speak TLS, with these files; None speaks plaintext.
-        token: bearer token shown with every request.
+        retry: what to do when a coordinator is lost, or refuses a request.
+        tls: TLS settings; None for plaintext.
+        token: bearer token, sent with every request.
         allow_plaintext: send the token without TLS beyond this machine.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
-        ConfigError: on construction, a file that cannot be used.
+        ConfigError: on construction, an invalid file.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class AsyncClient:
             params: how to continue it.
             timeout_s: deadline of the whole generation, in seconds.
             traceparent: W3C trace context of the caller, to be the parent of the generation's trace.
-            token: bearer token of whoever this generation is for.
-            report_progress: whether every chunk says what speculation did so far and where the time went.
+            token: bearer token of the user that this generation is for.
+            report_progress: whether every chunk reports speculation and timing so far.
 
         Raises:
             InvalidRequestError: names the parameter and its value.
             SpecwireError: see `specwire.errors`.
         """
-        request = client_wire.generate_request(
+        request = generate_request(
             prompt,
             params or SamplingParams(),
             prompt_token_ids,
@@ -142,7 +142,7 @@ class AsyncClient:
         traceparent: str = "",
         token: str = "",
     ) -> Completion:
-        """Generate, and wait for the end. Arguments and errors as for `stream`."""
+        """Generate to the end. Arguments and errors as for `stream`."""
         async with self.stream(
             prompt,
             params,
@@ -164,11 +164,11 @@ class AsyncClient:
         response = await self._endpoints.unary(
             "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
         )
-        draft = wire.model_info_from_proto(response.draft) if response.HasField("draft") else None
-        return wire.model_info_from_proto(response.target), draft
+        draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
+        return model_info_from_proto(response.target), draft
 
     async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
-        """What the coordinator is doing now."""
+        """The coordinator's current status."""
         request = generation_pb2.GetStatusRequest()
         status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
             "GetStatus", request, _checked_timeout(timeout_s)
@@ -176,10 +176,10 @@ class AsyncClient:
         return status
 
     def _metadata(self, traceparent: str, token: str) -> list[tuple[str, str]]:
-        """What a call shows; its own token is kept from the network as the client's is.
+        """Trace context and token of a call; the token is protected like the client's own.
 
         Raises:
-            InvalidRequestError: it would travel in plaintext.
+            InvalidRequestError: the token would travel in plaintext.
         """
         metadata = [("traceparent", traceparent)] if traceparent else []
         if not token:
@@ -190,7 +190,7 @@ class AsyncClient:
 
 
 class Client:
-    """Speaks to a coordinator from ordinary code; may be shared between threads.
+    """A client of a coordinator, for synchronous code; may be shared between threads.
 
     Arguments and errors are those of `AsyncClient`.
     """
@@ -243,7 +243,7 @@ class Client:
         self._thread.join()
 
     def _cancel_late_calls(self) -> None:
-        """End what other threads asked for while the loop was ending: they would wait for ever."""
+        """Cancel calls of other threads that came while the loop was ending: they would wait for ever."""
         self._loop.run_until_complete(asyncio.sleep(0))  # their calls become tasks
         late = asyncio.all_tasks(self._loop)
         for task in late:
@@ -260,7 +260,7 @@ class Client:
         try:
             yield Stream(stream, self._run)
         finally:
-            # At the interpreter's end no thread is left to do so, and closing has cancelled it already.
+            # At interpreter exit the thread is gone, and `close` has cancelled the stream already.
             if not sys.is_finalizing():
                 with contextlib.suppress(SpecwireError):
                     self._run(context.__aexit__(None, None, None))
@@ -268,7 +268,7 @@ class Client:
     def generate(
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Generate, and wait for the end; options and errors as for `AsyncClient.generate`."""
+        """Generate to the end; options and errors as for `AsyncClient.generate`."""
         return self._run(self._client.generate(prompt, params, **options))
 
     def get_model_info(
@@ -278,11 +278,11 @@ class Client:
         return self._run(self._client.get_model_info(timeout_s=timeout_s, token=token))
 
     def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
-        """What the coordinator is doing now."""
+        """The coordinator's current status."""
         return self._run(self._client.get_status(timeout_s=timeout_s))
 
     async def _end(self) -> None:
-        """Close the channel, and let other threads' calls see the end of theirs before the loop stops."""
+        """Close the channel, and let other threads' calls end before the loop stops."""
         await self._client.close()
         running = asyncio.all_tasks() - {asyncio.current_task()}
         if running:

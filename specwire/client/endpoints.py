@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from specwire.client.resume import NotServedError, may_serve_elsewhere, why_nobody
+from specwire.client.resume import NotServedError, combined_error, may_serve_elsewhere
 from specwire.errors import (
     InvalidRequestError,
     RequestCancelledError,
@@ -36,17 +36,17 @@ class Endpoint:
         self.stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
-        """What a failed call stands for: `NotServedError` where another address may serve."""
+        """The error of a failed call; `NotServedError` where another address may serve it."""
         ours = self._explain(error)
         if not may_serve_elsewhere(ours):
             return ours
-        is_silent = isinstance(ours, RequestCancelledError | StreamIdleError) or not statuses.was_reported(
+        is_lost = isinstance(ours, RequestCancelledError | StreamIdleError) or not statuses.was_reported(
             error
         )
-        return NotServedError(ours, may_come_back=is_silent and not isinstance(ours, ResourceExhaustedError))
+        return NotServedError(ours, may_recover=is_lost and not isinstance(ours, ResourceExhaustedError))
 
     def _explain(self, error: grpc.RpcError) -> SpecwireError:
-        """What gRPC reports by itself, in terms of the caller: which server, which argument."""
+        """The error in terms of the caller: which server, which argument."""
         ours = statuses.from_rpc_error(error)
         text = str(ours)
         if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
@@ -57,19 +57,19 @@ class Endpoint:
         return ours
 
     def absent(self, why: str) -> ServiceUnavailableError:
-        """Nobody is there."""
+        """The error of an address that nothing serves."""
         return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
 
     async def close(self) -> None:
-        """Close the channel; what runs over it is cancelled."""
+        """Close the channel and cancel its calls."""
         await self._channel.close()
 
 
 class Endpoints:
-    """All of them, in the order in which they were named.
+    """All coordinators, in the order of their addresses.
 
     Attributes:
-        preferred: index of the one that served last: it is asked first.
+        preferred: index of the one that served last, which is tried first.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -85,10 +85,10 @@ class Endpoints:
     async def unary(
         self, method: str, request: Any, timeout_s: float, metadata: Sequence[tuple[str, str]] = ()
     ) -> Any:
-        """The answer of the first that has one, within the time for all of them.
+        """The response of the first that serves the call, within a timeout for all of them.
 
         Raises:
-            SpecwireError: why there is none.
+            SpecwireError: none serves it.
         """
         ends_s = asyncio.get_running_loop().time() + timeout_s
         refusals: list[NotServedError] = []
@@ -108,7 +108,7 @@ class Endpoints:
             else:
                 self.preferred = index
                 return answer
-        raise why_nobody(refusals) from None
+        raise combined_error(refusals) from None
 
     async def close(self) -> None:
         """Close all channels."""
@@ -117,7 +117,7 @@ class Endpoints:
 
 
 def _why_not_connected(address: str, text: str) -> str:
-    """gRPC's words for a failed connection, down to what the caller can do something about."""
+    """gRPC's message for a failed connection, reduced to what helps the caller."""
     why = text.partition("last error: ")[2].removesuffix(": OK")
     if "handshake failed" in why or "Verification" in why:
         return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"

@@ -1,4 +1,4 @@
-"""Errors that the SDK alone raises: they carry what was received before."""
+"""Errors that only the SDK raises, with the tokens received before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specwire.errors import ServiceUnavailableError, StreamIdleError
 
 
 class _Received:
-    """What came before an error.
+    """The output received before an error.
 
     Attributes:
         tokens: in order, with their texts.
@@ -19,21 +19,21 @@ class _Received:
 
     @property
     def num_tokens(self) -> int:
-        """How far it came."""
+        """Number of tokens received."""
         return len(self.tokens)
 
     @property
     def text(self) -> str:
-        """What came of it."""
+        """Text received."""
         return "".join(token.text for token in self.tokens)
 
 
 class GenerationLostError(_Received, ServiceUnavailableError):
-    """A running generation lost its coordinator, and no other one went on with it in time.
+    """A running generation lost its coordinator, and no other one resumed it in time.
 
     Attributes:
         tokens: received before, in order, with their texts.
-        retry_after_ms: when another try may succeed; None when nobody can tell.
+        retry_after_ms: when a retry may succeed; None if unknown.
     """
 
     reason = "GENERATION_LOST"
@@ -46,7 +46,7 @@ class GenerationLostError(_Received, ServiceUnavailableError):
 
 
 class GenerationIdleError(_Received, StreamIdleError):
-    """A stream was paused for too long, and the SDK was not to go on with it.
+    """A stream was paused for too long, and the SDK may not resume it.
 
     Attributes:
         tokens: received before, in order, with their texts.

@@ -1,4 +1,4 @@
-"""Going on after a lost coordinator: for how long, where next, and with what. Knows no grpc and no clock."""
+"""Resuming after the loss of a coordinator: for how long, where, and from which tokens. No grpc, no clock."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from specwire.errors import (
     StreamIdleError,
 )
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
+from specwire.wire.client import chunk_from_proto, resume_info_from_proto, resuming_request
 
 _LONGEST_PAUSE_FACTOR = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """What a client does when a coordinator is lost, or says no.
+    """What a client does when a coordinator is lost, or refuses a request.
 
-    A request that has not begun is offered to each address once, in order, and fails at once when none takes
-    it. One that has begun is worth more: it is gone on with, at another address or the same one.
+    A request that has not begun is sent to each address once, in order, and fails when none accepts it. One
+    that has begun is resumed, at another address or the same one.
 
     Raises:
         InvalidRequestError: on construction, naming the field and the value.
     """
 
     resume: bool = True
-    """Go on with a generation whose coordinator is lost, or ended its stream because nothing was read; False
+    """Resume a generation whose coordinator is lost, or ended the stream because nothing was read; False
     raises `GenerationLostError` or `GenerationIdleError` at once."""
     patience_s: float = 10.0
     """Longest search for a coordinator after a loss, in seconds; never beyond the generation's deadline."""
     max_resumes: int = 5
-    """How often one generation may be gone on with after a loss: one that ends every coordinator must not see
-    them all. An idle stream is no loss."""
+    """How often one generation may be resumed after a loss: one that crashes every coordinator must not reach
+    all of them. An idle stream is no loss."""
     pause_s: float = 0.1
-    """Pause after a round of all addresses, in seconds; doubles with each round, up to ten times as much."""
+    """Pause after trying all addresses, in seconds; doubles each time, up to ten times as much."""
     wait_when_full: bool = False
-    """Send a request that finds every coordinator full again, when they say, until its deadline; False raises
-    `ResourceExhaustedError` and leaves that to the caller, who knows what the request is worth."""
+    """Retry a request that every coordinator refuses as full, at the time they name, until its deadline;
+    False raises `ResourceExhaustedError` and leaves that to the caller."""
 
     def __post_init__(self) -> None:
         _check_number("patience_s", self.patience_s)
@@ -62,30 +62,30 @@ def _check_number(name: str, value: float) -> None:
 
 
 class NotServedError(Exception):
-    """An address that does not serve a request, where another one may.
+    """An address does not serve a request that another one may serve.
 
     Attributes:
         error: why, in terms of the caller.
-        may_come_back: whether nobody was there to say so: then it is worth asking again.
+        may_recover: whether the coordinator was lost rather than refused it, so that a retry is worthwhile.
     """
 
-    def __init__(self, error: SpecwireError, *, may_come_back: bool) -> None:
+    def __init__(self, error: SpecwireError, *, may_recover: bool) -> None:
         self.error = error
-        self.may_come_back = may_come_back
+        self.may_recover = may_recover
         super().__init__(str(error))
 
 
 def may_serve_elsewhere(error: SpecwireError) -> bool:
-    """Whether an error says something about the coordinator rather than about the request."""
+    """Whether an error is about the coordinator rather than about the request."""
     if isinstance(error, ResourceExhaustedError):
-        return error.retry_after_ms is not None  # else it never fits
+        return error.retry_after_ms is not None  # else it can never be served
     return isinstance(
         error, ServiceUnavailableError | RequestCancelledError | HandshakeError | StreamIdleError
     )
 
 
-def why_nobody(refusals: Sequence[NotServedError]) -> SpecwireError:
-    """One error for all of them: what the most helpful one said, or else what everybody said."""
+def combined_error(refusals: Sequence[NotServedError]) -> SpecwireError:
+    """One error for all refusals: the most helpful one, or else all messages together."""
     full = [r.error for r in refusals if isinstance(r.error, ResourceExhaustedError)]
     if full:
         return min(full, key=lambda error: error.retry_after_ms or 0)
@@ -95,14 +95,14 @@ def why_nobody(refusals: Sequence[NotServedError]) -> SpecwireError:
 
 
 class Search:
-    """For a coordinator that takes a request which one has just refused, or lost.
+    """The search for a coordinator to serve a request that one has just refused, or lost.
 
     Times are in seconds, on the caller's clock.
 
     Args:
         index: of the address that refused.
-        until_s: when to give up on those that are not there; in the past to ask each other address once.
-        full_until_s: when to give up on those that are full.
+        until_s: when to give up on addresses that are unreachable; in the past to try each other one once.
+        full_until_s: when to give up on addresses that are full.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class Search:
         self._order = [(index + (not is_there) + i) % num_addresses for i in range(num_addresses)]
         self._todo = self._order.copy() if is_there else self._order[:-1]
         self._refusals = {index: refusal}
-        self._until_s = until_s
+        self.until_s = until_s
         self._full_until_s = full_until_s
         self._pause_s = policy.pause_s
         self._longest_pause_s = _LONGEST_PAUSE_FACTOR * policy.pause_s
 
     def next(self, now_s: float) -> tuple[int, float] | None:
-        """Whom to ask, and how long to wait before; None when it is over."""
+        """Index of the next address, and the pause in seconds before; None at the end of the search."""
         if self._todo:
             return self._todo.pop(0), 0.0
         waits = {index: wait_s for index in self._order if (wait_s := self._wait_s(index, now_s)) is not None}
@@ -136,7 +136,7 @@ class Search:
         return self._todo.pop(0), min(waits.values())
 
     def refused(self, index: int, refusal: NotServedError) -> None:
-        """Note what an address said, or that it said nothing."""
+        """Record the failure of an address."""
         self._refusals[index] = refusal
 
     def _wait_s(self, index: int, now_s: float) -> float | None:
@@ -144,20 +144,20 @@ class Search:
         refusal = self._refusals[index]
         if isinstance(refusal.error, ResourceExhaustedError):
             wait_s, until_s = (refusal.error.retry_after_ms or 0) / 1e3, self._full_until_s
-        elif refusal.may_come_back:
-            wait_s, until_s = self._pause_s, self._until_s
+        elif refusal.may_recover:
+            wait_s, until_s = self._pause_s, self.until_s
         else:
             return None
         return wait_s if now_s + wait_s < until_s else None
 
     @property
     def error(self) -> SpecwireError:
-        """Why nobody took it."""
-        return why_nobody(list(self._refusals.values()))
+        """Why none serves it."""
+        return combined_error(list(self._refusals.values()))
 
 
 class ReceivedTokens:
-    """How far a generation has come, and the request that goes on with it.
+    """The tokens of a generation so far, and the request that resumes it after them.
 
     Attributes:
         tokens: received, in order, with their texts.
@@ -170,14 +170,14 @@ class ReceivedTokens:
         self.tokens: list[Token] = []
 
     def take(self, response: generation_pb2.GenerateResponse) -> Chunk:
-        """The chunk of a response; what was held back before has its fate and log probabilities of then.
+        """The chunk of a response; tokens held back before keep their first fate and log probabilities.
 
         Raises:
-            InternalError: it does not continue what came before.
+            InternalError: it does not continue the tokens before.
         """
         if response.HasField("resume_info"):
-            self._info = client_wire.resume_info_from_proto(response.resume_info)
-        chunk = client_wire.chunk_from_proto(response.chunk)
+            self._info = resume_info_from_proto(response.resume_info)
+        chunk = chunk_from_proto(response.chunk)
         num_held = len(self._held)
         if chunk.first_index != len(self.tokens):
             raise InternalError(f"after {len(self.tokens)} tokens came number {chunk.first_index}")
@@ -187,14 +187,14 @@ class ReceivedTokens:
         return replace(chunk, tokens=tuple(tokens))
 
     def request(self) -> generation_pb2.GenerateRequest:
-        """What to ask the next coordinator for."""
-        if self._info is None:  # nothing came: it begins anew
+        """The request to the next coordinator."""
+        if self._info is None:  # nothing was received: it starts over
             return self._request
         token_ids = [token.token_id for token in (*self.tokens, *self._held)]
-        return client_wire.resuming_request(self._request, self._info, token_ids)
+        return resuming_request(self._request, self._info, token_ids)
 
     def lost(self, why: SpecwireError) -> GenerationLostError | GenerationIdleError:
-        """The error that says how far it came."""
+        """The error of a generation that is not resumed, with its tokens."""
         if isinstance(why, StreamIdleError):
             return GenerationIdleError(str(why), tokens=self.tokens)
         message = f"the generation was lost after {len(self.tokens)} tokens: {why}"

@@ -1,9 +1,10 @@
-"""A running generation, as its client holds it: over one gRPC stream, or over several where some are lost."""
+"""A running generation on the client's side: over one gRPC stream, or over several where some are lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -14,19 +15,19 @@ import grpc.aio
 from specwire.client.endpoints import Endpoint, Endpoints
 from specwire.client.resume import NotServedError, ReceivedTokens, RetryPolicy, Search
 from specwire.completion import Chunk, Completion, Token
-from specwire.core import MAX_KEPT_BACK_TOKENS
+from specwire.core import MAX_UNACKNOWLEDGED_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
 from specwire.rpc import private
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
+from specwire.wire.client import acknowledgement, completion_from_proto
 
 Metadata = Sequence[tuple[str, str]]
-_LONGEST_KEPT_BACK_S = 1.0
-"""A client that takes a token now and then says so, long before the coordinator takes it for idle."""
+_MAX_ACKNOWLEDGE_DELAY_S = 1.0
+"""A slow client acknowledges at least this often, well within the coordinator's idle timeout."""
 
 
 class Part:
-    """What one coordinator adds to a generation: one gRPC stream, with its acknowledgements."""
+    """The part of a generation that one coordinator serves: one gRPC stream, with its acknowledgements."""
 
     def __init__(
         self,
@@ -39,9 +40,9 @@ class Part:
         self._call = endpoint.stub.Generate(timeout=timeout_s, metadata=metadata)
         self._is_connected = self._has_answered = False
         self._num_in_hand = 0
-        self._num_kept_back = 0
+        self._num_unacknowledged = 0
         self._acknowledged_s = asyncio.get_running_loop().time()
-        sending = asyncio.create_task(self._begin(request))  # now, whenever the first chunk is asked for
+        sending = asyncio.create_task(self._begin(request))  # now, rather than with the first read
         self._call.add_done_callback(lambda _: sending.cancel())
 
     async def _begin(self, request: generation_pb2.GenerateRequest) -> None:
@@ -51,33 +52,33 @@ class Part:
         await private.send(self._call, request)
 
     def has_begun(self, refusal: NotServedError) -> bool:
-        """Whether this failure ended something that ran, rather than refused it."""
-        return self._has_answered or (self._is_connected and refusal.may_come_back)
+        """Whether the generation ran here before this failure, rather than being refused."""
+        return self._has_answered or (self._is_connected and refusal.may_recover)
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait until the coordinator is there; errors as for `read`."""
+        """Wait for the connection; errors as for `read`."""
         try:
             with self._translated():
                 async with asyncio.timeout(timeout_s):
                     await self._call.wait_for_connection()
-        except TimeoutError:  # ours, or that of the call, whose deadline is no sooner
+        except TimeoutError:  # ours, or the call's, whose deadline is no earlier
             self.cancel()
             absent = self._endpoint.absent("no connection in time")
-            raise NotServedError(absent, may_come_back=True) from None
+            raise NotServedError(absent, may_recover=True) from None
 
     async def read(self) -> generation_pb2.GenerateResponse:
-        """The next message; the tokens of the one before are consumed now.
+        """The next message; the tokens of the one before count as consumed.
 
         Raises:
-            NotServedError: this coordinator does not go on with it.
-            SpecwireError: nobody would.
+            NotServedError: this coordinator fails it; another one may not.
+            SpecwireError: it fails everywhere.
         """
         with self._translated():
             await self._acknowledge()
             response = await self._call.read()
         if response is grpc.aio.EOF:
             error = ServiceUnavailableError("the stream ended without a completion")
-            raise NotServedError(error, may_come_back=True)
+            raise NotServedError(error, may_recover=True)
         self._has_answered = True
         self._num_in_hand = len(response.chunk.tokens)
         answer: generation_pb2.GenerateResponse = response
@@ -90,36 +91,45 @@ class Part:
         except grpc.RpcError as error:
             raise self._endpoint.problem(error) from None
         except asyncio.CancelledError:
-            # Either the caller's own task is being cancelled, or the stream was, by `cancel` or `close`.
+            # Either the caller's own task is cancelled, or the stream, by `cancel` or `close`.
             if not self._call.cancelled() or _task_is_cancelled():
                 raise
             raise RequestCancelledError("the generation was cancelled") from None
 
     async def _acknowledge(self) -> None:
-        """Say what was consumed since the last time; not every chunk is worth a message."""
-        self._num_kept_back += self._num_in_hand
+        """Acknowledge consumed tokens, if they are many or old enough to be worth a message."""
+        self._num_unacknowledged += self._num_in_hand
         self._num_in_hand = 0
         now_s = asyncio.get_running_loop().time()
-        is_long_ago = self._num_kept_back > 0 and now_s - self._acknowledged_s > _LONGEST_KEPT_BACK_S
-        if is_long_ago or self._num_kept_back > MAX_KEPT_BACK_TOKENS:
+        is_long_ago = self._num_unacknowledged > 0 and now_s - self._acknowledged_s > _MAX_ACKNOWLEDGE_DELAY_S
+        if is_long_ago or self._num_unacknowledged > MAX_UNACKNOWLEDGED_TOKENS:
             self._acknowledged_s = now_s
-            num_tokens, self._num_kept_back = self._num_kept_back, 0
-            await private.send(self._call, client_wire.acknowledgement(num_tokens))
+            num_tokens, self._num_unacknowledged = self._num_unacknowledged, 0
+            await private.send(self._call, acknowledgement(num_tokens))
 
     def cancel(self) -> None:
-        """End it; harmless when it has ended."""
+        """Cancel the stream; no effect if it has ended."""
         self._call.cancel()
+
+
+class _Need(enum.Enum):
+    """What a generation whose coordinator fails it needs from another one."""
+
+    START = enum.auto()
+    """It never ran: each other address is asked once."""
+    RESUME = enum.auto()
+    """It ran, which is worth waiting for a coordinator that resumes it."""
 
 
 class AsyncStream:
     """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
 
-    Whoever stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is over
-    48); asking for the next chunk resumes it, and says that the one before is consumed.
+    A client that stops iterating pauses the generation, at most 64 tokens ahead (80 if `num_draft_tokens` is
+    over 48); reading the next chunk continues it, and acknowledges the previous one.
 
-    When its coordinator is lost, the next chunk comes from another one, as the client's `RetryPolicy` says. A
-    pause that takes longer than the coordinator's `--idle-timeout-s` ends the stream there; the next chunk
-    then comes in the same way, from the same coordinator if it still serves.
+    When its coordinator is lost, another one serves the next chunk, as the client's `RetryPolicy` says. A
+    pause longer than the coordinator's `--idle-timeout-s` ends the stream there; reading the next chunk then
+    resumes it, at the same coordinator if that still serves.
     """
 
     def __init__(
@@ -145,7 +155,7 @@ class AsyncStream:
         """The finished generation.
 
         Raises:
-            SpecwireError: the stream is not at its end yet.
+            SpecwireError: the generation is not complete yet.
         """
         if self._completion is None:
             raise SpecwireError("the generation is not complete; iterate to its end first")
@@ -158,7 +168,7 @@ class AsyncStream:
 
     @property
     def num_resumes(self) -> int:
-        """How often another coordinator, or the same one again, went on with it so far."""
+        """How often the generation was resumed so far, at another coordinator or the same one."""
         return self._num_resumes
 
     def __aiter__(self) -> Self:
@@ -168,18 +178,18 @@ class AsyncStream:
         """The next chunk, until the generation is complete.
 
         Raises:
-            GenerationLostError: its coordinator was lost, and no other one went on; says how far it came.
-            GenerationIdleError: it was paused for too long, and was not gone on with; says how far it came.
-            SpecwireError: what else ended the generation before it was complete.
+            GenerationLostError: its coordinator was lost, and no other one resumed it; has the tokens so far.
+            GenerationIdleError: it was paused for too long, and not resumed; has the tokens so far.
+            SpecwireError: any other failure of the generation.
         """
         while self._completion is None:
             response = await self._read()
             if response.WhichOneof("event") == "completion":
                 tokens, num_resumes = self._progress.tokens, self._num_resumes
-                self._completion = client_wire.completion_from_proto(response.completion, tokens, num_resumes)
+                self._completion = completion_from_proto(response.completion, tokens, num_resumes)
                 break
             chunk = self._progress.take(response)
-            if chunk.tokens or chunk.rejected:  # else all of it is held back
+            if chunk.tokens or chunk.rejected:  # else all of its tokens are held back
                 return chunk
         raise StopAsyncIteration
 
@@ -187,33 +197,45 @@ class AsyncStream:
         try:
             return await self._part.read()
         except NotServedError as refusal:
-            return await self._go_on(refusal)
+            return await self._read_elsewhere(refusal)
 
-    async def _go_on(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
-        """The next message, from whoever takes the generation after this one gave it up.
+    async def _read_elsewhere(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
+        """The next message, from the coordinator that takes over.
 
-        What ran is worth patience. What was refused is offered to every other address once.
+        Raises:
+            SpecwireError: none takes over, or the generation may not be resumed.
         """
-        is_lost = self._part.has_begun(refusal)
-        self._num_idle += (was_idle := isinstance(refusal.error, StreamIdleError))
-        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
-        if is_lost and not (self._retry.resume and may_resume):
-            raise self._progress.lost(refusal.error) from None
-        until_s = min(self._now_s + self._retry.patience_s, self._ends_s) if is_lost else -math.inf
-        search = self._search(refusal, until_s)
+        need, search = self._start_search(refusal)
         while (turn := search.next(self._now_s)) is not None:
             index, pause_s = turn
             await self._pause(pause_s)
             try:
-                response = await self._try(index, until_s if is_lost else self._ends_s)
+                response = await self._try(index, search.until_s if need is _Need.RESUME else self._ends_s)
             except NotServedError as another:
-                if not is_lost and self._part.has_begun(another):
-                    return await self._go_on(another)
-                search.refused(index, another)
+                if need is _Need.START and self._part.has_begun(another):
+                    need, search = self._start_search(another)
+                else:
+                    search.refused(index, another)
             else:
-                self._num_resumes += is_lost
+                self._num_resumes += need is _Need.RESUME
                 return response
-        raise (self._progress.lost(search.error) if is_lost else search.error) from None
+        raise (self._progress.lost(search.error) if need is _Need.RESUME else search.error) from None
+
+    def _start_search(self, refusal: NotServedError) -> tuple[_Need, Search]:
+        """What the generation needs after this failure, and where to look for it.
+
+        Raises:
+            GenerationLostError, GenerationIdleError: it ran, and may not be resumed.
+        """
+        if not self._part.has_begun(refusal):
+            return _Need.START, self._search(refusal, -math.inf)
+        was_idle = isinstance(refusal.error, StreamIdleError)
+        self._num_idle += was_idle
+        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if not (self._retry.resume and may_resume):
+            raise self._progress.lost(refusal.error) from None
+        until_s = min(self._now_s + self._retry.patience_s, self._ends_s)
+        return _Need.RESUME, self._search(refusal, until_s)
 
     def _search(self, refusal: NotServedError, until_s: float) -> Search:
         return Search(
@@ -246,10 +268,10 @@ class AsyncStream:
         return max(0.0, self._ends_s - self._now_s)
 
     async def _pause(self, pause_s: float) -> None:
-        """Before the next try.
+        """Wait before the next attempt.
 
         Raises:
-            RequestCancelledError: it is cancelled meanwhile.
+            RequestCancelledError: the generation is cancelled meanwhile.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
@@ -258,7 +280,7 @@ class AsyncStream:
             raise RequestCancelledError("the generation was cancelled")
 
     def cancel(self) -> None:
-        """End the generation on all services; harmless when it is complete."""
+        """Cancel the generation on all services; no effect if it is complete."""
         self._cancelled.set()
         self._part.cancel()
 
@@ -294,7 +316,7 @@ class Stream:
         return self._stream.num_resumes
 
     def cancel(self) -> None:
-        """End the generation on all services."""
+        """Cancel the generation on all services."""
         self._run(self._cancel())
 
     async def _cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of whoever speaks to a coordinator: the command line's clients, and the HTTP front."""
+"""Configuration of the coordinator's clients: the command line, and the HTTP front."""
 
 from __future__ import annotations
 
@@ -7,45 +7,49 @@ from typing import Any
 
 from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
+    GRACE_HELP,
+    MAX_PROMPT_HELP,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
+    at_least,
     check,
+    check_addresses,
     check_amount,
     check_duration,
-    check_file,
-    check_log_level,
     check_pair,
     check_plaintext,
-    split_address,
+    file_option,
+    log_level_option,
 )
-from specwire.config.flags import option, secret
+from specwire.config.flags import CheckedConfig, option, secret
 from specwire.security.tls import TLS, read_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionConfig:
-    """How a client of the coordinator reaches it."""
+class ConnectionConfig(CheckedConfig):
+    """How a client connects to the coordinator."""
 
-    server: str = option("127.0.0.1:7070", "HOST:PORT of the coordinator, or of several with commas between")
-    tls: bool = option(False, "speak TLS; --tls-ca, --client-cert and --server-name say so too")
-    tls_ca: str = option(
-        "", "PEM authorities that vouch for the server; empty for public ones", metavar="FILE"
+    server: str = option(
+        "127.0.0.1:7070",
+        "HOST:PORT of the coordinator; several are separated by commas",
+        check=check_addresses,
     )
-    client_cert: str = option("", "PEM certificate shown to the server", metavar="FILE")
-    client_key: str = option("", "PEM private key of --client-cert", metavar="FILE")
+    tls: bool = option(False, "use TLS; implied by --tls-ca, --client-cert and --server-name")
+    tls_ca: str = file_option(
+        "PEM certificates of the authorities that the server is verified against; empty for public ones"
+    )
+    client_cert: str = file_option("PEM certificate of the client, for mutual TLS")
+    client_key: str = file_option("PEM private key of --client-cert")
     server_name: str = option("", "name in the server's certificate; empty for its host")
     allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
 
     def __post_init__(self) -> None:
-        for address in self.server.split(","):
-            split_address("server", address.strip())
-        for name in ("tls_ca", "client_cert", "client_key"):
-            check_file(name, getattr(self, name))
+        super().__post_init__()
         check_pair("client_cert", self.client_cert, "client_key", self.client_key)
 
     @property
     def server_tls(self) -> TLS | None:
-        """How to speak TLS to the coordinator; None for plaintext."""
+        """TLS to the coordinator; None for plaintext."""
         named = (self.tls_ca, self.client_cert, self.server_name)
         tls = TLS(ca=self.tls_ca, cert=self.client_cert, key=self.client_key, server_name=self.server_name)
         return tls if self.tls or any(named) else None
@@ -53,22 +57,20 @@ class ConnectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(ConnectionConfig):
-    """Where `specwire generate` finds the coordinator."""
+    """How `specwire generate` reaches the coordinator."""
 
-    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds")
-    token: str = secret("bearer token shown to the server")
-    token_file: str = option("", "file with the bearer token, instead of SPECWIRE_TOKEN", metavar="FILE")
+    timeout_s: float = option(120.0, "deadline of the whole generation, in seconds", check=check_duration)
+    token: str = secret("bearer token for the server")
+    token_file: str = file_option("file with the bearer token, instead of SPECWIRE_TOKEN")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_file("token_file", self.token_file)
         either = not (self.token and self.token_file)
         check(either, "token_file", self.token_file, "and SPECWIRE_TOKEN are both given")
-        check_duration("timeout_s", self.timeout_s)
 
     @property
     def credentials(self) -> dict[str, Any]:
-        """What is shown to the server and expected of it: arguments of `Client`.
+        """Credentials and trust, as arguments of `Client`.
 
         Raises:
             ConfigError: the token file cannot be used.
@@ -82,33 +84,31 @@ class HttpConfig(ConnectionConfig):
     """`specwire http`: the OpenAI-compatible front of a coordinator."""
 
     address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
-    tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
-    tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
+    tls_cert: str = file_option(TLS_CERT_HELP)
+    tls_key: str = file_option(TLS_KEY_HELP)
     model_name: str = option("", "name that clients ask for; empty is the target's own")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
-    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds")
-    max_body_bytes: int = option(8 << 20, "largest body of a request, its prompts counted once a choice")
-    max_prompt_bytes: int = option(1 << 20, "most bytes of a prompt as text, or of its messages together")
-    idle_timeout_s: float = option(60.0, "longest that a client may read nothing of a response, in seconds")
-    allowed_hosts: str = option(
-        "", "host names to be reached by, with commas; * for any, as beyond this machine", metavar="NAME,..."
+    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
+    max_body_bytes: int = option(
+        8 << 20, "largest request body, in bytes; prompts count once for each choice", check=at_least(1)
     )
-    grace_s: float = option(10.0, "seconds that running requests get to finish at shutdown")
-    log_level: str = option("warning", "least severe log records shown on standard error")
+    max_prompt_bytes: int = option(1 << 20, MAX_PROMPT_HELP, check=at_least(1))
+    idle_timeout_s: float = option(
+        60.0, "longest time that a client may read nothing of a response, in seconds", check=check_duration
+    )
+    allowed_hosts: str = option(
+        "",
+        "accepted Host names, separated by commas; * accepts any, the default beyond this machine",
+        metavar="NAME,...",
+    )
+    grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
+    log_level: str = log_level_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tls_cert", "tls_key"):
-            check_file(name, getattr(self, name))
         check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
-        # Tokens pass through on both sides.
+        # Bearer tokens travel over both connections.
         check_plaintext("address", self.address, allowed=bool(self.tls_cert) or self.allow_plaintext)
         for address in self.server.split(","):
             allowed = self.server_tls is not None or self.allow_plaintext
             check_plaintext("server", address.strip(), allowed=allowed)
-        check_duration("timeout_s", self.timeout_s)
-        check_duration("idle_timeout_s", self.idle_timeout_s)
-        for name in ("max_body_bytes", "max_prompt_bytes"):
-            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        check_amount("grace_s", self.grace_s)
-        check_log_level(self.log_level)

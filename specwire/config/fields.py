@@ -1,4 +1,4 @@
-"""What the values of flags may be, and the words that several configs have for one flag.
+"""Checks of config fields, and help texts that several configs share.
 
 Every function here raises ConfigError, naming the flag and its value.
 """
@@ -8,37 +8,56 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
-from specwire.config.flags import flag_name
+from specwire.config.flags import Check, flag_name, option
 from specwire.errors import ConfigError
 from specwire.security.tls import is_loopback
 
 AUTO = "auto"
 DNS = "dns:///"
-TLS_CERT_HELP = "PEM certificate, with its chain, that clients are shown; empty serves plaintext"
+TLS_CERT_HELP = "PEM certificate of the server, with its chain; empty serves plaintext"
 TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
-ALLOW_PLAINTEXT_HELP = "go without TLS beyond this machine, where the network itself is locked"
-_LOG_LEVELS = ("debug", "info", "warning", "error")
+ALLOW_PLAINTEXT_HELP = "allow plaintext beyond this machine, on a network that is secured otherwise"
+GRACE_HELP = "seconds that running requests get to finish at shutdown"
+MAX_PROMPT_HELP = "most bytes of a prompt as text, or of its messages together"
 
 
 def check(ok: bool, name: str, value: object, problem: str) -> None:
-    """Whether it is as it must be; `problem` says how else."""
+    """Raise unless `ok`."""
     if not ok:
         raise ConfigError(f"{flag_name(name)} {value}: {problem}")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """One of a few words."""
-    check(value in choices, name, value, f"is not one of {', '.join(choices)}")
+def one_of(*choices: str) -> Check:
+    """Check for one of a few words."""
+
+    def check_choice(name: str, value: str) -> None:
+        check(value in choices, name, value, f"is not one of {', '.join(choices)}")
+
+    return check_choice
 
 
-def check_log_level(value: str) -> None:
-    """A level of `--log-level`."""
-    check_choice("log_level", value, _LOG_LEVELS)
+def at_least(least: int) -> Check:
+    """Check for a number with a lower bound."""
+
+    def check_least(name: str, value: int) -> None:
+        check(value >= least, name, value, f"must be at least {least}")
+
+    return check_least
+
+
+def count_or_auto(limit: int) -> Check:
+    """Check for a number in [0, limit] or `auto`."""
+
+    def check_count(name: str, value: str) -> None:
+        parse_count(name, value, limit)
+
+    return check_count
 
 
 def parse_count(name: str, value: str, limit: int) -> int | None:
-    """A number up to a limit; None for `auto`."""
+    """A number in [0, limit]; None for `auto`."""
     if value == AUTO:
         return None
     check(re.fullmatch(r"-?[0-9]+", value) is not None, name, value, f"is neither a number nor {AUTO}")
@@ -47,46 +66,69 @@ def parse_count(name: str, value: str, limit: int) -> int | None:
 
 
 def check_duration(name: str, value: float) -> None:
-    """A time that something may take."""
+    """A finite time over 0."""
     check(0 < value < math.inf, name, value, "must be a finite number over 0")
 
 
 def check_amount(name: str, value: float) -> None:
-    """An amount, which may be nothing."""
+    """A finite amount, 0 included."""
     check(0 <= value < math.inf, name, value, "must be a finite number, at least 0")
 
 
 def check_file(name: str, path: str) -> None:
-    """A file, if one is named."""
+    """An existing file, or none."""
     check(not path or Path(path).is_file(), name, path, "no such file")
 
 
 def check_pair(name: str, path: str, other_name: str, other_path: str) -> None:
-    """Two files that are of use together: both are named, or none is."""
+    """Two files that belong together: both are given, or neither is."""
     problem = f"is of use together with {flag_name(other_name)} only"
     check(bool(path) == bool(other_path), name, path, problem)
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """`HOST:PORT` to its parts; `[::1]:7070` works too."""
+    """`HOST:PORT` to its parts; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
     ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
     check(ok, name, address, "is not HOST:PORT")
     return host, int(port)
 
 
+def check_address(name: str, address: str) -> None:
+    """`HOST:PORT`, or empty."""
+    if address:
+        split_address(name, address)
+
+
+def check_addresses(name: str, addresses: str) -> None:
+    """`HOST:PORT` of one or several, separated by commas."""
+    for address in addresses.split(","):
+        split_address(name, address.strip())
+
+
 def check_plaintext(name: str, address: str, *, allowed: bool) -> None:
-    """Whoever is on the way reads plaintext, and can be whoever he wants to be."""
+    """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed."""
     host, _ = split_address(name, address)
     problem = "would be plaintext beyond this machine; give TLS files, or --allow-plaintext"
     check(allowed or is_loopback(host), name, address, problem)
 
 
 def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
-    """`HOST:PORT` or `dns:///NAME:PORT`, one or several with commas, to its entries."""
+    """`HOST:PORT` or `dns:///NAME:PORT`, or several separated by commas, to the entries."""
     entries = tuple(entry.strip() for entry in addresses.split(","))
     for entry in entries:
         host, _ = split_address(name, entry.removeprefix(DNS))
         check("/" not in host, name, entry, f"is neither HOST:PORT nor {DNS}NAME:PORT")
         check(entries.count(entry) == 1, name, entry, "is named twice")
     return entries
+
+
+def file_option(doc: str) -> Any:
+    """A config field that names a file; empty for none."""
+    return option("", doc, metavar="FILE", check=check_file)
+
+
+def log_level_option() -> Any:
+    """The field `log_level`."""
+    doc = "least severe log records written to standard error"
+    return option("warning", doc, check=one_of("debug", "info", "warning", "error"))

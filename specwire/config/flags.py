@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from specwire.errors import ConfigError
 
 ENV_PREFIX = "SPECWIRE_"
-_MAX_SHOWN_LEN = 24
+_MAX_VALUE_LEN = 24
 Config = TypeVar("Config")
+Check = Callable[[str, Any], object]
+"""Raises ConfigError unless a field, given by name and value, is valid."""
 
 
-def option(default: Any, doc: str, *, metavar: str = "") -> Any:
-    """A config field with its default and the sentence that documents it."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "metavar": metavar})
+def option(default: Any, doc: str, *, metavar: str = "", check: Check | None = None) -> Any:
+    """A config field with its default, the sentence that documents it, and the check of its value."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "metavar": metavar, "check": check})
 
 
 def secret(doc: str) -> Any:
-    """A text that comes from its variable alone: everybody on the machine can read a command line."""
+    """A text that is set by its variable alone: every user of the machine can read a command line."""
     return dataclasses.field(default="", repr=False, metadata={"doc": doc, "secret": True})
+
+
+class CheckedConfig:
+    """Base of the configs: checks each field by its own `check`. Subclasses check what involves several."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if (check := field.metadata.get("check")) is not None:
+                check(field.name, getattr(self, field.name))
 
 
 def flag_name(name: str) -> str:
@@ -34,7 +45,7 @@ def flag_name(name: str) -> str:
 
 
 def flag_words(name: str, value: object) -> tuple[str, ...]:
-    """The words of a command line that set a field: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
+    """The command line arguments that set a field: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
     if isinstance(value, bool):
         return (flag_name(name if value else f"no_{name}"),)
     return flag_name(name), str(value)
@@ -46,7 +57,7 @@ def env_name(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
-    """One flag a field; absent flags leave no trace, so that the variable or the default counts."""
+    """Add one flag for each field; a flag that is not given is absent from the namespace."""
     for field in dataclasses.fields(config):
         if "secret" in field.metadata:
             continue
@@ -65,7 +76,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
-    """What stands for the value in the help: by the type, or by what the name ends in."""
+    """The placeholder of the value in the help, by its type or by how the name ends."""
     if field.metadata["metavar"]:
         return str(field.metadata["metavar"])
     if not isinstance(field.default, str):
@@ -85,7 +96,7 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 
 def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The config that flags, variables and defaults add up to.
+    """The config from flags, variables and defaults.
 
     Raises:
         ConfigError: naming the flag or the variable, and its value.
@@ -104,7 +115,7 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
 
 
 def _named_by_source(error: ConfigError, from_environ: Iterable[str]) -> ConfigError:
-    """A config's own checks speak of flags; a value that a variable brought is named by the variable."""
+    """A config's own checks name flags; a value that a variable set is reported under the variable."""
     flag, _, rest = str(error).partition(" ")
     for name in from_environ:
         if flag == flag_name(name):
@@ -113,7 +124,7 @@ def _named_by_source(error: ConfigError, from_environ: Iterable[str]) -> ConfigE
 
 
 def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str, str]) -> None:
-    """A misspelt `SPECWIRE_*` variable must not be ignored.
+    """Refuse misspelt `SPECWIRE_*` variables instead of ignoring them.
 
     Raises:
         ConfigError: naming the first unknown variable.
@@ -121,9 +132,8 @@ def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str,
     known = {env_name(field.name) for config in configs for field in dataclasses.fields(config)}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
-            short = (
-                len(environ[name]) <= _MAX_SHOWN_LEN
-            )  # what is longer may be a secret under a misspelt name
+            # A longer value may be a secret under a misspelt name.
+            short = len(environ[name]) <= _MAX_VALUE_LEN
             value = f"={environ[name]!r}" if short else ""
             raise ConfigError(f"environment variable {name}{value} is not known")
 

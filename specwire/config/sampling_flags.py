@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from specwire.config.fields import AUTO
@@ -12,16 +13,18 @@ from specwire.config.services import RULES, parse_num_draft_tokens
 from specwire.core import SamplingParams
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the flags, except where the command already has one of that name.
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, *, omit: Collection[str] = (), **defaults: Any
+) -> None:
+    """Add the flags.
 
     Args:
+        omit: fields for which the command has a flag of its own.
         defaults: where the command's differ from those of `SamplingParams`.
     """
     group = parser.add_argument_group("sampling")
-    taken = {action.dest for action in parser._actions}
     for field in dataclasses.fields(SamplingParams):
-        if field.name not in taken:
+        if field.name not in omit:
             kwargs = _FLAGS[field.name]
             default = defaults.get(field.name, field.default)
             if not isinstance(default, bool) and isinstance(default, int | float | str):
@@ -31,7 +34,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the flags say.
+    """The parameters that the flags set.
 
     Raises:
         InvalidRequestError, ConfigError: naming the parameter and its value.
@@ -46,7 +49,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def token_ids(text: str) -> list[int]:
-    """`1,2,3` to ids, as a type of argparse."""
+    """`1,2,3` to ids, for argparse's `type`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -67,7 +70,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "top_k": {"type": int, "metavar": "N", "help": "keep the N likeliest tokens; 0 keeps all"},
     "top_p": {"type": float, "metavar": "X", "help": "keep the smallest set with this mass"},
     "min_p": {"type": float, "metavar": "X", "help": "drop tokens less likely than X times the likeliest"},
-    "repetition_penalty": {"type": float, "metavar": "X", "help": "over 1 disfavours tokens seen before"},
+    "repetition_penalty": {"type": float, "metavar": "X", "help": "over 1 penalizes tokens seen before"},
     "presence_penalty": {"type": float, "metavar": "X", "help": "subtracted once from tokens in the output"},
     "frequency_penalty": {"type": float, "metavar": "X", "help": "subtracted once per occurrence"},
     "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X", "help": "add X to a token's logit"},
@@ -76,7 +79,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
-    "num_draft_tokens": {"metavar": "N|auto", "help": "guesses a round; 0 switches speculation off"},
+    "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
     "logprobs": {
         "type": int,
         "metavar": "N",

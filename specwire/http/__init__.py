@@ -1,13 +1,13 @@
-"""An OpenAI-compatible HTTP front of a coordinator, and a page to look at: `specwire http`.
+"""An OpenAI-compatible HTTP front of a coordinator, with a demo page: `specwire http`.
 
-A process of its own, which speaks to the coordinator through the public SDK. Needs `specwire[http]`.
+A process of its own, which uses the coordinator through the public SDK. Needs `specwire[http]`.
 
-    origins.py   for which host, from which page
-    reading.py   bodies of requests within limits; scan.py: those of their structure
-    body.py      what a request may say           JSON → nouns
+    origins.py   checks of Host and Origin
+    reading.py   request bodies within limits; scan.py: limits of their structure
+    body.py      request bodies                   JSON → nouns
     choices.py   the generations of one request   n at once, as fast as the client reads
-    answers.py   what a response says             nouns → JSON, in the forms of both APIs
-    exchange.py  one request on the wire          JSON or SSE, ended when the client goes
-    model.py     the model and its tokens; remembered.py: what is asked once
-    app.py       routes                           server.py: the process, connections.py: its clients
+    answers.py   response bodies                  nouns → JSON, in the forms of both APIs
+    exchange.py  one request on the wire          JSON or SSE, cancelled when the client disconnects
+    model.py     the model and its tokenizer; answer_cache.py: cached answers of the coordinator
+    app.py       routes                           server.py: the process; connections.py: limits
 """

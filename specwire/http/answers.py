@@ -1,4 +1,4 @@
-"""What a response says: chunks and completions as JSON, in the forms of both APIs. No I/O."""
+"""Response bodies: chunks and completions as JSON, in the forms of both APIs. No I/O."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RECORD = ("seed", "rule", "reproducible", "stop_reason", "speculation", "timing
 
 
 class Answer(ABC):
-    """One response, of one API: knows its id, and how far the text of each choice is.
+    """One response of one API, with its id, and the length of each choice's text so far.
 
     Args:
         model: its name.
-        spell: how tokens are shown; None where the request asks for no log probabilities.
+        spell: text of a token; None if the request asks for no log probabilities.
     """
 
     def __init__(self, body: Body, model: str, spell: Spell | None, num_choices_per_prompt: int = 1) -> None:
@@ -40,11 +40,11 @@ class Answer(ABC):
     # --- streamed
 
     def first(self, index: int) -> Json | None:
-        """What comes before a choice's first chunk, if anything does."""
+        """What precedes a choice's first chunk, if anything."""
         return None
 
     def chunk(self, index: int, chunk: Chunk) -> Json | None:
-        """What a client is sent of a chunk; None for nothing."""
+        """A chunk as it is sent; None for nothing."""
         if not chunk.tokens and not self._body.return_fates:
             return None
         choice = self._part(chunk.text) | {"index": index, "finish_reason": None}
@@ -59,7 +59,7 @@ class Answer(ABC):
         return self._piece([choice | {"logprobs": None}])
 
     def usage(self, completions: Sequence[Completion]) -> Json:
-        """The last chunk of a stream that includes usage, with the record of every choice."""
+        """The last chunk of a stream with usage, with the record of every choice."""
         return self._piece([]) | self._counts(completions)
 
     def _piece(self, choices: list[Json]) -> Json:
@@ -95,7 +95,7 @@ class Answer(ABC):
         self._text_len[index] = start + sum(len(token.text) for token in tokens)
         return self._logprobs_from(start, tokens, self._spell)
 
-    # --- what differs
+    # --- by API
 
     @abstractmethod
     def _part(self, text: str) -> Json: ...
@@ -146,13 +146,13 @@ class ChatAnswer(Answer):
 
 
 def answer(body: Body, model: str, spell: Spell | None) -> Answer:
-    """The form that goes with a request."""
+    """The answer in the form of the request's API."""
     kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
     return kind(body, model, spell, body.num_choices)
 
 
 def fates(chunk: Chunk) -> Json:
-    """The extension of a streamed choice: what became of each token, and what all rounds so far cost."""
+    """The extension of a streamed choice: the fate of each token, with speculation and timing so far."""
     return {
         "first_index": chunk.first_index,
         "tokens": [_token(token) for token in chunk.tokens],
@@ -174,13 +174,13 @@ def _rounded(counts: Speculation | Timing | None) -> Json | None:
 
 
 def record(completion: Completion) -> Json:
-    """The extension of a response: what speculation did for one choice."""
+    """The extension of a response: the record of one choice."""
     whole: Mapping[str, Any] = completion.to_dict()
     return {name: whole[name] for name in _RECORD}
 
 
 def usage(completions: Sequence[Completion], num_choices_per_prompt: int) -> Json:
-    """Counts over all choices; a prompt counts once, however many choices it has.
+    """Counts over all choices; a prompt with several choices counts once.
 
     Draft tokens that were rejected are not part of `completion_tokens`.
     """

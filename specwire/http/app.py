@@ -1,4 +1,4 @@
-"""Routes: who is asked for what, and what every response has in common."""
+"""Routes, and what all responses have in common."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from specwire import AsyncClient
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import page
+from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
 from specwire.http.choices import Caller, Choice
@@ -27,7 +28,6 @@ from specwire.http.exchange import Exchange, refusal
 from specwire.http.model import Models, ServedModel
 from specwire.http.origins import Origins
 from specwire.http.reading import BodyReader
-from specwire.http.remembered import Remembered
 from specwire.security.bearer import bearer_token
 
 _HEALTH_TIMEOUT_S = 2.0
@@ -44,10 +44,10 @@ class Front:
         self._config = config
         self._models = Models(client, config)
         self._reader = BodyReader(config)
-        self._statuses = Remembered(self._ask_status)
+        self._statuses = AnswerCache(self._ask_status)
 
     def app(self) -> ASGIApp:
-        """As an ASGI application. Ids come first: Starlette answers defects outside of its own middleware."""
+        """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
         return _RequestIds(_Guarded(self._routes(), Origins(self._config)))
 
     def _routes(self) -> Starlette:
@@ -70,11 +70,11 @@ class Front:
         )
 
     async def page(self, request: Request) -> Response:
-        """The page to look at."""
+        """The demo page."""
         return HTMLResponse(page.html(), headers=page.HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """200 while the coordinator answers, be it that it wants a token; needs none itself."""
+        """200 while the coordinator answers, even if it requires a token; needs none itself."""
         try:
             await self._statuses.get(None)
         except (ServiceUnavailableError, DeadlineExceededError) as error:
@@ -106,7 +106,7 @@ class Front:
         return await self._generate(request, ChatBody)
 
     async def _generate(self, request: Request, kind: type[Body]) -> Response:
-        """The token is judged before the body is read."""
+        """Checks the token before it reads the body."""
         caller = _caller(request)
         model = await self._models.served(caller.token)
         _check_json(request)
@@ -117,7 +117,7 @@ class Front:
 
 
 def _choices(wanted: Body) -> list[Choice]:
-    """Every prompt's choices, one prompt after the other: the seed of choice i is the given one plus i."""
+    """The choices of each prompt in turn; the seed of choice i is the given one plus i."""
     params = wanted.params()
     seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_choices)]
     each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
@@ -125,10 +125,10 @@ def _choices(wanted: Body) -> list[Choice]:
 
 
 def _caller(request: Request) -> Caller:
-    """What the headers say of the caller; a trace context that is none starts a new trace, as W3C has it.
+    """The caller from the headers; a malformed trace context starts a new trace, as W3C specifies.
 
     Raises:
-        ApiError: 401, a token that no door could know.
+        ApiError: 401, a token that cannot be valid.
     """
     token = bearer_token(request.headers.get("authorization", ""))
     if token and not (token.isascii() and token.isprintable() and len(token) <= _MAX_TOKEN_LEN):
@@ -139,7 +139,7 @@ def _caller(request: Request) -> Caller:
 
 
 def _check_json(request: Request) -> None:
-    """A page of another origin can send any other type without asking us first."""
+    """Require JSON: a page of another origin can send some other types without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"Content-Type {given!r} is not application/json", code="unsupported_media_type")
@@ -173,12 +173,12 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    """Nobody is there to read it."""
+    """The client has disconnected: the response is not read."""
     return Response(status_code=499)
 
 
 class _Guarded:
-    """Refuses requests for other hosts and from other origins' pages, whatever their route."""
+    """Refuses requests for other hosts and from pages of other origins, on any route."""
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
         self._app = app
@@ -194,7 +194,7 @@ class _Guarded:
 
 
 class _RequestIds:
-    """Gives every response an `x-request-id`: the client's own, if it sent one that can be printed."""
+    """Gives every response an `x-request-id`: the client's own, if it sent a valid one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""What a request may say, for both APIs. Whatever is not named here is refused.
+"""Request bodies of both APIs. Unknown parameters are refused.
 
-A parameter that has no effect here is accepted if OpenAI's clients send it habitually and it changes nothing
-about the output; one that asks for what is not served is accepted at the value that does not ask for it.
+A parameter without effect here is accepted if OpenAI's clients usually send it and it does not change the
+output; one of an unsupported feature is accepted only at the value that disables the feature.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from specwire.http.errors import ApiError
 MAX_CHOICES = 128
 """Generations of one request, over all its prompts."""
 _COMPLETION_TOKENS = 16
-"""What `/v1/completions` generates when it is not told, as in OpenAI's."""
+"""Default `max_tokens` of `/v1/completions`, as in OpenAI's."""
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "cache_salt"),
 )
-"""Fields that mean the same here and there."""
+"""Fields with the same meaning in `SamplingParams`."""
 Prompt = dict[str, Any]
 """One of `prompt`, `prompt_token_ids` and `messages`, as an argument of `AsyncClient.stream`."""
 _TOKEN_BYTES = 4
 _TEXT_BYTES = 32
-"""That each text counts for beside its own bytes: messages are looked at one by one, for each choice."""
+"""Counted for each text in addition to its bytes: messages are processed one by one, for each choice."""
 _MAX_ID_LEN = 10
 Item = TypeVar("Item")
 _List = Annotated[list[Item], Field(fail_fast=True)]
-"""Checked up to the first error: one for each item would take much more memory and time than the request."""
+"""Validated up to the first error: one error for each item would take far more memory and time."""
 
 
 class _Part(pydantic.BaseModel):
@@ -44,7 +44,7 @@ class _Part(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _leave_one_unknown(cls, given: Any) -> Any:
-        """Of many unknown keys one is an error enough."""
+        """Reduce many unknown keys to one, which is an error enough."""
         known = cls.model_fields
         if not isinstance(given, dict) or len(given) <= len(known):
             return given
@@ -53,21 +53,21 @@ class _Part(pydantic.BaseModel):
 
 
 class StreamOptions(_Part):
-    """How to stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class TextPart(_Part):
-    """A piece of a message; only text is served."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Part):
-    """One turn of a conversation, as clients also send back an answer that they got."""
+    """One message of a conversation, including earlier answers in the form of a response."""
 
     role: str
     content: str | _List[TextPart]
@@ -85,13 +85,13 @@ class Message(_Part):
 
 
 class ResponseFormat(_Part):
-    """Only plain text is served."""
+    """Only plain text is supported."""
 
     type: Literal["text"]
 
 
 class Body(_Part):
-    """What both APIs share."""
+    """Fields of both APIs."""
 
     object_name: ClassVar[str]
 
@@ -107,14 +107,14 @@ class Body(_Part):
     logit_bias: dict[str, Any] | None = None
     stop: str | _List[str] | None = None
     seed: int | None = None
-    # as vLLM names them
+    # extensions with vLLM's names
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    # ours
+    # our extensions
     rule: Rule | None = Field(default=None, strict=False)
     num_draft_tokens: int | None = None
     return_fates: bool | None = None
@@ -128,17 +128,17 @@ class Body(_Part):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer comes as it is made."""
+        """Whether the response is streamed."""
         return bool(self.stream)
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def reports_progress(self) -> bool:
-        """Whether a stream says with each chunk what its rounds cost."""
+        """Whether each chunk of a stream reports speculation and timing."""
         return self.streams and bool(self.return_fates)
 
     @property
@@ -148,7 +148,7 @@ class Body(_Part):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """What is to be continued; a conversation is one prompt."""
+        """The prompts; a conversation is one prompt."""
         raise NotImplementedError
 
     @property
@@ -158,11 +158,11 @@ class Body(_Part):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives to report at each position; None for no log probabilities at all."""
+        """Alternatives to report at each position; None for no log probabilities."""
         raise NotImplementedError
 
     def params(self) -> SamplingParams:
-        """How to sample the first choice.
+        """Sampling parameters of the first choice.
 
         Raises:
             InvalidRequestError: names the parameter and its value.
@@ -244,7 +244,7 @@ class ChatBody(Body):
 
 
 def read(kind: type[Body], data: bytes | bytearray) -> Body:
-    """A request's body, checked; a `Scan` found before that its structure is limited.
+    """Parse and validate a body whose structure a `Scan` has found within limits.
 
     Raises:
         ApiError: 400, naming the parameter.
@@ -258,7 +258,7 @@ def read(kind: type[Body], data: bytes | bytearray) -> Body:
 
 
 def _check_together(body: Body) -> None:
-    """What no single field shows."""
+    """Checks that involve several fields."""
     if body.stream_options is not None and not body.streams:
         raise _invalid("stream_options", "is only for requests with stream=true")
     if isinstance(body, CompletionBody):
@@ -274,14 +274,14 @@ def _check_together(body: Body) -> None:
 
 
 def check_size(body: Body, max_prompt_bytes: int, max_total_bytes: int) -> None:
-    """Whether the prompts are worth passing on, which is done once for each choice.
+    """Check the size of the prompts, which are sent once for each choice.
 
     Args:
         max_prompt_bytes: of a prompt as text.
         max_total_bytes: of all choices' prompts.
 
     Raises:
-        ApiError: 400, one of the two is exceeded.
+        ApiError: 400, over one of the limits.
     """
     total = 0
     for prompt in body.prompts:
@@ -313,7 +313,7 @@ def _biases(given: dict[str, Any]) -> dict[int, Any]:
     return {int(key): bias for key, bias in given.items()}
 
 
-#: Errors of fields that exist for their neutral value alone.
+#: pydantic's errors of fields that accept their neutral value only.
 _UNSUPPORTED = {"literal_error", "none_required", "too_long"}
 _FIELDS = {
     name
@@ -323,7 +323,7 @@ _FIELDS = {
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """The first thing that is wrong, in OpenAI's words."""
+    """The first error, in OpenAI's format."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, param = first["type"], _path(first["loc"], unknown=first["type"] == "extra_forbidden")
     if kind == "json_invalid":

@@ -1,4 +1,4 @@
-"""The generations of one request: n at once, each as far ahead as its client reads."""
+"""The generations of one request: n at once, each paused when the client does not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specwire.core import SamplingParams
 from specwire.http.body import Prompt
 
 Event = tuple[int, Chunk | Completion]
-"""Index of a choice, and what it brought; a completion is the last of its choice."""
+"""Index of a choice, and its chunk or completion, which is the last event of the choice."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Caller:
-    """On whose behalf.
+    """The caller of a request.
 
     Attributes:
-        token: the bearer token that they brought, empty for none.
-        traceparent: W3C trace context that they brought, empty for none.
+        token: bearer token; empty for none.
+        traceparent: W3C trace context; empty for none.
     """
 
     token: str = ""
@@ -41,13 +41,13 @@ class Caller:
 async def running(
     client: AsyncClient, choices: Sequence[Choice], caller: Caller, *, report_progress: bool
 ) -> AsyncIterator[AsyncIterator[Event]]:
-    """Run all choices; leaving the context cancels what is left of them on all services.
+    """Run all choices; leaving the context cancels them on all services.
 
-    Events of different choices come as they are made. Each choice holds at most one that nobody took: its
-    generation then pauses by the SDK's credit.
+    Events of different choices are interleaved as they arrive. Each choice holds at most one event that is
+    not consumed; its generation then pauses, by the SDK's credit.
 
     Raises:
-        SpecwireError: from the iterator: what ended the first of them that failed.
+        SpecwireError: from the iterator: the error of the first that fails.
     """
     events: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
 
@@ -70,7 +70,7 @@ async def running(
     try:
         for index, choice in enumerate(choices):
             tasks.append(asyncio.create_task(run(index, choice)))
-            await asyncio.sleep(0)  # what each sends may be large: others' events come in between
+            await asyncio.sleep(0)  # each may send a large prompt: let other tasks run in between
         yield _taken(events, len(tasks))
     finally:
         for task in tasks:

@@ -1,7 +1,7 @@
-"""Connections of clients: how many, and for how long one may keep the others waiting.
+"""Limits on client connections, which uvicorn serves.
 
-uvicorn serves them. Added here are limits: on waiting for a request, on waiting for a client that does not
-read its response, on descriptors. And a client that half-closes its connection still gets its answer.
+Bounded are the number of connections, the wait for a request, and the wait for a client that does not read
+its response. And a client that half-closes its connection still gets its response.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from specwire.rpc import descriptors
 log = logging.getLogger(__name__)
 
 _REQUEST_S = 10.0
-"""Longest wait for a request, and for the rest of one that was answered before its end."""
+"""Longest wait for a request, and for the rest of one that is answered before its end."""
 _MAX_CONNECTIONS = 4096
-"""Over three times what a coordinator takes by itself (256 running generations, 1,024 that wait)."""
+"""Over three times the default capacity of a coordinator (256 running, 1,024 waiting generations)."""
 _MAX_ACCEPTED = 32
-"""In one turn of the event loop; four turns later one is known, or has made room for another."""
+"""Accepted in one turn of the event loop."""
 _QUIET_S = 10.0
-"""Between two lines in the log about the same trouble."""
+"""Between two log records about the same condition."""
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
 
 class ListeningSocket(socket.socket):
-    """Accepts connections while there are descriptors for more; beyond that it closes them at once.
+    """Accepts connections while descriptors are left, and closes further ones at once.
 
-    Left to itself, asyncio prints a traceback for each that it cannot accept, hundreds at a time.
+    asyncio logs a traceback for each connection that it cannot accept, hundreds at a time.
     """
 
     _num_accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """See `socket.socket.accept`; says now and then that there is nothing to accept."""
+        """See `socket.socket.accept`; every 32nd time it reports none, to let other tasks run."""
         while True:
             self._num_accepted += 1
             if self._num_accepted % _MAX_ACCEPTED == 0:
@@ -51,7 +51,7 @@ class ListeningSocket(socket.socket):
 
 
 class Connections:
-    """Those that are open. Where there are too many, the ones without a request end first."""
+    """The open connections. Over the limit, those without a request are closed first."""
 
     def __init__(self, idle_timeout_s: float) -> None:
         """Args:
@@ -59,41 +59,41 @@ class Connections:
         """
         self.idle_timeout_s = idle_timeout_s
         self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
-        self._idle: dict[Connection, None] = {}  # in the order in which they became so
+        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._num_open = 0
-        self._told_s = -_QUIET_S
+        self._warned_s = -_QUIET_S
 
     def protocol(self, **options: Any) -> Connection:
-        """A new one, as uvicorn makes them."""
+        """A new connection, for uvicorn."""
         return Connection(self, **options)
 
     def opened(self, connection: Connection) -> None:
-        """One more, without a request; over the limit the one that has been so for longest ends."""
+        """Add a connection without a request; over the limit, close the one that is idle for longest."""
         self._num_open += 1
         self.mark_idle(connection)
         if self._num_open > self._limit:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             oldest.transport.close()
-            self._tell()
+            self._warn()
 
     def closed(self, connection: Connection) -> None:
-        """One less."""
+        """Remove a connection."""
         self._num_open -= 1
         self.mark_busy(connection)
 
     def mark_idle(self, connection: Connection) -> None:
-        """It has no request from now on."""
+        """The connection has no request from now on."""
         self._idle.pop(connection, None)
         self._idle[connection] = None
 
     def mark_busy(self, connection: Connection) -> None:
-        """It has one."""
+        """The connection has a request."""
         self._idle.pop(connection, None)
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._told_s > _QUIET_S:
-            self._told_s = time.monotonic()
+    def _warn(self) -> None:
+        if time.monotonic() - self._warned_s > _QUIET_S:
+            self._warned_s = time.monotonic()
             log.warning("%d connections are open: closing those that are idle for longest", self._num_open)
 
 
@@ -117,7 +117,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1)  # so that all that is not read is noticed
+        transport.set_write_buffer_limits(high=1)  # so that any unread data is noticed
         self._await_request()
         self._connections.opened(self)
 
@@ -135,17 +135,17 @@ class Connection(H11Protocol):
         self._see_request()
 
     def on_response_complete(self) -> None:
-        """A response is on its way; another request may have arrived with the one before."""
+        """A response is complete; the next request may have arrived already."""
         super().on_response_complete()
         self._await_request()
         self._see_request()
 
-    # --- requests that do not come
+    # --- connections without a request
 
     def _await_request(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
-        self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # when all is sent
+        self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # after all data is sent
         self._connections.mark_idle(self)
 
     def _see_request(self) -> None:
@@ -159,12 +159,12 @@ class Connection(H11Protocol):
     # --- responses that are not read
 
     def pause_writing(self) -> None:
-        """The kernel takes no more; see `asyncio.Protocol`."""
+        """The socket buffer is full; see `asyncio.Protocol`."""
         super().pause_writing()
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        """It has taken all; see `asyncio.Protocol`."""
+        """All data is written; see `asyncio.Protocol`."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
@@ -174,19 +174,19 @@ class Connection(H11Protocol):
         self._writing = self.loop.call_later(self._connections.idle_timeout_s, self._check_written, left)
 
     def _check_written(self, num_before: int) -> None:
-        if self.transport.get_write_buffer_size() < num_before:  # of a long response
+        if self.transport.get_write_buffer_size() < num_before:  # some of a long response was read
             self._watch_writing()
         else:
-            log.info("a client has read nothing for %g s: cut off", self._connections.idle_timeout_s)
-            self.transport.abort()  # what it does not read would keep the connection open
+            log.info("a client has read nothing for %g s: disconnected", self._connections.idle_timeout_s)
+            self.transport.abort()  # `close` would wait for the unread data
 
-    # --- clients that have sent all
+    # --- half-closed connections
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open for what is still to be sent.
+        """Whether the connection stays open for the response.
 
-        A client that has gone altogether looks the same until something is sent to it: so until the response
-        begins, interim ones are. TLS knows no half-closed connections.
+        A client that has disconnected looks the same until something is sent to it, so interim responses are
+        sent until the response begins. TLS has no half-closed connections.
         """
         is_tls = self.transport.get_extra_info("sslcontext") is not None
         if is_tls or not self._has_request or self.cycle.more_body:

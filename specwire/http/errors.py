@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors in OpenAI's format: a status, and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _CODES: tuple[tuple[type[SpecwireError], str], ...] = (
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error response.
 
     Attributes:
         status: of HTTP.
         kind: the `type` of OpenAI's error object.
-        param: the request's field that is at fault, if one is.
-        code: for programs.
+        param: the invalid field of the request, if one is.
+        code: machine-readable.
         headers: of the response.
     """
 
@@ -71,11 +71,11 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error; of a defect, nothing but that there is one: the log has the rest."""
+    """The error response of an exception; of a defect it reveals nothing, and the log has the details."""
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, SpecwireError) or error.status not in _BY_STATUS:
-        log.error("a request failed by no fault of its own", exc_info=error)
+        log.error("defect while serving a request", exc_info=error)
         return ApiError(500, "internal error; the server's log has the details", kind="server_error")
     status, kind, code = _BY_STATUS[error.status]
     code = next((known for type_, known in _CODES if isinstance(error, type_)), code)
@@ -84,12 +84,12 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _param(field: str) -> str:
-    """The SDK's name of a field as this API has it."""
+    """This API's name of a field of the SDK."""
     return {"text": "prompt"}.get(field) or field.replace("prompt_token_ids", "prompt", 1)
 
 
 def _headers(error: SpecwireError) -> dict[str, str]:
-    """When to come back; OpenAI's clients read all three."""
+    """When to retry; OpenAI's clients read all three headers."""
     if not isinstance(error, ResourceExhaustedError):
         return {}
     if error.retry_after_ms is None:

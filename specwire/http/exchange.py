@@ -1,4 +1,4 @@
-"""One request on the wire: its generations run exactly as long as its client listens."""
+"""One request on the wire: its generations run as long as its client is connected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specwire.http.errors import api_error
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # or nginx would hold tokens back
+    (b"x-accel-buffering", b"no"),  # or nginx would buffer tokens
 ]
 
 
@@ -34,8 +34,8 @@ def refusal(error: Exception) -> JSONResponse:
 class Exchange(Response):
     """The response of a generating request, streamed or at once.
 
-    The status line waits for the first event, so that what is refused is refused by its status; what goes
-    wrong later ends the stream with an error event, and without `[DONE]`.
+    The status line waits for the first event, so that a refusal has its own status; a later error ends the
+    stream with an error event, and without `[DONE]`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Exchange(Response):
         self._completions: dict[int, Completion] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # At the end of the grace uvicorn cancels what runs, and prints a traceback of each that says so.
+        # After the grace period uvicorn cancels requests, and would log a traceback of each.
         with contextlib.suppress(asyncio.CancelledError):
             await while_connected(receive, self._respond(scope, receive, send))
 
@@ -112,7 +112,7 @@ async def _completions(first: Event, events: AsyncIterator[Event]) -> AsyncItera
 
 
 async def _send_event(send: Send, data: dict[str, Any] | None) -> None:
-    """One server-sent event; returns when the connection has room for more."""
+    """Send one server-sent event; returns when the connection has room for more."""
     if data is not None:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         await send(_body(b"data: " + text.encode() + b"\n\n"))

@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms that OpenAI's APIs have. No I/O."""
+"""Log probabilities in the forms of OpenAI's two APIs. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def of_completion(tokens: Sequence[Token], spell: Spell, start: int) -> dict[str
     """Four lists over the tokens.
 
     Args:
-        spell: one token for display.
+        spell: text of a token.
         start: characters of the output before these tokens.
     """
     offsets = []
@@ -32,7 +32,7 @@ def of_completion(tokens: Sequence[Token], spell: Spell, start: int) -> dict[str
 
 
 def _alternatives(token: Token, spell: Spell) -> dict[str, float]:
-    """By text: the likelier of two tokens that look the same; the emitted token is always among them."""
+    """By text, where the likelier of two tokens with the same text wins; includes the emitted token."""
     found: dict[str, float] = {}
     emitted = (token.token_id, _value(token.logprob))
     for token_id, logprob in (*token.top_logprobs, emitted):
@@ -41,7 +41,7 @@ def _alternatives(token: Token, spell: Spell) -> dict[str, float]:
 
 
 def of_chat(tokens: Sequence[Token], spell: Spell) -> dict[str, Any]:
-    """One entry a token, with as many alternatives as were asked for."""
+    """One entry for each token, with the requested number of alternatives."""
     return {"content": [_entry(token, spell) for token in tokens], "refusal": None}
 
 
@@ -51,7 +51,7 @@ def _entry(token: Token, spell: Spell) -> dict[str, Any]:
 
 
 def _alternative(text: str, logprob: float | None) -> dict[str, Any]:
-    """`bytes` is null where the token is only a part of a character."""
+    """`bytes` is null if the token is only a part of a character."""
     data = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": _value(logprob), "bytes": data}
 

@@ -1,4 +1,4 @@
-"""What the coordinator serves: its name, its limits, and the tokenizer that spells its tokens."""
+"""The model that the coordinator serves: name, limits, and the tokenizer that spells its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specwire import AsyncClient, embedded, tokenizer
 from specwire.config.client import HttpConfig
 from specwire.config.services import EMBEDDED
 from specwire.core import ModelInfo
-from specwire.http.remembered import Remembered
+from specwire.http.answer_cache import AnswerCache
 from specwire.tokenizer import Tokenizer
 
 Spell = Callable[[int], str]
@@ -27,25 +27,25 @@ class ServedModel:
 
 
 class Models:
-    """Asks the coordinator which model it serves: which is also how a bearer token is judged."""
+    """Asks the coordinator which model it serves, which also checks a bearer token."""
 
     def __init__(self, client: AsyncClient, config: HttpConfig) -> None:
         self._client = client
         self._config = config
-        self._answers = Remembered(self._ask)
+        self._answers = AnswerCache(self._ask)
         self._loading = asyncio.Lock()
         self._source = ""
         self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
-        """The model that is served now.
+        """The model that is currently served.
 
         Args:
             token: bearer token of the caller.
 
         Raises:
             UnauthenticatedError: the coordinator does not know the token.
-            SpecwireError: the coordinator does not say.
+            SpecwireError: the coordinator does not answer.
         """
         return await self._answers.get(token)
 
@@ -54,7 +54,7 @@ class Models:
         return ServedModel(self._config.model_name or info.name, info)
 
     async def speller(self, model: ServedModel) -> Spell:
-        """Spells the model's tokens; its tokenizer is loaded the first time.
+        """Spells the model's tokens; loads its tokenizer the first time.
 
         Raises:
             ModelLoadError: it cannot be loaded here.

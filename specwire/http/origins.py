@@ -1,9 +1,9 @@
-"""Which hosts a request may be for, and the pages of which origins may send it.
+"""Checks of `Host` and `Origin`, against requests from pages of other sites.
 
-A page that a browser loads from elsewhere can send requests to this machine under the name of its own host,
-once the owner of that name lets it resolve to this machine (DNS rebinding). It cannot choose `Host` and
-`Origin`. So where only this machine is served, other names are refused. Addresses are not: nothing needs to
-resolve them, and probes and `kubectl port-forward` use them.
+A page of another site can send requests to this machine under its own host name, once the owner of the name
+lets it resolve to this machine (DNS rebinding). It cannot choose `Host` and `Origin`. So a front that serves
+only this machine refuses other names. It accepts addresses, which are not resolved, and which probes and
+`kubectl port-forward` use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANY = "*"
 
 
 class Origins:
-    """What the front is known as."""
+    """The names of the front."""
 
     def __init__(self, config: HttpConfig) -> None:
         host, _ = split_address("address", config.address)
@@ -30,7 +30,7 @@ class Origins:
         self._any = ANY in self._names or not (self._names or is_loopback(host))
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Whether the request is for this front, and from a page of it if it is from one.
+        """Check that a request is for this front and, if a page sent it, that it is one of this front.
 
         Raises:
             ApiError: 403.
@@ -48,7 +48,7 @@ class Origins:
         return self._any or name in self._names or name == "localhost" or _is_address(name)
 
     def _is_own_page(self, origin: str, host: str) -> bool:
-        """A proxy in front may have changed `Host`, so a page of an allowed name is one of ours, too."""
+        """Behind a proxy that changes `Host`, the origin is ours if its name is allowed."""
         netloc = origin.partition("://")[2]
         return netloc != "" and (netloc == host or _name(netloc) in self._names)
 

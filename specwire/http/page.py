@@ -1,6 +1,6 @@
-"""The page to look at: one document that needs nothing from anywhere else, and may load nothing.
+"""The demo page: one self-contained document.
 
-Styles and script are part of it, and its Content-Security-Policy admits them by their hashes alone.
+Styles and script are inline; the Content-Security-Policy admits them by their hashes, and nothing else.
 """
 
 from __future__ import annotations

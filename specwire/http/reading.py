@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits of size, time and structure, and checked on another thread."""
+"""Request bodies: read within limits of size, time and structure, and validated on another thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specwire.http.scan import Scan
 
 _SMALL_BYTES = 64 << 10
 _NUM_LARGE = 4
-"""Bodies over 64 KiB in memory at a time; others are not read meanwhile."""
+"""Bodies over 64 KiB in memory at a time; further ones are not read meanwhile."""
 _READ_S = 30.0
 _SLICE_BYTES = 64 << 10
-"""Looked at in one go, for about a millisecond."""
+"""Scanned at a time, for about a millisecond."""
 
 
 class BodyReader:
@@ -41,8 +41,8 @@ class BodyReader:
             context_len: of the model, in tokens.
 
         Raises:
-            ApiError: 413, over a limit; 408, not there in time; 400, naming the parameter.
-            ClientDisconnect: the client went away before its end.
+            ApiError: 413, over a limit; 408, not received in time; 400, naming the parameter.
+            ClientDisconnect: the client disconnected before its end.
         """
         declared = _declared_bytes(headers)
         self._check_size(declared or 0)
@@ -87,6 +87,6 @@ class BodyReader:
 
 
 def _declared_bytes(headers: Mapping[str, str]) -> int | None:
-    """What the client says it will send; None where it sends as it goes."""
+    """The declared length of the body; None if it is chunked."""
     length = headers.get("content-length", "")
     return int(length) if length.isdecimal() else None

@@ -1,8 +1,8 @@
-"""How much structure there is in JSON text, counted while it arrives, before anything is made of it. No I/O.
+"""Limits on the structure of JSON text, checked while it arrives, before it is parsed. No I/O.
 
-To parse a megabyte of `[{},{},...]` takes a hundred times its size and longer than others can wait. So bodies
+Parsing a megabyte of `[{},{},...]` takes a hundred times its size, and longer than others can wait. So bodies
 with more values, containers or keys than any request needs, or a longer string, are refused as soon as they
-have them. Nesting and the length of numbers are limited by the parser itself.
+exceed a limit. Nesting and the length of numbers are limited by the parser itself.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from specwire.http.errors import ApiError
 from specwire.wire.client import MAX_MESSAGES
 
 _MAX_VALUES = 1 << 17
-"""Beside the tokens of one prompt: so that several prompts may be token ids, too."""
+"""In addition to the tokens of one prompt, so that several prompts may be token ids."""
 _MAX_CONTAINERS = 4 * MAX_MESSAGES
 """A message is an object with a list of parts, which are objects."""
 _MAX_KEYS = MAX_LOGIT_BIASES + 7 * MAX_MESSAGES
-"""A message that is an answer sent back has seven."""
+"""A message in the form of a response has seven."""
 _BYTES_OF_ONE = 3
-"""That a byte of text takes in JSON at most: `\u00e9` stands for two. Control characters would take more."""
+"""Most bytes that a byte of text takes in JSON: `\u00e9` is two. Control characters would take more."""
 
 
 class Scan:
-    """Of one body. What is not JSON is counted somehow: the parser finds it out, where counting is over.
+    """Counts of one body. Text that is not JSON is counted somehow, and refused by the parser later.
 
     Args:
-        context_len: of the model, in tokens: a prompt may be so many token ids.
+        context_len: of the model, in tokens: a prompt may have as many token ids.
         max_text_bytes: of one string.
     """
 
@@ -42,10 +42,10 @@ class Scan:
         self._escape = b""
 
     def feed(self, data: bytes) -> None:
-        """Count the next bytes, at a few ms for each MB.
+        """Count the next bytes; takes a few ms for each MB.
 
         Raises:
-            ApiError: 413, too much of something.
+            ApiError: 413, over a limit.
         """
         outside, longest = self._split(data)
         if longest > self._max_string_bytes:
@@ -61,7 +61,7 @@ class Scan:
             raise _too_large(f"over {self._limits[what]} {what}")
 
     def _split(self, data: bytes) -> tuple[bytes, int]:
-        r"""What is outside of strings, and the longest string's length; `\\` and `\"` are any two bytes."""
+        r"""Text outside of strings, and the longest string's length; `\\` and `\"` are any two bytes."""
         data = (self._escape + data).replace(rb"\\", b"..")
         self._escape = b"\\" if data.endswith(b"\\") else b""
         pieces = data.removesuffix(b"\\").replace(rb"\"", b"..").split(b'"')

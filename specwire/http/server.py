@@ -1,4 +1,4 @@
-"""The process: uvicorn with one socket, ended gracefully."""
+"""The process: uvicorn on one socket, with graceful shutdown."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from specwire.security.tls import read_pair
 log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 64 << 10
-"""Of a connection, in the kernel: a client that stops reading shall pause its generation soon."""
+"""Of a connection, in the kernel; small, so that a client that stops reading pauses its generation soon."""
 
 
 @contextlib.asynccontextmanager
 async def serving(config: HttpConfig) -> AsyncIterator[str]:
-    """A running front; yields its `HOST:PORT`, and ends gracefully.
+    """A running front; yields its `HOST:PORT`, and shuts down gracefully.
 
-    It serves before its coordinator does: `/health` says whether that one answers.
+    It starts before its coordinator answers, which `/health` reports.
 
     Raises:
         ConfigError: the address cannot be bound, or certificate and key cannot be read.
@@ -54,7 +54,7 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
 
 
 class _Server(uvicorn.Server):
-    """Signals are handled by whoever runs us."""
+    """Leaves signals to its caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,20 +80,20 @@ def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
 
 
 def _tls(config: HttpConfig) -> ssl.SSLContext:
-    """Serves each new connection with the files as they are now.
+    """Serves each new connection with the current files.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: invalid files.
     """
-    watched = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
+    files = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
 
-    def take_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        if watched.refresh():
+    def use_current(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        if files.refresh():
             log.warning("TLS files changed: new connections are served with them")
-        connection.context = watched.value
+        connection.context = files.value
 
-    context = watched.value
-    context.sni_callback = take_newest  # called for each connection, whether it names a server or not
+    context = files.value
+    context.sni_callback = use_current  # called for each connection, whether it names a server or not
     return context
 
 
@@ -102,7 +102,7 @@ def _read_context(config: HttpConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key)
-    except OSError as error:  # changed since, and ssl.SSLError is one
+    except OSError as error:  # changed since; includes ssl.SSLError
         raise ConfigError(f"--tls-cert {config.tls_cert}: cannot be used ({error})") from None
     return context
 

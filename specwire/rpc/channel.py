@@ -1,4 +1,4 @@
-"""Channels: keepalive, credentials that are read again when their files change."""
+"""Channels: keepalive, and credentials that are reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LONGEST_CALL_S = 7 * 24 * 3600.0
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_000),
-    # A ping of gRPC's own (it measures bandwidth) that is under way when the line goes silent takes the place
-    # of ours, and would be waited for during a minute.
+    # A bandwidth ping of gRPC that is in flight when the connection goes silent replaces ours, and times
+    # out after a minute by default.
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -31,7 +31,7 @@ Options = Sequence[tuple[str, Any]]
 def open_channel(
     address: str, max_message_bytes: int = 64 << 20, *, credentials: Credentials = PLAINTEXT
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT that notices a silent peer within about two seconds.
+    """A channel to HOST:PORT that detects a silent peer within about two seconds.
 
     Raises:
         InvalidRequestError: a token would travel in plaintext beyond this machine.
@@ -40,8 +40,8 @@ def open_channel(
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.enable_http_proxy", 0),  # our addresses are meant as they are, `http_proxy` or not
-        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # how long gRPC waits for a connection
+        ("grpc.enable_http_proxy", 0),  # addresses are direct, `http_proxy` or not
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # also the timeout of an attempt
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         *KEEPALIVE,
@@ -57,8 +57,8 @@ def _open(address: str, options: Options, credentials: Credentials) -> grpc.aio.
 
 
 class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
-    """Looks at its files before each call. When they changed, the call goes over a new connection, and
-    the old one is closed after its last call."""
+    """Checks its files before each call. When they have changed, the call goes over a new connection, and the
+    old one is closed after its last call."""
 
     def __init__(self, address: str, options: Options, credentials: Credentials) -> None:
         self._address = address
@@ -66,27 +66,27 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         self._tls = credentials.tls
         if self._tls and self._tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", self._tls.server_name))
-        self._shown = credentials.watched()
+        self._files = credentials.reloading()
         self._current = self._connect()
         self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     def current(self) -> grpc.aio.Channel:
         """The channel for a new call."""
-        if self._shown.refresh() and self._tls:
+        if self._files.refresh() and self._tls:
             old, self._current = self._current, self._connect()
             self._retired[old] = asyncio.create_task(self._retire(old))
         return self._current
 
     def metadata(self) -> list[tuple[str, str]]:
-        """What a call shows."""
-        token = self._shown.value.token
+        """The credentials of a call."""
+        token = self._files.value.token
         return [("authorization", f"Bearer {token}")] if token else []
 
     def _connect(self) -> grpc.aio.Channel:
         if not self._tls:
             return grpc.aio.insecure_channel(self._address, options=self._options)
-        shown: CredentialBundle = self._shown.value
-        tls = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
+        current: CredentialBundle = self._files.value
+        tls = grpc.ssl_channel_credentials(current.ca, current.key, current.cert)
         return grpc.aio.secure_channel(self._address, tls, options=self._options)
 
     async def _retire(self, channel: grpc.aio.Channel) -> None:
@@ -94,7 +94,7 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         del self._retired[channel]
 
     async def close(self, grace: float | None = None) -> None:
-        """Close this connection and those before it; see `grpc.aio.Channel`."""
+        """Close this connection and the retired ones; see `grpc.aio.Channel`."""
         for channel, task in [*self._retired.items()]:
             task.cancel()
             await channel.close(grace)
@@ -137,7 +137,7 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
 
 
 class _Method:
-    """A method of a stub, made anew for each new connection."""
+    """A method of a stub, created again for each new connection."""
 
     def __init__(self, channel: _CredentialChannel, make: Callable[[grpc.aio.Channel], Any]) -> None:
         self._channel = channel
@@ -150,6 +150,6 @@ class _Method:
         if channel is not self._made_for:
             self._made_for, self._method = channel, self._make(channel)
         metadata = list(metadata or ())
-        if all(key != "authorization" for key, _ in metadata):  # the call's own token comes first
+        if all(key != "authorization" for key, _ in metadata):  # a call's own token takes precedence
             metadata += self._channel.metadata()
         return self._method(*args, metadata=metadata, **kwargs)

@@ -1,7 +1,7 @@
-"""File descriptors, of which every connection takes one: as many as allowed, and fewer connections than that.
+"""File descriptors: raises the limit, and keeps some from connections, each of which takes one.
 
 A gRPC server closes connections over `max_connections` at once, so that files can be read and peers reached
-however many clients there are. asyncio's servers (HTTP, metrics) leave them waiting until others close.
+under any number of clients. asyncio's servers (HTTP, metrics) leave them waiting until others close.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MOST_RESERVED = 128
 # An idle connection takes 15 kB and a ping a second.
 _MAX_CONNECTIONS = 4_096
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _WARN_EVERY_S = 30.0
 
 
 def max_connections() -> int:
-    """How many connections a server may accept, so that descriptors are left for all else."""
+    """How many connections a server may accept, so that descriptors remain for other uses."""
     limit = _limit()
     return min(limit - min(_MOST_RESERVED, limit // 4), _MAX_CONNECTIONS)
 
@@ -37,30 +37,30 @@ def max_accepted() -> int:
 
 
 def set_up() -> None:
-    """Raise this process's limit as far as allowed, and have the running loop warn when it is reached, in one
-    line. asyncio itself logs a hundred tracebacks a second then.
+    """Raise this process's limit as far as allowed, and have the running loop warn in one line when it is
+    reached, where asyncio itself logs a hundred tracebacks a second.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit beside it
+    with contextlib.suppress(ValueError, OSError):  # some systems have another, lower limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     loop = asyncio.get_running_loop()
     watch = _Watch(loop)
     loop.set_exception_handler(watch.handle)
-    watch.look()
+    watch.check()
 
 
 class _Watch:
-    """Looks now and then, and warns at most once in a while."""
+    """Counts open descriptors every second, and warns at most every 30 s."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._warned_s = -_WARN_EVERY_S
 
-    def look(self) -> None:
-        """Now, and from now on every second."""
+    def check(self) -> None:
+        """Check now, and every second from now on."""
         if num_open() >= max_connections():
             self._warn()
-        self._loop.call_later(_LOOK_EVERY_S, self.look)
+        self._loop.call_later(_CHECK_EVERY_S, self.check)
 
     def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """See `loop.set_exception_handler`."""
@@ -90,5 +90,5 @@ def num_open() -> int:
     """How many are open in this process."""
     try:
         return len(os.listdir("/dev/fd"))
-    except OSError as error:  # to look takes one
+    except OSError as error:  # listing takes one
         return _limit() if error.errno in _NONE_LEFT else 0

@@ -1,4 +1,4 @@
-"""What runs in a service, and how it comes to its end. Knows no grpc."""
+"""The running requests of a service, and its graceful end. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specwire.errors import ServiceUnavailableError
 
 
 class Drain:
-    """Lets requests in until it is closed, and waits for those that are in. For one event loop."""
+    """Admits requests until it is closed, and waits for those that run. For one event loop."""
 
     def __init__(self) -> None:
         self._num_running = 0
@@ -20,12 +20,12 @@ class Drain:
 
     @property
     def num_running(self) -> int:
-        """Requests that are in."""
+        """Requests that run."""
         return self._num_running
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Be in while the body runs.
+        """Count a request while the body runs.
 
         Raises:
             ServiceUnavailableError: it is closed.
@@ -42,11 +42,11 @@ class Drain:
                 self._idle.set()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Admit no more requests."""
         self._is_closed = True
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until nobody is in; False when the time is over before."""
+        """Wait until no request runs; False at the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -1,17 +1,17 @@
-"""What every call passes before its method, in this order and in one interceptor:
+"""The one interceptor, which every call passes before its method, in this order:
 
     token ─▶ limits of its caller ─▶ first message, within 10 s ─▶ drain ─▶ method ─▶ status
 
-gRPC is told that every method takes a stream. The bytes on the wire are the same, and limits begin when a
-call opens; the message of a unary call grpc.aio itself awaits without a limit. Bytes that are no message are
-refused as INVALID_ARGUMENT; grpc.aio itself answers them with UNKNOWN and the name of a Python class.
+Every method is registered as one that takes a stream. The bytes on the wire are the same, and limits hold
+from the opening of a call; grpc.aio itself waits for the message of a unary call without a limit. Malformed
+messages are refused as INVALID_ARGUMENT, where grpc.aio answers UNKNOWN with the name of a Python class.
 
 A method, `async def (self, request or requests, context)`, raises our errors, which become the call's status.
 One that streams writes through `context.write` rather than yield: a cancelled generator is only finalised
 when it is collected, while a cancelled coroutine runs its `finally` at once.
 
-Health needs no token, since probes have none, and has limits of its own: a `Check` is answered whatever else
-is going on.
+Health checks need no token, since probes have none, and have limits of their own: a `Check` is answered
+under any load.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
-from specwire.rpc import listening as doors
+from specwire.rpc import listening
 from specwire.rpc.draining import Drain
-from specwire.rpc.places import Places
+from specwire.rpc.slots import Slots
 from specwire.security.bearer import Principal, Tokens, bearer_token
 
 _OURS = "/specwire."
@@ -40,13 +40,13 @@ _HEALTH = f"/{health.SERVICE_NAME}/"
 _CHECK, _WATCH = f"{_HEALTH}Check", f"{_HEALTH}Watch"
 
 _FIRST_MESSAGE_S = 10.0
-# Beside the streams that a service serves or keeps waiting: handshakes, and streams that it will refuse.
+# In addition to the streams that a service serves or queues: handshakes, and streams that it refuses.
 NUM_PASSING_STREAMS = 64
 _NUM_BUSY_CALLERS = 4
-"""Callers with all the streams that one may have, for which there is room in total."""
+"""Callers that can hold their maximum of streams at the same time."""
 
 _MAX_HEALTH_BYTES = 1 << 10
-# A probe's message comes with its call: of more calls without one, the oldest is not a probe's.
+# A probe sends its message with its call; over this number, the oldest call without one is ended.
 _MAX_SILENT_PROBES = 256
 # A coordinator has a watch for each replica, gRPC's own health checking one for each connection; 25 kB each.
 _MAX_WATCHES_OF_A_CONNECTION = 32
@@ -63,9 +63,9 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """For one server.
 
         Args:
-            tokens: one of them must be shown; None asks for none.
-            drain: calls of our own methods run as its requests; health and reflection answer to the very end.
-            capacity: most streams that the service serves at a time, and most that it keeps waiting.
+            tokens: accepted bearer tokens; None requires none.
+            drain: calls of our own methods run as its requests; health and reflection are served to the end.
+            capacity: most streams that the service serves at a time, and most that it queues.
             abort: ends a call, given its context, with an error.
         """
         self._tokens = tokens
@@ -73,12 +73,12 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._capacity = capacity
         self._max_streams = _NUM_BUSY_CALLERS * (sum(capacity) + NUM_PASSING_STREAMS)
         self._abort = abort
-        self._streams, self._watches = Places("streams"), Places("health watches")
+        self._streams, self._watches = Slots("streams"), Slots("health watches")
         self._opened = _FirstMessages(self._max_streams)
         self._probed = _FirstMessages(_MAX_SILENT_PROBES)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, as its method does."""
+        """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, like its method."""
         details, handler = handler_call_details, await continuation(handler_call_details)
         is_health = details.method.startswith(_HEALTH)
         serve = self._serve_health if is_health else self._serve
@@ -100,11 +100,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
     async def _serve(self, handler: Any, details: Any, context: Any) -> Any:
-        holder = self._tokens.check(_shown_token(details)) if self._tokens else None
-        doors.holder.set(holder)
+        principal = self._tokens.check(_bearer_token(details)) if self._tokens else None
+        listening.principal.set(principal)
         if handler is None:
             await _refuse_unknown(context)
-        caller = holder or Principal(name=_address(context))
+        caller = principal or Principal(name=_address(context))
         with self._streams.held(self._stream_limits(caller)):
             first = await self._opened.of(context)
             with self._drained(details.method):
@@ -125,23 +125,23 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await _run(handler, await self._probed.of(context), context)
 
     def _watch_limits(self, details: Any, context: Any) -> dict[str, int]:
-        """Callers that show a token of ours do not share a limit with strangers."""
+        """Authenticated callers do not share a limit with unauthenticated ones."""
         connection = {context.peer(): _MAX_WATCHES_OF_A_CONNECTION}
-        holder = None
+        principal = None
         if self._tokens:
             with contextlib.suppress(UnauthenticatedError):
-                holder = self._tokens.check(_shown_token(details))
-        if holder is not None:
-            return connection | {holder.name: _MAX_WATCHES_OF_A_CALLER}
-        strangers = {"callers without a token": _MAX_WATCHES_WITHOUT_TOKEN}
-        return connection | strangers | {_address(context): _MAX_WATCHES_OF_A_CALLER}
+                principal = self._tokens.check(_bearer_token(details))
+        if principal is not None:
+            return connection | {principal.name: _MAX_WATCHES_OF_A_CALLER}
+        unauthenticated = {"callers without a token": _MAX_WATCHES_WITHOUT_TOKEN}
+        return connection | unauthenticated | {_address(context): _MAX_WATCHES_OF_A_CALLER}
 
 
 class _FirstMessages:
     """Waits for the first messages of calls.
 
     Args:
-        most: calls that are waited for at a time; one more ends the wait for the oldest.
+        most: calls waited for at a time; one more ends the wait for the oldest.
     """
 
     def __init__(self, most: int) -> None:
@@ -149,10 +149,10 @@ class _FirstMessages:
         self._waits: dict[asyncio.Timeout, None] = {}
 
     async def of(self, context: Any) -> Any:
-        """The first message of a call; `grpc.aio.EOF` when it has none.
+        """The first message of a call; `grpc.aio.EOF` if it has none.
 
         Raises:
-            DeadlineExceededError: it has not come in time.
+            DeadlineExceededError: it is not received in time.
         """
         timeout = asyncio.timeout(_FIRST_MESSAGE_S)
         try:
@@ -175,9 +175,9 @@ class _FirstMessages:
 
 
 class _Requests:
-    """All messages of a stream, of which the first was read before.
+    """All messages of a stream whose first has been read already.
 
-    No generator: a stream that ends early would leave one to be finalised whenever it is collected.
+    Not a generator, which a stream that ends early would leave to be finalised at garbage collection.
     """
 
     def __init__(self, first: Any, context: Any) -> None:
@@ -192,14 +192,14 @@ class _Requests:
         if message is grpc.aio.EOF:
             self._read_before.append(message)
             raise StopAsyncIteration
-        return _readable(message)
+        return _parsed(message)
 
 
 async def _run(handler: Any, first: Any, context: Any) -> Any:
-    """Call a method of any of the four kinds; returns its response if it has one, and raises its errors."""
+    """Call a method of any of the four kinds; returns its response if it is unary, and raises its errors."""
     streams = handler.request_streaming, handler.response_streaming
     behaviour = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in streams))
-    request = _Requests(first, context) if handler.request_streaming else _readable(first)
+    request = _Requests(first, context) if handler.request_streaming else _parsed(first)
     if not inspect.isasyncgenfunction(behaviour):
         return await behaviour(request, context)
     async with contextlib.aclosing(behaviour(request, context)) as responses:
@@ -209,7 +209,7 @@ async def _run(handler: Any, first: Any, context: Any) -> Any:
 
 
 def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) -> Any:
-    """The message, or what is wrong with the bytes: a deserialiser that raises is grpc.aio's own defect."""
+    """The message, or the error of a malformed one, as a deserialiser must not raise in grpc.aio."""
     if max_bytes is not None and len(data) > max_bytes:
         return InvalidRequestError("request", f"{len(data)} bytes", f"is over the limit of {max_bytes} bytes")
     try:
@@ -218,11 +218,11 @@ def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) ->
         return InvalidRequestError("request", f"{len(data)} bytes", "is not a message of this method's type")
 
 
-def _readable(message: Any) -> Any:
-    """A message that `_parse` made of bytes.
+def _parsed(message: Any) -> Any:
+    """A result of `_parse`, if it is a message.
 
     Raises:
-        InvalidRequestError: it is none, or the call ended without one.
+        InvalidRequestError: a malformed request, or a call that ended without one.
     """
     if message is grpc.aio.EOF:
         raise InvalidRequestError("request", "none", "the method needs one message")
@@ -235,11 +235,11 @@ async def _refuse_unknown(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-def _shown_token(details: Any) -> str:
+def _bearer_token(details: Any) -> str:
     headers = [value for key, value in details.invocation_metadata or () if key == "authorization"]
     return bearer_token(headers[0]) if len(headers) == 1 and isinstance(headers[0], str) else ""
 
 
 def _address(context: Any) -> str:
-    """Of the caller's machine: `ipv4:10.0.0.1`, without the connection's port."""
+    """The caller's address without its port: `ipv4:10.0.0.1`."""
     return str(context.peer()).rpartition(":")[0]

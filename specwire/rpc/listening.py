@@ -1,4 +1,4 @@
-"""The server's side of doors: TLS from files that may be replaced, and whose token a request shows."""
+"""The server's listening address: TLS from files that may be replaced, and the principal of a call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specwire.security.tls import read_authorities, read_pair
 
 log = logging.getLogger(__name__)
 
-holder: ContextVar[Principal | None] = ContextVar("holder", default=None)
-"""Of the token that the call being served shows; None where no tokens are asked for."""
+principal: ContextVar[Principal | None] = ContextVar("principal", default=None)
+"""Authenticated by the token of the call being served; None where no token is required."""
 
 
 class _Pem(NamedTuple):
@@ -27,7 +27,7 @@ class _Pem(NamedTuple):
 
 
 def check(config: ListenConfig) -> None:
-    """Read all files now, rather than after a model was loaded.
+    """Check all files now, rather than after a model is loaded.
 
     Raises:
         ConfigError: a file that cannot be used.
@@ -39,10 +39,10 @@ def check(config: ListenConfig) -> None:
 
 
 def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
-    """Listen at the config's address, behind TLS if it has files for that.
+    """Listen at the config's address, with TLS if the config has a certificate.
 
     Returns:
-        The port; 0 when the address cannot be bound.
+        The port; 0 if the address cannot be bound.
 
     Raises:
         ConfigError: a file that cannot be used.
@@ -56,18 +56,18 @@ def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
 
 
 def _server_credentials(config: ListenConfig) -> grpc.ServerCredentials:
-    """gRPC asks at every new connection; those that are open keep what they began with."""
-    files = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
-    watched = ReloadingFile(files, lambda: _read_pem(config))
+    """gRPC asks for them at every new connection; open connections keep theirs."""
+    paths = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
+    files = ReloadingFile(paths, lambda: _read_pem(config))
 
-    def newer() -> Any:
-        if not watched.refresh():
+    def reloaded() -> Any:
+        if not files.refresh():
             return None
         log.warning("TLS files changed: new connections are served with them")
-        return _configuration(watched.value)
+        return _configuration(files.value)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(watched.value), newer, require_client_authentication=bool(config.tls_client_ca)
+        _configuration(files.value), reloaded, require_client_authentication=bool(config.tls_client_ca)
     )
 
 
@@ -82,5 +82,5 @@ def _configuration(pem: _Pem) -> Any:
 
 
 def caller(context: Any) -> Principal:
-    """Whose request it is: a token's holder, or, where no tokens are asked for, an address without limits."""
-    return holder.get() or Principal(name=context.peer())
+    """The principal of a request: that of its token or, without tokens, its peer without limits."""
+    return principal.get() or Principal(name=context.peer())

@@ -1,4 +1,4 @@
-"""What is used of grpc.aio beyond its public interface; `tests/test_private_apis.py` pins it."""
+"""The private API of grpc.aio in use; a test pins it, and says what to do when it breaks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import grpc.aio
 
 
 async def send(call: Any, request: Any) -> None:
-    """Write to a stream that one's own side opened; if it has ended, its reader is the one to learn why.
+    """Write to a stream that this side opened. If the stream has ended, return: its reader gets the status.
 
-    `call.write` does not leave it at that. When it fails, as it does on a stream that the server has just
-    ended, it makes INTERNAL the status of the call, which hides the true one and all that is still unread.
+    A `call.write` that fails, as on a stream that the server has just ended, sets the status of the call to
+    INTERNAL, which hides the true status and all unread messages.
     """
     try:
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError):

@@ -19,24 +19,24 @@ from specwire.telemetry import stacks
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
     """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
 
-    A second signal cuts off what the first one left running.
+    A second signal cancels what the first one lets finish.
     """
     descriptors.set_up()
-    stopping, hurrying = asyncio.Event(), False
+    stopping, is_forced = asyncio.Event(), False
     task = asyncio.current_task()
     assert task is not None
 
     def stop() -> None:
-        nonlocal hurrying
+        nonlocal is_forced
         if stopping.is_set():
-            hurrying = True
+            is_forced = True
             task.cancel()
         stopping.set()
 
     try:
         await _serve_until(serving, stopping, stop)
     except asyncio.CancelledError:
-        if not hurrying:
+        if not is_forced:
             raise
 
 
@@ -46,8 +46,8 @@ async def _serve_until(
     async with serving as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
-        # What was loaded stays: to look through all of it again in every full collection stops the service
-        # for over 100 ms.
+        # What is loaded lives as long as the process: traversing it in every full collection would stop the
+        # service for over 100 ms.
         gc.collect()
         gc.freeze()
         print(f"ready {address}", flush=True)
@@ -55,14 +55,14 @@ async def _serve_until(
 
 
 def end_at_once_by_signals() -> None:
-    """Until a service serves there is nothing to finish: SIGINT and SIGTERM end it, whatever it waits for.
-    Left to itself, asyncio would put SIGINT off until a model is loaded."""
+    """Have SIGINT and SIGTERM end the process at once, until it serves: nothing has to finish before.
+    asyncio would defer SIGINT until a model is loaded."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def set_up_logging(level: str) -> None:
-    """Records of this level and above, on standard error."""
+    """Write records of this level and above to standard error."""
     logging.basicConfig(
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

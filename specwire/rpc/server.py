@@ -25,15 +25,15 @@ from specwire.security.bearer import Tokens
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 2.0
+_STATUS_S = 2.0
 _HUNG_S = 3.0
-# Our own clients ping once a second; after a stall several may arrive at once. A peer that keeps pinging
-# faster than four times a second is disconnected.
+# Our own clients ping once a second; after a stall several pings may arrive at once. A peer that keeps
+# pinging faster than four times a second is disconnected.
 _PERMIT_KEEPALIVE = [
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.http2.max_ping_strikes", 20),
 ]
-# Over it a client's further streams wait in the client; `interceptor` has the limits that refuse them.
+# Further streams wait in the client; `interceptor` has the limits that refuse them.
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
 _MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
@@ -50,7 +50,7 @@ class Server:
     """A gRPC server with health, reflection, one port and a graceful end.
 
     Attributes:
-        drain: of its requests; who serves the same things in another way counts them here too.
+        drain: of its requests, including those that are served other than over gRPC.
     """
 
     def __init__(self, config: ServiceConfig, service_names: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class Server:
             HOST:PORT that clients can use.
 
         Raises:
-            ConfigError: when the address cannot be bound, or a TLS file cannot be used.
+            ConfigError: the address cannot be bound, or a TLS file cannot be used.
         """
         host, _ = split_address("address", self._config.address)
         port = listening.add_port(self.grpc, self._config)
@@ -99,17 +99,17 @@ class Server:
         return f"{host}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1` says of every service here."""
+        """Set the `grpc.health.v1` status of every service."""
         check = health_pb2.HealthCheckResponse
         status = check.SERVING if serving else check.NOT_SERVING
         for name in self._service_names:
             await self._health.set(name, status)
 
     async def stop(self) -> None:
-        """Drain, then end: at the latest when the grace is over, or at once when this is cancelled.
+        """Drain, then end: at the latest after the grace period, or at once when this is cancelled.
 
-        From the first moment on, health says NOT_SERVING and new requests are refused with UNAVAILABLE, on
-        connections old and new, while those that run go on, streams of many requests included.
+        Health reports NOT_SERVING and new requests are refused with UNAVAILABLE from the start, on old and
+        new connections, while running requests and streams continue.
         """
         if not self._started:
             return
@@ -117,23 +117,23 @@ class Server:
         try:
             await self._health.enter_graceful_shutdown()
             if not await self.drain.idle(self._config.grace_s):
-                log.warning("the grace is over: cutting off %d requests", self.drain.num_running)
+                log.warning("the grace period is over: cancelling %d requests", self.drain.num_running)
         finally:
-            # Whoever has just finished still sends its status.
-            await self._stop_grpc(0 if self.drain.num_running else min(self._config.grace_s, _FAREWELL_S))
+            # Requests that have just finished still send their status.
+            await self._stop_grpc(0 if self.drain.num_running else min(self._config.grace_s, _STATUS_S))
 
     async def _stop_grpc(self, grace_s: float) -> None:
-        """Requests have ended or were given up by now: nothing is lost with what gRPC itself cannot end."""
+        """End gRPC, or leave calls that it cannot end: requests have finished or been given up by now."""
         try:
             async with asyncio.timeout(grace_s + _HUNG_S):
                 await self.grpc.stop(grace_s)
         except TimeoutError:
-            log.warning("gRPC has not ended its calls within %g s: going without", grace_s + _HUNG_S)
+            log.warning("gRPC has not ended its calls within %g s: leaving them", grace_s + _HUNG_S)
 
 
 def _pending_limits(config: ServiceConfig) -> list[tuple[str, int]]:
-    """Of the calls of one method, 16 kB each, that gRPC keeps until the event loop takes them. Over the first
-    number, which a caller may open at once, it cancels some of them, and over the second one all."""
+    """Limits on the calls of one method, 16 kB each, that gRPC queues for the event loop. Over the first, as
+    many as a caller may open at once, it cancels some of them, and over the second all."""
     num = max(sum(config.capacity) + NUM_PASSING_STREAMS, _MIN_PENDING)
     return [
         ("grpc.server.max_pending_requests", num),
@@ -143,9 +143,9 @@ def _pending_limits(config: ServiceConfig) -> list[tuple[str, int]]:
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     if isinstance(error, grpc.aio.InternalError) and not context.done():
-        # Written to in the moment that it was cancelled: no defect.
+        # Cancelled while it was written to: not a defect.
         error = errors.RequestCancelledError("the stream ended while it was written to")
-    if isinstance(error, grpc.aio.BaseError):  # gRPC's own: the call was aborted before, or the server ended
+    if isinstance(error, grpc.aio.BaseError):  # the call is aborted already, or the server has ended
         raise error
     if not isinstance(error, SpecwireError):
         log.error("defect while serving a request", exc_info=error)
@@ -153,7 +153,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     status = to_status(error)
     context.set_trailing_metadata(status.trailing_metadata)
     try:
-        async with asyncio.timeout(_FAREWELL_S):
+        async with asyncio.timeout(_STATUS_S):
             await context.abort(status.code, status.details)
-    except TimeoutError:  # gRPC keeps it until the client has read what was written before
+    except TimeoutError:  # gRPC withholds the status until the client has read all messages
         raise asyncio.CancelledError from None

@@ -1,7 +1,7 @@
 """Errors as gRPC statuses, and back.
 
-An error travels as its status code plus a `google.rpc.ErrorInfo` whose `reason` names the type and
-whose metadata carries the fields, so both sides raise the same class (`specwire.errors`).
+An error is sent as its status code and a `google.rpc.ErrorInfo` whose `reason` names the type and whose
+metadata has the fields, so both sides raise the same class (`specwire.errors`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestCancelledError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
 }
-# A client takes 8 KiB of metadata, in which a message is twice: percent-encoded, with three bytes for one at
-# worst, and with the fields in base64.
+# A client accepts 8 KiB of metadata, which contain a message twice: percent-encoded, at worst three bytes for
+# one, and with the fields in base64.
 _MAX_MESSAGE_BYTES = 1_000
 _MAX_FIELDS_BYTES = 1_500
 _CUT = "..."
 
 
 def to_status(error: SpecwireError) -> Any:
-    """The gRPC status that an error travels as; what is too long for that is cut."""
+    """The gRPC status of an error; long texts are cut."""
     fields = error.details()
     room = _MAX_FIELDS_BYTES // max(1, len(fields))
     metadata = {name: _cut(value, room) for name, value in fields.items()}
@@ -63,22 +63,22 @@ def _cut(text: str, max_bytes: int) -> str:
 
 
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
-    """The error that the peer raised, or the one that the status or the failed transport stands for."""
+    """The error that the peer raised, or the one that corresponds to the status or the failed transport."""
     info = _error_info(error)
     if info is not None:
-        with contextlib.suppress(KeyError, ValueError):  # no error of ours, or other fields than that has
+        with contextlib.suppress(KeyError, ValueError):  # not an error of ours, or with other fields
             return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
 
 
 def was_reported(error: grpc.RpcError) -> bool:
-    """Whether the peer itself said what is wrong; else it is gone, or whatever lies between is."""
+    """Whether the peer itself reported the error; else it, or the network, failed."""
     return _error_info(error) is not None
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
-    """What the peer says of its error; None if that is nothing, or bytes that are no such message."""
+    """The peer's details of its error; None if there are none, or they are malformed."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":
@@ -104,7 +104,7 @@ def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) ->
 
 
 def _count(text: str) -> int:
-    """A number of a peer's; any other text, and one that has no end, is a ValueError."""
+    """A number from a peer; ValueError for any other text, and for one that is too long."""
     if not re.fullmatch("[0-9]{1,10}", text):
         raise ValueError
     return int(text)

@@ -1,11 +1,11 @@
-"""Bearer tokens: who may come in, and how much at a time. Knows no grpc.
+"""Bearer tokens: authentication of callers, and their limits. Knows no grpc.
 
-A tokens file has a JSON object a line; empty lines and lines that begin with # are passed over:
+A tokens file has a JSON object on each line; empty lines and lines that begin with # are skipped:
 
     {"name": "alice", "sha256": "5e88...", "max_running": 4, "max_waiting": 16, "expires": "2027-01-31"}
 
-Only hashes are kept. A token is 32 random bytes, so that nothing could be gained from a slow hash: SHA-256
-it is. Two lines may have one name: that is how a token is replaced, and both count as one client.
+Only hashes are stored. A token is 32 random bytes, so a slow hash would add nothing to SHA-256. Several lines
+may have the same name, to replace a token: they are one principal.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LIMITS = ("max_running", "max_waiting", "max_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Principal:
-    """A client, by the name of its token, or by its address where no tokens are asked for.
+    """An authenticated client; where no token is required, a client by its address.
 
     Attributes:
-        name: generations of one name are one client's, and share the limits.
-        max_running: most generations of it at a time; more wait. None for no limit of its own.
-        max_waiting: most that wait; more are told when to come back.
-        max_tokens: most that one generation may ask for.
-        expires: from then on the token is refused.
+        name: generations of one name share the limits.
+        max_running: most running generations; more wait. None for no limit of its own.
+        max_waiting: most waiting generations; more are refused, with the time of a retry.
+        max_tokens: largest `max_tokens` of a generation.
+        expires: when the token expires.
     """
 
     name: str
@@ -50,9 +50,12 @@ class Principal:
     expires: datetime | None = None
 
     def capacity(self, most: tuple[int, int]) -> int:
-        """How many streams it may have open, where at most so many generations run, and so many wait.
+        """How many streams it may have open.
 
-        One that says how many run, and not how many wait, has a number of waiting ones for each running one.
+        With a limit on running generations alone, 16 may wait for each that runs.
+
+        Args:
+            most: running and waiting generations of all principals.
         """
         most_running, most_waiting = most
         running = most_running if self.max_running is None else min(self.max_running, most_running)
@@ -62,10 +65,10 @@ class Principal:
         return running + min(waiting, most_waiting)
 
     def check(self, params: SamplingParams) -> None:
-        """Whether it may ask for that.
+        """Check a request against its limits.
 
         Raises:
-            InvalidRequestError: more tokens than it may.
+            InvalidRequestError: it exceeds `max_tokens`.
         """
         most = self.max_tokens
         if most is not None and params.max_tokens is not None and params.max_tokens > most:
@@ -74,7 +77,7 @@ class Principal:
 
 
 class Tokens:
-    """The tokens of a file, as fresh as it is."""
+    """The tokens of a file, which is reloaded when it changes."""
 
     def __init__(self, path: str) -> None:
         """Read the file.
@@ -82,25 +85,25 @@ class Tokens:
         Raises:
             ConfigError: naming file and line.
         """
-        self._watched = ReloadingFile([path], lambda: _read(path))
+        self._file = ReloadingFile([path], lambda: _read(path))
 
     def check(self, token: str) -> Principal:
-        """Whose token this is. It is compared with all of them, in a time that does not depend on it.
+        """The principal of a token, which is compared with all in constant time.
 
         Args:
-            token: as its holder shows it; empty for none.
+            token: as sent by the client; empty for none.
 
         Raises:
             UnauthenticatedError: none, unknown, or expired.
         """
         if not token:
             raise UnauthenticatedError("a bearer token is required")
-        self._watched.refresh()
+        self._file.refresh()
         digest = _digest(token)
         found = None
-        for known, holder in self._watched.value:
+        for known, principal in self._file.value:
             if hmac.compare_digest(known, digest):
-                found = holder
+                found = principal
         if found is None:
             raise UnauthenticatedError("the bearer token is not known")
         if found.expires is not None and found.expires <= datetime.now(UTC):
@@ -109,19 +112,19 @@ class Tokens:
 
 
 def bearer_token(header: str) -> str:
-    """The token in the value of an `authorization` header; empty when it is of another kind."""
+    """The token in the value of an `authorization` header; empty for another scheme."""
     scheme, _, token = header.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def make_token(name: str, **limits: Any) -> tuple[str, str]:
-    """A fresh token, and its line for a tokens file.
+    """A new token, and its line for a tokens file.
 
     Args:
         limits: `max_running`, `max_waiting`, `max_tokens`, `expires`; None for none.
 
     Raises:
-        ConfigError: a name or limit that cannot be used.
+        ConfigError: an invalid name or limit.
     """
     token = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
     given = {key: value for key, value in limits.items() if value is not None}
@@ -131,10 +134,10 @@ def make_token(name: str, **limits: Any) -> tuple[str, str]:
 
 
 def add_line(path: str, line: str) -> None:
-    """Add a line to a tokens file, which only its owner may read when it is new.
+    """Append a line to a tokens file; a new file is readable by its owner only.
 
     Raises:
-        ConfigError: the file cannot be read and written.
+        ConfigError: the file cannot be read or written.
     """
     try:
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
@@ -168,7 +171,7 @@ def _read(path: str) -> list[tuple[bytes, Principal]]:
 
 
 def _parse(line: Any) -> tuple[bytes, Principal]:
-    """A line's hash and holder; errors never repeat a hash, or a token that was put in its place."""
+    """The hash and principal of a line. Errors never repeat a hash, or a token in its place."""
     if not isinstance(line, dict):
         raise ConfigError("is not a JSON object")
     unknown = set(line) - {"name", "sha256", "expires", *_LIMITS}
@@ -191,7 +194,7 @@ def _limit(key: str, value: object) -> int:
 
 
 def _expiry(text: object) -> datetime | None:
-    """A date is its beginning; without an offset a time is UTC."""
+    """A date stands for its first moment; a time without an offset is UTC."""
     if text is None:
         return None
     try:

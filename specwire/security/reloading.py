@@ -1,4 +1,4 @@
-"""What is read from files, and read again when they change while the process runs."""
+"""Values read from files, and read again when the files change while the process runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Mark = tuple[int, int, int]
 
 
 class ReloadingFile(Generic[Value]):
-    """A value made of files; may be shared between threads.
+    """A value read from files; may be shared between threads.
 
-    Files are best replaced by renaming a new one over the old one. Several that belong together may change
-    one after the other: what does not fit together is not taken up, and what was there stays in force.
+    Files are best replaced by renaming a new one over the old one. Files that belong together may change one
+    after the other: while they do not match, the previous value stays in force.
 
     Attributes:
         value: as last read.
@@ -31,24 +31,24 @@ class ReloadingFile(Generic[Value]):
         """Read for the first time.
 
         Args:
-            read: makes the value, or raises ConfigError.
+            read: returns the value, or raises ConfigError.
 
         Raises:
-            ConfigError: what `read` raises.
+            ConfigError: from `read`.
         """
         self._paths = paths
         self._read = read
-        self._turn = threading.Lock()
-        self._marks = self._look()
+        self._lock = threading.Lock()
+        self._marks = self._stat()
         self.value = read()
 
     def refresh(self) -> bool:
-        """Read again if a file changed; True when there is a new value.
+        """Read again if a file has changed; True if there is a new value.
 
-        Files that cannot be used are reported in the log, once for each change.
+        Invalid files are logged, once for each change.
         """
-        with self._turn:
-            marks = self._look()
+        with self._lock:
+            marks = self._stat()
             if marks == self._marks:
                 return False
             try:
@@ -57,12 +57,12 @@ class ReloadingFile(Generic[Value]):
                 log.error("%s; what was read before stays in force", error)
                 self._marks = marks
                 return False
-            if self._look() != marks:  # changed while it was read: at the next call
+            if self._stat() != marks:  # changed while it was read: retried at the next call
                 return False
             self._marks, self.value = marks, value
             return True
 
-    def _look(self) -> list[_Mark | None]:
+    def _stat(self) -> list[_Mark | None]:
         return [_mark(path) for path in self._paths]
 
 
@@ -78,10 +78,10 @@ def read_file(name: str, path: str) -> bytes:
     """The content of a file.
 
     Args:
-        name: the flag or argument that names it.
+        name: of the flag or argument, for the error.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: it cannot be read; names both.
     """
     try:
         return Path(path).read_bytes()

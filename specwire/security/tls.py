@@ -1,4 +1,4 @@
-"""What each end of a connection shows and trusts, read from PEM files and token files. Knows no grpc."""
+"""Credentials and trust of both ends of a connection, from PEM files and token files. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specwire.security.reloading import ReloadingFile, read_file
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to this host, or received at this address, stays on this machine."""
+    """Whether traffic to this host or address stays on this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -21,13 +21,13 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TLS:
-    """How a client speaks TLS. The files are PEM, and read again when they change.
+    """TLS settings of a client. The files are PEM, and reloaded when they change.
 
     Attributes:
-        ca: certificates of the authorities that vouch for the server; empty for the public ones.
-        cert: the client's own certificate with its chain, for a server that asks for one.
+        ca: certificates of the authorities that the server is verified against; empty for the public ones.
+        cert: the client's own certificate with its chain, for a server that requires one.
         key: the private key of `cert`, not encrypted.
-        server_name: the name that the server's certificate must have; empty for the host of the address.
+        server_name: expected in the server's certificate; empty for the host of the address.
 
     Raises:
         ConfigError: on construction, when only one of `cert` and `key` is given.
@@ -44,7 +44,7 @@ class TLS:
 
 
 class CredentialBundle(NamedTuple):
-    """What a client shows and trusts now: PEM, and the token."""
+    """A client's current credentials and trust: PEM data, and the token."""
 
     ca: bytes | None
     cert: bytes | None
@@ -54,12 +54,12 @@ class CredentialBundle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What opens the other end's door; without anything, connections are plaintext.
+    """Credentials of a client, and how it verifies the server; the default is plaintext without a token.
 
     Attributes:
-        tls: how to speak TLS; None for plaintext.
-        token: shown with every request.
-        token_file: holds the token instead, and is read again when it changes.
+        tls: None for plaintext.
+        token: bearer token, sent with every request.
+        token_file: file with the token instead, reloaded when it changes.
         allow_plaintext: send the token without TLS beyond this machine.
     """
 
@@ -70,22 +70,22 @@ class Credentials:
 
     @property
     def none(self) -> bool:
-        """True when there is nothing to show and nothing to check."""
+        """Whether there are neither credentials nor TLS."""
         return not (self.tls or self.token or self.token_file)
 
     def check(self, address: str) -> None:
-        """Keep a token from whoever listens on the way to HOST:PORT.
+        """Refuse to send a token in plaintext beyond this machine.
 
         Raises:
-            InvalidRequestError: it would travel in plaintext.
+            InvalidRequestError: the token would travel to `address` in plaintext.
         """
         exposed = (self.token or self.token_file) and self.tls is None and not self.allow_plaintext
         if exposed and not is_loopback(address.rpartition(":")[0]):
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
             raise InvalidRequestError("token", "set", problem)
 
-    def watched(self) -> ReloadingFile[CredentialBundle]:
-        """Everything that is in files, and stays as fresh as they are.
+    def reloading(self) -> ReloadingFile[CredentialBundle]:
+        """The contents of the files, read again when they change.
 
         Raises:
             ConfigError: a file that cannot be used.
@@ -105,7 +105,7 @@ PLAINTEXT = Credentials()
 
 
 def read_token(path: str) -> str:
-    """The token that is all of a file, space around it apart.
+    """The token in a file; white space around it is ignored.
 
     Raises:
         ConfigError: naming the file.
@@ -120,7 +120,7 @@ def read_pair(cert_name: str, cert: str, key_name: str, key: str) -> tuple[bytes
     """A certificate with its chain, and its private key.
 
     Raises:
-        ConfigError: unreadable, encrypted, or not of each other.
+        ConfigError: they cannot be read, are encrypted, or do not match.
     """
     pair = read_file(cert_name, cert), read_file(key_name, key)
     try:
@@ -132,7 +132,7 @@ def read_pair(cert_name: str, cert: str, key_name: str, key: str) -> tuple[bytes
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """Called instead of a prompt on the terminal."""
     raise ValueError("encrypted")
 
 

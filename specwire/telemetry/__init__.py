@@ -1,1 +1,1 @@
-"""Traces, metrics, and the stacks of a process that hangs."""
+"""Traces, metrics, and stacks of a hung process."""

@@ -1,14 +1,13 @@
-"""What a service counts, for Prometheus: metrics declared in tables, and the endpoint that shows them.
+"""Metrics of a service for Prometheus: declared in tables, and served by an endpoint.
 
     a service's own counts ──▶ table of metrics ──▶ families ──▶ text of `GET /metrics`
     (plain numbers)            name, help, reader   on the event loop    on another thread
 
-Nothing is counted twice: a metric is a name, what it means, and how to read it off counts that the service
-keeps anyway. They are read when somebody asks, all of them at once and on the event loop, so that they fit
-each other; turning them into text, which takes longer, is left to a thread. Label values come from the code,
-never from a client.
+Nothing is counted twice: a metric is a name, a help text, and how to read it from counts that the service
+keeps anyway. A scrape reads all of them at once on the event loop, so that they are consistent; formatting,
+which takes longer, is left to a thread. Label values come from the code, never from a client.
 
-Without an address nothing listens, and nothing of prometheus_client is imported.
+Without an address nothing listens, and prometheus_client is not imported.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ Labelled = Mapping[tuple[str, ...], float]
 
 
 class HistogramData:
-    """How often a value was within each of some bounds: what a histogram shows.
+    """Counts of values by bucket.
 
     Args:
-        bounds: ascending; a value counts to the first bound that it does not exceed.
+        bounds: ascending; a value counts for the first bound that it does not exceed.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -62,7 +61,7 @@ class HistogramData:
 
     @property
     def cumulative(self) -> list[tuple[float, int]]:
-        """Each bound, infinity last, and how many values do not exceed it."""
+        """Each bound, infinity last, and the number of values that do not exceed it."""
         return list(zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True))
 
 
@@ -79,10 +78,10 @@ class Metric(Generic[Source]):
     """One metric of a service.
 
     Attributes:
-        name: as it is scraped; a counter's ends in `_total`, and a unit stands before that.
-        help: what it is, in one sentence.
-        read: its value; by label values where it has labels, and a `HistogramData` if it is a histogram.
-        labels: their names.
+        name: as it is scraped; a counter's ends in `_total`, after the unit.
+        help: one sentence.
+        read: its value; by label values if it has labels, and a `HistogramData` if it is a histogram.
+        labels: names of its labels.
     """
 
     kind: MetricKind
@@ -92,7 +91,7 @@ class Metric(Generic[Source]):
     labels: tuple[str, ...] = ()
 
     def family(self, source: Source, fixed: Mapping[str, str]) -> Family:
-        """What it is now, with these labels on every sample."""
+        """Its current samples, each with the `fixed` labels."""
         from prometheus_client.metrics_core import Metric as Family
 
         family = Family(self.name.removesuffix("_total"), self.help, self.kind)
@@ -118,11 +117,11 @@ class Metric(Generic[Source]):
 
 
 class Group(Generic[Source]):
-    """A table of metrics and what they are read off.
+    """A table of metrics and the source of their values.
 
     Args:
-        take: called once for each scrape, on the event loop.
-        fixed: labels that all samples get.
+        take: returns the source; called once for each scrape, on the event loop.
+        fixed: labels of all samples.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Group(Generic[Source]):
         self._fixed = fixed or {}
 
     def families(self) -> list[Family]:
-        """All of them now."""
+        """The current samples of all metrics."""
         source = self._take()
         return [metric.family(source, self._fixed) for metric in self._table]
 
@@ -175,10 +174,10 @@ TRACING: tuple[Metric[tracing.SpanCounts], ...] = (
 async def serving(
     address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
 ) -> AsyncIterator[None]:
-    """Show these metrics, those of tracing and those of the process at `http://HOST:PORT/metrics` meanwhile.
+    """Serve these metrics, those of tracing and those of the process at `http://HOST:PORT/metrics` meanwhile.
 
     Args:
-        address: HOST:PORT; empty shows nothing.
+        address: HOST:PORT; empty serves nothing.
         role: of the service; a label of the metrics that all services have.
 
     Raises:
@@ -194,7 +193,10 @@ async def serving(
 
 
 class MetricsEndpoint:
-    """`GET /metrics`, while the `async with` lasts. A scrape takes what a few hundred numbers take to read.
+    """`GET /metrics`, while the `async with` lasts, with bounds on connections, request size and time.
+
+    `prometheus_client.start_http_server` has none of them: a thread for each connection, without a timeout,
+    which would read the counts while the event loop changes them.
 
     Attributes:
         address: HOST:PORT where it listens.
@@ -235,7 +237,7 @@ class MetricsEndpoint:
         self._server.close()
 
     async def text(self) -> bytes:
-        """All metrics now, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         families = [family for group in self._groups for family in group.families()]
         return await asyncio.to_thread(self._format, families)
 
@@ -245,12 +247,12 @@ class MetricsEndpoint:
 
         process = self._process
 
-        class Found(Collector):
+        class Snapshot(Collector):
             def collect(self) -> Iterator[Family]:
                 yield from families
                 yield from process.collect()
 
-        return generate_latest(Found())
+        return generate_latest(Snapshot())
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
@@ -261,7 +263,7 @@ class MetricsEndpoint:
                     writer.write(await self._answer(head))
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever asked is gone, or does not speak HTTP
+            pass  # the client is gone, or does not speak HTTP
         finally:
             self._num_connections -= 1
             writer.close()

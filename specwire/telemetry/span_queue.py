@@ -1,9 +1,9 @@
-"""A bounded queue of spans on their way to a collector, in front of the SDK's own, which drops in silence.
+"""A bounded queue of spans in front of the SDK's own, which drops without counting.
 
     ended spans ──▶ room? ──▶ BatchSpanProcessor ──▶ batches, on its thread ──▶ exporter
-                      └ no: dropped, and counted              taken or failed: counted ┘
+                      └ no: dropped, counted         exported or failed: counted ┘
 
-Imported where tracing is on, and nowhere else.
+Imported only where tracing is on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NUM_PROBES = 64
 
 
 class SpanQueue(SpanProcessor):
-    """Keeps at most `max_queued` spans that have ended, the batch that is being exported not counted.
+    """Keeps at most `max_queued` ended spans, not counting the batch that is being exported.
 
-    Spans that come when it is full are dropped, not older ones: so traces that began before are whole. While
-    the collector fails it keeps no more than what shows whether the collector is back: to make spans that
-    nobody will see, and to try to send them, would cost more than where all is well.
+    When it is full, new spans are dropped rather than old ones, so that older traces stay complete. While
+    exports fail it keeps only a few as probes: creating and sending spans in vain would cost more than
+    exporting them.
 
     Attributes:
-        num_dropped: came when it was full.
+        num_dropped: spans that found it full.
     """
 
     def __init__(self, exporter: SpanExporter, max_queued: int) -> None:
@@ -41,38 +41,38 @@ class SpanQueue(SpanProcessor):
 
     @property
     def num_queued(self) -> int:
-        """Spans that wait for their export, or are in it."""
+        """Spans waiting for their export, or being exported."""
         return self._num_accepted - self.num_exported - self.num_failed
 
     @property
     def num_exported(self) -> int:
-        """Spans that the collector has taken."""
+        """Spans accepted by the collector."""
         return self._exporter.num_exported
 
     @property
     def num_failed(self) -> int:
-        """Spans that it has not taken."""
+        """Spans exported without success."""
         return self._exporter.num_failed
 
     @property
     def is_full(self) -> bool:
-        """Whether a span that ended now would be dropped."""
+        """Whether a span that ends now is dropped."""
         limit = self._num_probes if self._exporter.fails else self._max_queued
         return self._num_accepted - self._exporter.num_taken >= limit
 
     def drop(self) -> None:
-        """Count a span that was not even made."""
+        """Count a span that was not created."""
         with self._lock:
             self.num_dropped += 1
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """See `SpanProcessor`: nothing happens before the end."""
+        """See `SpanProcessor`; nothing to do."""
 
     def on_end(self, span: ReadableSpan) -> None:
-        """See `SpanProcessor`; waits for nothing."""
+        """See `SpanProcessor`; does not block."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        with self._lock:  # what is accepted must fit the SDK's queue, which drops without a word
+        with self._lock:  # what is accepted must fit into the SDK's queue, which drops without counting
             if self.is_full:
                 self.num_dropped += 1
             else:
@@ -80,20 +80,20 @@ class SpanQueue(SpanProcessor):
                 self._batches.on_end(span)
 
     def shutdown(self) -> None:
-        """Export what is left and stop; may take long where the collector does not answer."""
+        """Export what is left and stop; takes long where the collector does not answer."""
         self._batches.shutdown()  # type: ignore[no-untyped-call]
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """See `SpanProcessor`."""
         return self._batches.force_flush(timeout_millis)
 
-    def abandon(self) -> None:
-        """Break off the export that hangs."""
+    def abort(self) -> None:
+        """Abort an export that hangs."""
         self._exporter.shutdown()
 
 
 class _Counting(SpanExporter):
-    """Counts what the SDK hands to an exporter, and what came of it; `fails` is what came of it last."""
+    """Counts the spans that the SDK exports, by result; `fails` is whether the last export failed."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter

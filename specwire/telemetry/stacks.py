@@ -1,4 +1,4 @@
-"""What a process is doing, asked from outside: `kill -USR1 PID` has it write the stacks of its threads."""
+"""Stacks of a running process: at `kill -USR1 PID` it writes those of its threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _STDERR = 2
 
 
 def show_on_signal() -> None:
-    """On standard error, at `SIGNAL` and where the process crashes; it goes on after the signal."""
+    """Write them to standard error at `SIGNAL`, after which the process continues, and at a crash."""
     faulthandler.enable(_STDERR)
     faulthandler.register(SIGNAL, _STDERR)

@@ -1,4 +1,4 @@
-"""Traces of generations, through OpenTelemetry where it is asked for and at no cost where it is not.
+"""Traces of generations, through OpenTelemetry; without it configured, at no cost.
 
 One trace a generation, over all three services (spans, who makes them, and their attributes):
 
@@ -25,9 +25,9 @@ One trace a generation, over all three services (spans, who makes them, and thei
 
 `gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
 are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is false
-where the draft could not be used, for a while at least; `draft.prepared` true where its proposal was there
-before it was asked for. `num_cached_tokens` are those that the service found in its cache instead of running
-them.
+where the draft could not be used for a part of the generation; `draft.prepared` is true where its
+proposal was ready before it was requested. `num_cached_tokens` are those that the service found in its cache
+instead of computing them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
@@ -35,11 +35,11 @@ Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_END
 sampling, batch sizes and resource are set by the usual `OTEL_*` variables.
 
 A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and next to
-nothing else: spans that would begin while the queue is full are not made, nor is anything below them, in none
+nothing else: a span that would begin while the queue is full is not created, nor are its descendants in any
 of the services, and that is counted (`Tracing.counts`). While exports fail the queue is full with 64.
 
 Parents are always explicit, as W3C `traceparent` strings: one event loop serves many streams, and the
-compute loop knows its times only afterwards, so there is no ambient current span.
+engine knows its times only afterwards, so there is no ambient current span.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ import re
 import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -112,10 +111,10 @@ class SpanCounts:
     """What became of a process's spans.
 
     Attributes:
-        num_queued: wait for their export, or are in it.
-        num_exported: a collector has taken them.
-        num_dropped: came when the queue was full; what would have been below them is not counted.
-        num_failed: left the queue, and the collector did not take them.
+        num_queued: waiting for their export, or being exported.
+        num_exported: accepted by a collector.
+        num_dropped: not created or not queued because the queue was full; their descendants do not count.
+        num_failed: exported without success.
         num_untraced: generations that were not traced because the queue was full when they began.
     """
 
@@ -126,52 +125,57 @@ class SpanCounts:
     num_untraced: int = 0
 
 
-class Span(ABC):
-    """A part of a generation, from `with` to its end. An exception that ends it is noted on it."""
+class Span:
+    """A part of a generation, from `with` to its end. This one is not recorded; `_RecordedSpan` is.
 
-    @property
-    @abstractmethod
-    def traceparent(self) -> str:
-        """The span's W3C name, `00-<trace>-<span>-<flags>`, for its children; empty without tracing."""
+    Attributes:
+        traceparent: its W3C name, `00-<trace>-<span>-<flags>`, for its children; empty without tracing.
+    """
 
-    @abstractmethod
+    def __init__(self, traceparent: str = "") -> None:
+        self.traceparent = traceparent
+
     def set(self, attributes: Attributes) -> None:
         """Add attributes; those that are None are left out."""
 
     def __enter__(self) -> Self:
         return self
 
-    @abstractmethod
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        """End it; an exception that ends it is recorded on it."""
 
 
-class Tracing(ABC):
-    """Where a process's spans go. All methods may be called from any thread, and none of them waits."""
+_NOT_RECORDED = Span()
 
-    enabled: bool
-    """False where all of this does nothing; for callers that would have to work for an attribute."""
 
-    @abstractmethod
+class Tracing:
+    """Where a process's spans go: here, nowhere. All methods may be called from any thread, and none blocks.
+
+    Attributes:
+        enabled: False where all of this does nothing; for callers that would have to work for an attribute.
+    """
+
+    enabled = False
+
     def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
         """Begin a span now.
 
         Args:
-            parent: traceparent of the span it is a part of; without one, or with one that is malformed, it
-                begins a trace.
+            parent: traceparent of its parent; without one, or with a malformed one, it begins a trace.
         """
+        return _NOT_RECORDED
 
-    @abstractmethod
     def record(
         self, name: str, *, start_ns: int, end_ns: int, parent: str, attributes: Attributes | None = None
     ) -> None:
-        """Add a span that is over already; times in nanoseconds since the epoch, as `time.time_ns()`.
+        """Add a span that has ended already; times in nanoseconds since the epoch, as `time.time_ns()`.
 
-        Without a valid parent there is nothing to add it to: whoever asked for the work is not tracing.
+        Without a valid parent it is not recorded: the caller is not tracing.
         """
 
     @property
@@ -179,42 +183,8 @@ class Tracing(ABC):
         """What became of the spans so far; all 0 without tracing."""
         return SpanCounts()
 
-    @abstractmethod
     def shutdown(self, timeout_ms: int = 1000) -> None:
-        """Export what is left and stop; what is not out by the timeout is lost. Also happens at exit."""
-
-
-class _NoSpan(Span):
-    """Not recorded; `traceparent` says so to its children, and is empty where nothing is traced at all."""
-
-    def __init__(self, traceparent: str = "") -> None:
-        self._traceparent = traceparent
-
-    @property
-    def traceparent(self) -> str:
-        return self._traceparent
-
-    def set(self, attributes: Attributes) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NO_SPAN = _NoSpan()
-
-
-class NoTracing(Tracing):
-    """What `configure` gives when nobody asked for traces."""
-
-    enabled = False
-
-    def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
-        return _NO_SPAN
-
-    def record(
-        self, name: str, *, start_ns: int, end_ns: int, parent: str, attributes: Attributes | None = None
-    ) -> None: ...
-
-    def shutdown(self, timeout_ms: int = 1000) -> None: ...
+        """Export what is left and stop; what is not exported by the timeout is lost. Also happens at exit."""
 
 
 def configure(service_name: str) -> Tracing:
@@ -224,22 +194,22 @@ def configure(service_name: str) -> Tracing:
         service_name: `service.name`, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` give one.
 
     Raises:
-        ConfigError: a variable asks for what is not there: the opentelemetry packages, or an unknown
-            exporter or protocol.
+        ConfigError: the opentelemetry packages are not installed, or a variable names an unknown exporter or
+            protocol.
     """
-    if not _is_asked_for():
-        return NoTracing()
+    if not _is_requested():
+        return Tracing()
     try:
         exporter = _make_exporter()
         return _OpenTelemetry(service_name, exporter)
     except ImportError as error:
         raise ConfigError(
-            "an OTEL_* variable asks for traces, and OpenTelemetry is not installed "
+            "an OTEL_* variable enables tracing, and OpenTelemetry is not installed "
             f'({error}): pip install "specwire[tracing]", or set OTEL_SDK_DISABLED=true'
         ) from error
 
 
-def _is_asked_for() -> bool:
+def _is_requested() -> bool:
     if _variable("OTEL_SDK_DISABLED").lower() == "true":
         return False
     exporter = _variable("OTEL_TRACES_EXPORTER")
@@ -249,7 +219,7 @@ def _is_asked_for() -> bool:
 
 
 def _variable(*names: str) -> str:
-    """The first of these environment variables that is set to something, else empty."""
+    """The first of these environment variables that is not empty; else empty."""
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
@@ -278,7 +248,7 @@ def _make_queue(exporter: SpanExporter) -> SpanQueue:
 
 
 class _OpenTelemetry(Tracing):
-    """Spans through the OpenTelemetry SDK: a bounded queue, and a thread that exports batches of it."""
+    """Spans through the OpenTelemetry SDK: a bounded queue, and a thread that exports it in batches."""
 
     enabled = True
 
@@ -296,14 +266,14 @@ class _OpenTelemetry(Tracing):
         self._queue = _make_queue(exporter)
         provider.add_span_processor(self._queue)
         self._provider = provider
-        # Other samplers ask for children of what is not recorded.
+        # Other samplers may record children of a span that is not recorded.
         self._sheds = isinstance(provider.sampler, ParentBased)
         self._num_untraced = 0
         self._tracer = provider.get_tracer("specwire")
         self._no_context = Context()
         self._propagator = TraceContextTextMapPropagator()
-        self._context = functools.lru_cache(_NUM_CONTEXTS)(self._parsed)  # siblings name the same parent
-        # The SDK's shutdown waits up to 30 s and new threads cannot start at exit, so one stands by.
+        self._context = functools.lru_cache(_NUM_CONTEXTS)(self._parsed)  # siblings have the same parent
+        # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
         self._stop, self._stopped = threading.Event(), threading.Event()
         threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
         atexit.register(self.shutdown)
@@ -311,10 +281,10 @@ class _OpenTelemetry(Tracing):
     def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
         if self._sheds:
             if parent and _UNSAMPLED.fullmatch(parent):
-                return _NoSpan(parent)
+                return Span(parent)
             if self._queue.is_full:
-                return self._not_made(name)
-        return _RealSpan(
+                return self._drop(name)
+        return _RecordedSpan(
             self._tracer.start_span(name, context=self._context(parent), attributes=_present(attributes))
         )
 
@@ -333,13 +303,13 @@ class _OpenTelemetry(Tracing):
             )
             span.end(end_ns)
 
-    def _not_made(self, name: str) -> Span:
-        """A span of no trace, whose children are not recorded either."""
+    def _drop(self, name: str) -> Span:
+        """Count a span that is not created; its stand-in is unsampled, and so are its children."""
         if name == GENERATE:
             self._num_untraced += 1
         else:
             self._queue.drop()
-        return _NoSpan(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
+        return Span(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
 
     @property
     def counts(self) -> SpanCounts:
@@ -357,7 +327,7 @@ class _OpenTelemetry(Tracing):
         self._stop.set()
         if not self._stopped.wait(timeout_ms / 1000):
             self._log.mute()
-            self._queue.abandon()  # breaks off the export that hangs
+            self._queue.abort()
 
     def _stop_provider(self) -> None:
         self._stop.wait()
@@ -365,20 +335,18 @@ class _OpenTelemetry(Tracing):
         self._stopped.set()
 
     def _parsed(self, parent: str | None) -> Context:
-        """What the SDK calls a parent; `_no_context` itself when there is none. Never the ambient one."""
+        """The SDK's context of a parent; `_no_context` without one. Never the ambient context."""
         if not parent:
             return self._no_context
         return self._propagator.extract({"traceparent": parent}, context=self._no_context)
 
 
-class _RealSpan(Span):
+class _RecordedSpan(Span):
     def __init__(self, span: OpenTelemetrySpan) -> None:
+        context = span.get_span_context()
+        flags = int(context.trace_flags)
+        super().__init__(f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}")
         self._span = span
-
-    @property
-    def traceparent(self) -> str:
-        context = self._span.get_span_context()
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(_present(attributes))
@@ -398,7 +366,7 @@ def _present(attributes: Attributes | None) -> dict[str, str | bool | int | floa
 
 
 class _OccasionalLog(logging.Handler):
-    """Takes over the SDK's warnings (a dead collector makes many) and passes on one a minute."""
+    """Takes over the SDK's warnings, many with a dead collector, and passes on one a minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -415,5 +383,5 @@ class _OccasionalLog(logging.Handler):
             _logger.warning("traces may be lost: %s", record.getMessage())
 
     def mute(self) -> None:
-        """Pass on nothing any more: what breaks off at shutdown was given up on purpose."""
+        """Pass on nothing more: an export that is aborted at shutdown is no news."""
         self._next = float("inf")

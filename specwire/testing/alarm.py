@@ -1,4 +1,4 @@
-"""Being called back on time: to some 0.1 ms, where asyncio alone is up to 1 ms late."""
+"""Timers with a precision of about 0.1 ms, where asyncio is up to 1 ms late."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LONGEST_WAIT_S = 3600.0
 class Alarm:
     """Calls back, on the running event loop, at times of the monotonic clock.
 
-    On Linux the loop waits in epoll, which counts whole milliseconds, and asyncio rounds them up; so
-    `loop.call_at` is half a millisecond late on average. A timerfd counts nanoseconds and is one more thing
-    that epoll can wait for. Other systems' loops have no such grid.
+    On Linux the loop waits in epoll, whose timeout asyncio rounds up to whole milliseconds: `loop.call_at` is
+    half a millisecond late on average. A timerfd has nanoseconds, and epoll can wait for it. Loops of other
+    systems do not round.
 
     Raises:
         OSError: no file descriptor is left.
@@ -31,7 +31,7 @@ class Alarm:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()  # equal times: first come, first called
+        self._numbers = itertools.count()  # equal times are called in order of arrival
         self._handle: asyncio.TimerHandle | None = None
         self._fd = -1
         if sys.platform == "linux":
@@ -49,7 +49,7 @@ class Alarm:
             self._wait()
 
     def close(self) -> None:
-        """Call nobody any more."""
+        """Cancel all callbacks."""
         self._waiting.clear()
         if self._handle is not None:
             self._handle.cancel()

@@ -1,4 +1,4 @@
-"""What a link does to the bytes that pass through it. Knows no socket: `delay_proxy` connects it to some."""
+"""The effect of a link on bytes that pass through it. No sockets: `delay_proxy` connects it to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_PIECE_S = 1e-3
 
 
 class Signal(enum.Enum):
-    """What happens to a connection besides bytes; it takes the same way and the same time."""
+    """An event of a connection, which is delayed like its bytes."""
 
     OPEN = enum.auto()
     END = enum.auto()
@@ -27,7 +27,7 @@ class Signal(enum.Enum):
 
 
 class Source(Protocol):
-    """Where the bytes of a line come from."""
+    """The end that bytes of a line come from."""
 
     def pause_reading(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Where they go to; it calls `DelayLine.deliver` when it takes more again."""
+    """The end that they go to; it calls `DelayLine.deliver` when it accepts more again."""
 
     @property
     def takes_more(self) -> bool: ...
@@ -44,19 +44,19 @@ class Sink(Protocol):
 
 
 class LinkDirection:
-    """One direction of the link. All connections share it: it sends one piece after the other."""
+    """One direction of the link, shared by all connections: it sends one piece after the other."""
 
     def __init__(self, link: Link) -> None:
         self.is_stalled = False
         self.change(link)
 
     def change(self, link: Link) -> None:
-        """Send what comes in from now on over this link."""
+        """Use these settings for bytes that arrive from now on."""
         self.link = link
         self._free_at_s = -math.inf
 
     def send(self, num_bytes: int) -> float:
-        """When the last of these bytes will have left, in seconds of the monotonic clock."""
+        """When the last of these bytes is sent, in seconds of the monotonic clock."""
         self._free_at_s = max(self._free_at_s, time.monotonic()) + num_bytes / self.link.bytes_per_s
         return self._free_at_s
 
@@ -64,9 +64,9 @@ class LinkDirection:
 class DelayLine:
     """One direction of one connection: pieces, each of which waits until it is due.
 
-    Many are under way at a time, so the delay does not limit the throughput; what does, without a bandwidth
-    limit, is `MAX_HELD_BYTES` per delay of one way. They never overtake each other: one that is due before
-    its predecessor, by jitter or as the link was changed, waits for it.
+    Many are in flight at a time, so the delay does not limit the throughput; without a bandwidth limit,
+    `MAX_HELD_BYTES` per one-way delay does. They are never reordered: one that is due before its predecessor,
+    by jitter or a change of the link, waits for it.
     """
 
     def __init__(self, lane: LinkDirection, alarm: Alarm, source: Source, sink: Sink, seed: str) -> None:
@@ -80,7 +80,7 @@ class DelayLine:
         self.is_closed = False
 
     def put(self, what: bytes | Signal) -> None:
-        """Send bytes, or a signal, on their way; after the end there is only the reset."""
+        """Send bytes or a signal; after END only RESET is accepted."""
         if self.is_closed or (self._has_ended and what is not Signal.RESET):
             return
         self._has_ended = what is Signal.END
@@ -97,7 +97,7 @@ class DelayLine:
             self.deliver()
 
     def deliver(self) -> None:
-        """Hand over what is due, as far as the other end takes it; see to the rest in time."""
+        """Deliver what is due, as far as the sink accepts it, and set the alarm for the rest."""
         while self._pieces and self._may_deliver:
             due_s, piece = self._pieces[0]
             if due_s > time.monotonic():
@@ -110,14 +110,14 @@ class DelayLine:
             self._source.resume_reading()
 
     def close(self) -> None:
-        """The sink is gone, or out of reach: what was on its way to it is lost, and so is what follows."""
+        """The sink is closed or unreachable: bytes in flight are lost, and so are later ones."""
         self.is_closed = True
         self._pieces.clear()
         self.num_held_bytes = 0
 
     @property
     def _may_deliver(self) -> bool:
-        is_reset = self._pieces[-1][1] is Signal.RESET  # which waits for nobody who does not read
+        is_reset = self._pieces[-1][1] is Signal.RESET  # delivered even to a sink that does not read
         return not self._lane.is_stalled and (self._sink.takes_more or is_reset)
 
     def _wake_at(self, when_s: float) -> None:
@@ -127,7 +127,7 @@ class DelayLine:
 
 
 def _pieces(what: bytes | Signal, bytes_per_s: float) -> Iterator[bytes | Signal]:
-    """Pieces that keep the link for a millisecond: the first byte need not wait for the last."""
+    """Pieces that occupy the link for a millisecond, so that the first byte does not wait for the last."""
     if isinstance(what, Signal) or math.isinf(bytes_per_s):
         yield what
         return

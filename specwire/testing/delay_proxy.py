@@ -1,12 +1,12 @@
-"""A network between two services that are neighbours: a TCP proxy with latency, jitter and a bandwidth limit,
-and with what happens to networks: silence, resets, ends that come half, late or one way.
+"""An emulated network between two services: a TCP proxy with latency, jitter and a bandwidth limit, and
+network faults: stalls, resets, half-closed connections, late closes, faults in one direction only.
 
     client ──▶ [ (bytes, due), (bytes, due), ... ] ──▶ service
     client ◀── [ ..., (due, bytes), (due, bytes) ] ◀── service        (`delay_line`)
 
-Opening, half-closing and resetting a connection take the same way as its bytes. What a real network does and
-this does not: lose packets, limit what is under way by more than 4 MiB a connection and direction, and let a
-client's connect take a round trip (the kernel answers it; the service learns of it one delay later).
+Opening, half-closing and resetting a connection are delayed like its bytes. Unlike a real network, it loses
+no packets, has no congestion window (but 4 MiB in flight for each connection and direction), and accepts a
+client's connection without a round trip (the service sees it one delay later).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DelayProxy:
 
     @property
     def link(self) -> Link:
-        """What is added. Another is for bytes that come in from then on, its seed for new connections."""
+        """The settings. New ones apply to bytes that arrive from then on, their seed to new connections."""
         return self._link
 
     @link.setter
@@ -95,56 +95,56 @@ class DelayProxy:
             self.degrade(direction, link)
 
     def degrade(self, direction: Direction, link: Link) -> None:
-        """Add to one direction what this link adds to it: of its round trip, a half."""
+        """Use this link's settings for one direction, with half of its round trip."""
         self._lanes[direction].change(link)
 
     @property
     def num_connections(self) -> int:
-        """Connections of which an end is open."""
+        """Connections with an open end."""
         return len(self._connections)
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes that are under way, in both directions of all connections."""
+        """Bytes in flight, in both directions of all connections."""
         return sum(c.there.num_held_bytes + c.back.num_held_bytes for c in self._connections)
 
     def stall(self, *directions: Direction) -> None:
-        """Hold everything back, as a network that parts without a word; connections stay open.
+        """Hold all bytes, like a network partition; connections stay open.
 
         Args:
-            directions: both when none is named; here and below.
+            directions: default both; likewise below.
         """
         for direction in directions or Direction:
             self._lanes[direction].is_stalled = True
 
     def resume(self, *directions: Direction) -> None:
-        """End a stall: what is overdue arrives now."""
+        """End a stall: overdue bytes arrive now."""
         for direction in directions or Direction:
             self._lanes[direction].is_stalled = False
             for connection in list(self._connections):
                 connection.lines[direction].deliver()
 
     def reset(self, *directions: Direction) -> None:
-        """Reset the ends that these directions lead to. With one of them, the other end hears nothing any
-        more, as when a router has forgotten a connection."""
+        """Reset the ends that these directions lead to. With one direction, the other end is not told, as
+        when a router drops the state of a connection."""
         for connection in list(self._connections):
             for direction in directions or Direction:
                 connection.reset(direction)
 
     def half_close(self, *directions: Direction) -> None:
-        """End what flows in these directions, after all that is under way."""
+        """Half-close these directions, after the bytes in flight."""
         for connection in list(self._connections):
             for direction in directions or Direction:
                 connection.lines[direction].put(Signal.END)
 
     def close_slowly(self, direction: Direction, delay_s: float) -> None:
-        """Close the ends that this direction comes from now; the other ends hear of it so much later, and
-        what they say until then is lost."""
+        """Close the ends that this direction comes from now, and the other ends after the delay; what those
+        send until then is lost."""
         for connection in list(self._connections):
             connection.close_slowly(direction, delay_s)
 
     def cut(self) -> None:
-        """Reset all connections now; what is under way is lost. New ones are welcome."""
+        """Reset all connections now; bytes in flight are lost. New connections are accepted."""
         for connection in list(self._connections):
             connection.cut()
 
@@ -157,7 +157,7 @@ class DelayProxy:
 
 
 class _Connection:
-    """A client's connection, and the one to the service that belongs to it."""
+    """A client's connection, and its connection to the service."""
 
     def __init__(self, to: tuple[str, int], forget: Callable[[_Connection], None]) -> None:
         self._to, self._forget = to, forget
@@ -165,17 +165,17 @@ class _Connection:
         self.client, self.service = _End(self), _End(self)
 
     def set_lines(self, lanes: tuple[LinkDirection, LinkDirection], alarm: Alarm, seed: str) -> None:
-        """Lines in both directions, on these lanes."""
+        """Create the lines of both directions."""
         self.there = DelayLine(lanes[Direction.THERE], alarm, self.client, self.service, f"{seed}/there")
         self.back = DelayLine(lanes[Direction.BACK], alarm, self.service, self.client, f"{seed}/back")
         self.lines = self.there, self.back
 
     def out_of(self, end: _End) -> DelayLine:
-        """The line that takes what this end says."""
+        """The line that carries what this end sends."""
         return self.there if end is self.client else self.back
 
     def into(self, end: _End) -> DelayLine:
-        """The line that brings what this end is told."""
+        """The line that carries what this end receives."""
         return self.back if end is self.client else self.there
 
     def open(self) -> None:
@@ -198,7 +198,7 @@ class _Connection:
         self.service.reset()
 
     def reset(self, direction: Direction) -> None:
-        """Reset the end that this direction leads to; it can tell the other end nothing of it."""
+        """Reset the end that this direction leads to, without notice to the other end."""
         end = self.service if direction is Direction.THERE else self.client
         self.out_of(end).close()
         end.reset()
@@ -223,15 +223,15 @@ class _End(asyncio.Protocol):
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self._transport: asyncio.Transport | None = None
-        self._has_read_all = self._has_written_all = self._leaves_silently = False
+        self._has_read_all = self._has_written_all = self._closes_silently = False
         self.takes_more = True
         self.is_gone = False
 
-    # What the socket does:
+    # Events of the socket:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if self.is_gone:  # cut before it was there
+        if self.is_gone:  # cut before it was connected
             transport.abort()
             return
         self._transport = transport
@@ -252,7 +252,7 @@ class _End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_gone = True
         self._connection.into(self).close()
-        if not self._leaves_silently and (exc is not None or not self._has_read_all):
+        if not self._closes_silently and (exc is not None or not self._has_read_all):
             self._connection.out_of(self).put(Signal.RESET)
         self._connection.end_is_gone()
 
@@ -263,17 +263,17 @@ class _End(asyncio.Protocol):
         self.takes_more = True
         self._connection.into(self).deliver()
 
-    # What the lines do to it:
+    # Called by the lines:
 
     def take(self, piece: bytes | Signal) -> None:
-        """Do what was done at the other end."""
+        """Repeat what happened at the other end."""
         if piece is Signal.OPEN:
-            self.takes_more = False  # until it is there
+            self.takes_more = False  # until it is connected
             self._connection.open()
         elif piece is Signal.RESET:
             self.reset()
         elif self._transport is None or self._transport.is_closing():
-            pass  # lost, which this end is about to be told
+            pass  # lost; `connection_lost` follows
         elif isinstance(piece, Signal):
             self._has_written_all = True
             with contextlib.suppress(OSError):  # reset meanwhile
@@ -291,10 +291,10 @@ class _End(asyncio.Protocol):
             self._transport.resume_reading()
 
     def reset(self) -> None:
-        """Close without an end; what the socket has not sent is lost."""
+        """Reset the connection; unsent bytes are lost."""
         if self._transport is not None:
             with contextlib.suppress(OSError):  # closed already
-                linger = struct.pack("ii", 1, 0)  # to reset rather than to end it
+                linger = struct.pack("ii", 1, 0)  # RST rather than FIN
                 raw = self._transport.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self._transport.abort()
@@ -302,8 +302,8 @@ class _End(asyncio.Protocol):
             self.connection_lost(None)
 
     def close(self) -> None:
-        """Close without a word to the other end."""
-        self._leaves_silently = True
+        """Close without notice to the other end."""
+        self._closes_silently = True
         if self._transport is not None:
             self._transport.close()
 
@@ -314,7 +314,7 @@ class _End(asyncio.Protocol):
 
 
 async def run_until_signal(config: ProxyConfig) -> None:
-    """`specwire proxy`: say where it listens, and serve until SIGINT or SIGTERM.
+    """`specwire proxy`: print the address, and serve until SIGINT or SIGTERM.
 
     Raises:
         ConfigError: the address cannot be bound.

@@ -1,4 +1,4 @@
-"""Messages between clients and the coordinator to nouns and back; `wire.py` has the rest. No I/O."""
+"""Messages between clients and the coordinator to nouns and back; `model.py` has the others. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specwire.completion import Chunk, Completion, FinishReason, ResumeInfo, Spe
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
-from specwire.wire import model as wire
+from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 
 MAX_MESSAGES = 4096
 
@@ -41,8 +41,8 @@ def generate_request(
     """A client's first request; exactly one of the three prompt forms must be given.
 
     Args:
-        credit_tokens: how far, in tokens, the generation may be ahead of acknowledgements; 0 without limit.
-        report_progress: whether chunks say what speculation did so far.
+        credit_tokens: most tokens that the generation may be ahead of acknowledgements; 0 for no limit.
+        report_progress: whether chunks report speculation and timing so far.
     """
     given = [form is not None for form in (prompt, prompt_token_ids, messages)]
     if sum(given) != 1:
@@ -50,7 +50,7 @@ def generate_request(
             "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
         )
     request = generation_pb2.GenerateRequest(
-        sampling=wire.sampling_to_proto(params),
+        sampling=sampling_to_proto(params),
         stop_conditions=generation_pb2.StopConditions(
             max_tokens=params.max_tokens or 0,
             stop=params.stop,
@@ -80,24 +80,22 @@ def resuming_request(
     request = generation_pb2.GenerateRequest()
     request.CopyFrom(original)
     request.sampling.seed = info.seed
-    request.sampling.rule = wire.RULES[info.rule]
+    request.sampling.rule = RULES[info.rule]
     request.context_digest = info.context_digest
     request.generated_token_ids.extend(token_ids)
     return request
 
 
 def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
-    """What the first message of a stream says of it."""
+    """The resume info of a stream's first message."""
     return generation_pb2.ResumeInfo(
-        seed=info.seed, rule=wire.RULES[info.rule], context_digest=info.context_digest
+        seed=info.seed, rule=RULES[info.rule], context_digest=info.context_digest
     )
 
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
-    """The same, read."""
-    return ResumeInfo(
-        seed=message.seed, rule=wire.RULE_NAMES[message.rule], context_digest=message.context_digest
-    )
+    """The resume info of a stream's first message."""
+    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -106,7 +104,7 @@ def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
     checked = []
     for i, token_id in enumerate(token_ids):
         try:
-            checked.append(operator.index(token_id))  # numpy integers are as good as Python's
+            checked.append(operator.index(token_id))  # numpy integers too
         except TypeError:
             raise InvalidRequestError(f"prompt_token_ids[{i}]", token_id, "is not a token id") from None
         if isinstance(token_id, bool) or not 0 <= checked[-1] < 2**31:
@@ -126,10 +124,10 @@ def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message
 
 
 def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -> None:
-    """Whether the prompt's text is worth encoding, which takes time that others wait.
+    """Check the size of the prompt's text before it is encoded, which takes time that others wait.
 
     Raises:
-        InvalidRequestError: naming the form of the prompt.
+        InvalidRequestError: too large; names the form of the prompt.
     """
     form = request.WhichOneof("prompt")
     messages = request.messages.messages
@@ -145,7 +143,7 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
-    fields = wire.law_from_proto(request.sampling)
+    fields = sampling_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
     if request.HasField("num_draft_tokens"):
@@ -160,7 +158,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
 
 
 def opening_credit(request: generation_pb2.GenerateRequest) -> int:
-    """How far, in tokens, the generation may be ahead of its client; 0 is without limit.
+    """Most tokens that the generation may be ahead of its client; 0 for no limit.
 
     Raises:
         InvalidRequestError: out of range.
@@ -173,12 +171,12 @@ def opening_credit(request: generation_pb2.GenerateRequest) -> int:
 
 
 def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
-    """So many more tokens are consumed: a request that is not the first of its stream."""
+    """A later request of a stream: the client has consumed this many more tokens."""
     return generation_pb2.GenerateRequest(credit_tokens=num_tokens)
 
 
 def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
-    """What a request that is not the first of its stream acknowledges, at least 1 token.
+    """The number of tokens, at least 1, that a later request of a stream acknowledges.
 
     Raises:
         InvalidRequestError: a count below 1, or any other field; the first that is set is named.
@@ -240,14 +238,14 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
 
 
 def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
-    """The end of a stream; text and ids went before, in the chunks."""
+    """The end of a stream; its chunks have text and token ids."""
     reason = completion.stop_reason
     return generation_pb2.Completion(
         finish_reason=_FINISH_REASONS[completion.finish_reason],
         stop_string=reason if isinstance(reason, str) else None,
         stop_token_id=reason if isinstance(reason, int) else None,
         seed=completion.seed,
-        rule=wire.RULES[completion.rule],
+        rule=RULES[completion.rule],
         model=completion.model,
         usage=generation_pb2.Usage(**_fields(completion.usage)),
         speculation=_speculation_to_proto(completion.speculation),
@@ -259,7 +257,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
 def completion_from_proto(
     message: generation_pb2.Completion, tokens: Sequence[Token], num_resumes: int = 0
 ) -> Completion:
-    """The completion of a generation that brought these tokens, and was resumed so many times."""
+    """The completion of a generation with these tokens, which was resumed `num_resumes` times."""
     which = message.WhichOneof("stop_reason")
     return Completion(
         text="".join(token.text for token in tokens),
@@ -270,7 +268,7 @@ def completion_from_proto(
         timing=_noun(Timing, message.timing),
         stop_reason=getattr(message, which) if which else None,
         seed=message.seed,
-        rule=wire.RULE_NAMES[message.rule],
+        rule=RULE_NAMES[message.rule],
         model=message.model,
         tokens=tuple(tokens),
         num_resumes=num_resumes,

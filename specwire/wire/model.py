@@ -1,7 +1,7 @@
 """Messages of draft and verify service to nouns and back, and what all three services share. No I/O.
 
-Whatever arrives is checked here and in `client_wire.py`, the only files that know both sides, so that the
-rest of the code holds only valid nouns.
+Incoming messages are checked here and in `wire/client.py`, the only files that know both sides, so that the
+rest of the code has only valid nouns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RULES = {Rule.REJECTION: common_pb2.RULE_REJECTION, Rule.GUMBEL: common_pb2.RULE
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 MAX_TRACEPARENT_LEN = 256
 
-# What fills a proposal up.
+# Padding of a proposal.
 _NO_TOKEN = -1
 _NO_ID, _NO_PROB = b"\xff\xff\xff\xff", b"\0\0\0\0"
 _NO_SUPPORT = Support(np.empty(0, np.int64), np.empty(0, np.float32))
@@ -76,7 +76,7 @@ def _check_multiple_of_4(data: bytes, name: str) -> None:
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The part of the parameters that changes the law of the next token."""
+    """The parameters that determine the distribution of the next token."""
     return common_pb2.SamplingParams(
         **{name: getattr(params, name) for name in (*_WARPS, *_PENALTIES)},
         logit_bias=dict(params.logit_bias),
@@ -86,8 +86,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     )
 
 
-def law_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The same, as arguments of `SamplingParams`; what is unset is left out, but for the rule.
+def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
+    """The same, as arguments of `SamplingParams`; unset fields are left out, except for the rule.
 
     Raises:
         InvalidRequestError: an unknown rule.
@@ -118,17 +118,17 @@ def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
     """Parameters of a model-service stream.
 
     Raises:
-        InvalidRequestError: also when seed or rule are unset, which only the coordinator may choose.
+        InvalidRequestError: also if seed or rule are unset, which the coordinator chooses.
     """
     if not message.sampling.HasField("seed"):
         raise InvalidRequestError("seed", "unset", "must be set on a stream")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
         raise InvalidRequestError("rule", "unset", "must be set on a stream")
-    return SamplingParams(**law_from_proto(message.sampling), cache_salt=message.cache_salt)
+    return SamplingParams(**sampling_from_proto(message.sampling), cache_salt=message.cache_salt)
 
 
 def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0) -> common_pb2.OpenSequence:
-    """The first message's fixed part."""
+    """The first message of a model-service stream, without its tokens."""
     return common_pb2.OpenSequence(
         sampling=sampling_to_proto(params),
         prompt_len=prompt_len,
@@ -141,7 +141,7 @@ def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0)
 
 
 def check_num_draft_tokens(name: str, value: int) -> int:
-    """The count itself, if it lies within the limit."""
+    """The count itself, if it is within the limit."""
     if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
         raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
     return value
@@ -155,7 +155,7 @@ def preparation_to_proto(preparation: Preparation) -> draft_pb2.Preparation:
 
 
 def preparation_from_proto(message: draft_pb2.Preparation) -> Preparation:
-    """Field by field; refuses numbers that make no sense."""
+    """Field by field; refuses numbers out of range."""
     limits = {"num_outcomes": MAX_NUM_OUTCOMES, "num_draft_tokens": MAX_NUM_DRAFT_TOKENS}
     for name, limit in limits.items():
         if not 1 <= getattr(message, name) <= limit:
@@ -174,11 +174,11 @@ def refuse_trees(parent_indices: Sequence[int], num_tokens: int) -> None:
 def proposal_to_proto(
     proposal: Proposal, path: Sequence[int] = (), *, num_tokens: int = 0, support_len: int = 0
 ) -> draft_pb2.Proposal:
-    """A chain with its supports, and the tokens that it was prepared for.
+    """A chain with its supports, and the outcome that it was prepared for.
 
     Args:
-        num_tokens, support_len: what a proposal with supports is filled up to, tokens and entries of each
-            support, so that its size does not depend on its tokens.
+        num_tokens, support_len: tokens and entries of each support that a proposal with supports is padded
+            to, so that its size does not depend on its tokens.
     """
     supports = [_support_to_proto(support, support_len) for support in proposal.supports]
     token_ids = list(proposal.token_ids)
@@ -202,7 +202,7 @@ def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
 
     Raises:
         UnsupportedError: a tree.
-        InvalidRequestError: supports that do not fit their ids, or are not what a token was drawn from.
+        InvalidRequestError: supports whose number or lengths do not match the token ids.
     """
     refuse_trees(message.parent_indices, len(message.token_ids))
     token_ids = list(message.token_ids)
@@ -245,7 +245,7 @@ def verdict_from_proto(message: verify_pb2.VerifyResponse) -> Verdict:
 
 
 def load_to_proto(load: Load) -> common_pb2.Load:
-    """What a response says of its service."""
+    """The load that a response reports."""
     return common_pb2.Load(
         num_waiting=load.num_waiting,
         num_sequences=load.num_sequences,
@@ -256,7 +256,7 @@ def load_to_proto(load: Load) -> common_pb2.Load:
 
 
 def load_from_proto(message: common_pb2.Load) -> Load:
-    """The load that a response reports."""
+    """The load of a response."""
     return Load(
         message.num_waiting,
         max(1, message.num_sequences),

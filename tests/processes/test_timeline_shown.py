@@ -152,7 +152,7 @@ class TestReceiver:
         store = Store(max_bytes=5000)
         for _ in range(10):
             store.keep(request)
-        assert (len(store.spans), store.num_forgotten) == (4, 6)
+        assert (len(store.spans), store.num_dropped) == (4, 6)
 
     def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
         with Receiver() as receiver:

@@ -21,8 +21,8 @@ from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaust
 from specwire.config.services import VerifyConfig
 from specwire.rpc import interceptor as calls
 from specwire.rpc import server as rpc_server
-from specwire.rpc.places import Places
 from specwire.rpc.server import Server
+from specwire.rpc.slots import Slots
 from specwire.rpc.statuses import from_rpc_error
 from tests.support.certificates import Authority
 from tests.support.harness import LocalStack, local_stack
@@ -220,21 +220,21 @@ async def test_a_connection_that_says_nothing_is_closed(
 
 class TestPlaces:
     def test_each_limit_counts(self) -> None:
-        places = Places("rooms")
+        slots = Slots("rooms")
         with contextlib.ExitStack() as held:
-            held.enter_context(places.held({"a": 2, "all": 3}))
-            held.enter_context(places.held({"a": 2, "all": 3}))
+            held.enter_context(slots.held({"a": 2, "all": 3}))
+            held.enter_context(slots.held({"a": 2, "all": 3}))
             with pytest.raises(ResourceExhaustedError, match="2 rooms of a are open"):
-                held.enter_context(places.held({"a": 2, "all": 3}))
-            held.enter_context(places.held({"b": 2, "all": 3}))
+                held.enter_context(slots.held({"a": 2, "all": 3}))
+            held.enter_context(slots.held({"b": 2, "all": 3}))
             with pytest.raises(ResourceExhaustedError, match="3 rooms of all are open"):
-                held.enter_context(places.held({"b": 2, "all": 3}))
-        with places.held({"a": 1}):
+                held.enter_context(slots.held({"b": 2, "all": 3}))
+        with slots.held({"a": 1}):
             pass
-        assert not places._held
+        assert not slots._held
 
     def test_nothing_is_held_after_an_error(self) -> None:
-        places = Places("rooms")
-        with pytest.raises(ZeroDivisionError), places.held({"a": 1}):
+        slots = Slots("rooms")
+        with pytest.raises(ZeroDivisionError), slots.held({"a": 1}):
             raise ZeroDivisionError
-        assert not places._held
+        assert not slots._held

@@ -25,7 +25,7 @@ from specwire import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.rpc import server as rpc
+from specwire.rpc import channel
 from tests.support.harness import LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
@@ -81,7 +81,7 @@ class TestUnreachable:
         assert time.monotonic() - started < 5.0
 
     def test_a_port_that_accepts_and_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rpc, "_CONNECT_TIMEOUT_MS", 1_000)
+        monkeypatch.setattr(channel, "_CONNECT_TIMEOUT_MS", 1_000)
         started = time.monotonic()
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"

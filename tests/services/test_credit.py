@@ -31,7 +31,7 @@ from specwire import (
 from specwire.cli.supervisor import Stack
 from specwire.completion import Completion, Speculation
 from specwire.config.services import UpConfig
-from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS, MAX_LOGPROBS, MIN_CREDIT_TOKENS
+from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc
 from tests.support.harness import LocalStack, local_stack
@@ -237,7 +237,7 @@ class TestAcknowledgements:
         """One for each 16 tokens, and one a second."""
         started_s = time.monotonic()
         done = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
-        most = len(done.token_ids) / (MAX_KEPT_BACK_TOKENS + 1) + time.monotonic() - started_s
+        most = len(done.token_ids) / (MAX_UNACKNOWLEDGED_TOKENS + 1) + time.monotonic() - started_s
         assert 1 <= readers.get().num_acknowledgements <= most
 
     def test_after_the_servers_end_they_hide_nothing(self, stack: LocalStack) -> None:

@@ -69,7 +69,7 @@ METHODS: dict[str, tuple[Any, str, Any]] = {
 
 
 class Keys:
-    """Everything that may open a door, or look as if it did."""
+    """Credentials, valid and invalid."""
 
     def __init__(self, directory: Path) -> None:
         self.ours, self.foreign = Authority(directory / "ours"), Authority(directory / "foreign")
@@ -82,7 +82,7 @@ class Keys:
         self.expired_token, expired_line = make_token("bob", expires="2020-01-01")
         self.unknown_token, _ = make_token("mallory")
         self.tokens = str(directory / "tokens")
-        Path(self.tokens).write_text(f"# who may come in\n\n{self.line}\n{expired_line}\n")
+        Path(self.tokens).write_text(f"# tokens\n\n{self.line}\n{expired_line}\n")
         self.token_file = str(directory / "token")
         Path(self.token_file).write_text(self.token + "\n")
 
@@ -91,8 +91,8 @@ class Keys:
         return TLS(ca=ca or self.ours.path, cert=cert, key=key, server_name=server_name)
 
     @property
-    def doors(self) -> dict[str, Any]:
-        """Options of a service that is locked with everything."""
+    def listen_options(self) -> dict[str, Any]:
+        """Options of a service with TLS, client certificates and tokens."""
         return {
             "tls_cert": self.server.cert,
             "tls_key": self.server.key,
@@ -102,7 +102,7 @@ class Keys:
 
     @property
     def peer(self) -> dict[str, Any]:
-        """Options of a coordinator that opens such doors."""
+        """Options of a coordinator for such services."""
         return {
             "peer_ca": self.ours.path,
             "peer_cert": self.client.cert,
@@ -113,7 +113,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to knock at a door.
+    """Credentials of a call and the expected status.
 
     Attributes:
         world: locked, expired (the server's own certificate) or plain.
@@ -164,15 +164,15 @@ def addresses_of(stack: LocalStack) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def worlds(keys: Keys) -> Iterator[dict[str, dict[str, str]]]:
     """Addresses of the services, by world."""
-    doors = keys.doors
+    options = keys.listen_options
     with contextlib.ExitStack() as stack:
         locked = stack.enter_context(
             local_stack(
                 TARGET,
                 DRAFT,
-                verify_options=doors,
-                draft_options=doors,
-                coordinator_options=doors | keys.peer,
+                verify_options=options,
+                draft_options=options,
+                coordinator_options=options | keys.peer,
             )
         )
         plain = stack.enter_context(local_stack(TARGET, DRAFT))
@@ -220,11 +220,11 @@ async def statuses(service: str, address: str, credentials: Credentials) -> dict
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_status_of_every_way_to_knock(
+def test_status_by_credentials(
     worlds: dict[str, dict[str, str]], keys: Keys, case: Case, service: str
 ) -> None:
     found = asyncio.run(statuses(service, worlds[case.world][service], case.credentials(keys)))
-    empty = grpc.StatusCode.INVALID_ARGUMENT  # from behind the door: a generation needs a prompt
+    empty = grpc.StatusCode.INVALID_ARGUMENT  # from the method: a generation needs a prompt
     stream = empty if service == "coordinator" and case.status is OK else case.status
     assert found == {"GetModelInfo": case.status, METHODS[service][1]: stream}
 
@@ -275,13 +275,13 @@ class TestRotation:
     @pytest.fixture
     def rotated(self, tmp_path: Path) -> Iterator[tuple[Keys, LocalStack]]:
         keys = Keys(tmp_path)
-        doors = keys.doors | {"tls_client_ca": ""}
+        options = keys.listen_options | {"tls_client_ca": ""}
         with local_stack(
             TARGET,
             DRAFT,
-            verify_options=doors,
-            draft_options=doors,
-            coordinator_options=doors | keys.peer,
+            verify_options=options,
+            draft_options=options,
+            coordinator_options=options | keys.peer,
         ) as stack:
             yield keys, stack
 

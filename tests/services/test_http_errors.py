@@ -266,17 +266,17 @@ def test_the_callers_trace_reaches_the_coordinator(here: Fronted, monkeypatch: p
     assert (status, seen) == (200, [trace])
 
 
-def test_doors(tmp_path: Path) -> None:
+def test_tls_and_tokens(tmp_path: Path) -> None:
     """TLS on both sides of the front, and a token that it passes on without knowing it."""
     authority = Authority(tmp_path)
     cert, key = authority.pair("server")
     token, line = make_token("alice")
     tokens = tmp_path / "tokens"
     tokens.write_text(line + "\n")
-    doors = {"tls_cert": cert, "tls_key": key, "tokens": str(tokens)}
+    options = {"tls_cert": cert, "tls_key": key, "tokens": str(tokens)}
     trusted = ssl.create_default_context(cafile=authority.path)
     with (
-        local_stack(EMULATED, coordinator_options=doors) as stack,
+        local_stack(EMULATED, coordinator_options=options) as stack,
         front(stack.address, tls_ca=authority.path, tls_cert=cert, tls_key=key, model_name="m") as address,
         httpx2.Client(verify=trusted) as http,
     ):

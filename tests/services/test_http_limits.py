@@ -17,10 +17,10 @@ import pytest
 
 from specwire.config.client import HttpConfig
 from specwire.errors import UnauthenticatedError
-from specwire.http import connections, reading, remembered
+from specwire.http import answer_cache, connections, reading
+from specwire.http.answer_cache import AnswerCache
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
-from specwire.http.remembered import Remembered
 from specwire.security.bearer import make_token
 from tests.support.certificates import Authority
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
@@ -116,7 +116,7 @@ class TestTokenFirst:
                 raise UnauthenticatedError("no")
             return token.upper()
 
-        answers = Remembered(ask)
+        answers = AnswerCache(ask)
         waiting = [asyncio.create_task(answers.get(token)) for token in ("a", "a", "wrong", "wrong", "a")]
         await asyncio.sleep(0)
         waiting[0].cancel()  # the others still get their answer
@@ -127,12 +127,12 @@ class TestTokenFirst:
         assert asked == ["a", "wrong"]
 
     async def test_a_flood_of_tokens_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(remembered, "_MAX_ANSWERS", 10)
+        monkeypatch.setattr(answer_cache, "_MAX_ANSWERS", 10)
 
         async def ask(token: int) -> int:
             return token
 
-        answers = Remembered(ask)
+        answers = AnswerCache(ask)
         for token in range(100):
             assert await answers.get(token) == token
         assert len(answers._asked) == 10

@@ -349,8 +349,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_address_nothing_is_imported() -> None:
-    code = "import asyncio, sys; from specwire import metrics, tracing; import coordinator.metrics\n"
-    code += "asyncio.run(metrics.serving('', [], tracing.NoTracing(), 'draft').__aenter__())\n"
+    code = (
+        "import asyncio, sys; from specwire.telemetry import metrics, tracing; import coordinator.metrics\n"
+    )
+    code += "asyncio.run(metrics.serving('', [], tracing.Tracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""What clients say and what opens doors is in no log, in no span and on no command line."""
+"""What clients say, and credentials, are in no log, in no span and on no command line."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_prompts_and_tokens_are_in_no_log_and_no_span(
     tokens, token_file = tmp_path / "tokens", tmp_path / "token"
     tokens.write_text(line)
     token_file.write_text(token)
-    doors = {"tokens": str(tokens)}
+    options = {"tokens": str(tokens)}
     with OtlpReceiver() as receiver, caplog.at_level(logging.DEBUG):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_INSECURE", "true")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         with local_stack(
             *texts.save_pair(tmp_path / "pair"),
-            verify_options=doors,
-            draft_options=doors,
-            coordinator_options=doors | {"peer_token_file": str(token_file)},
+            verify_options=options,
+            draft_options=options,
+            coordinator_options=options | {"peer_token_file": str(token_file)},
         ) as stack:
             text = say_everything(stack.address, token)
     spans = receiver.spans

@@ -8,14 +8,14 @@ from specwire import (
     Rule,
     SamplingParams,
 )
-from specwire.core import MAX_KEPT_BACK_TOKENS, MIN_CREDIT_TOKENS
+from specwire.core import MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.v1 import generation_pb2
 from specwire.wire import client as client_wire
 
 
 def most_ahead(round_len: int) -> int:
     """Tokens that a generation with the SDK's credit may be ahead of its client."""
-    return max(MIN_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS + round_len)
+    return max(MIN_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS + round_len)
 
 
 PROMPT = [1, 2, 3]

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.credit import Credit
 from specwire import InvalidRequestError
-from specwire.core import MAX_CREDIT_TOKENS, MAX_KEPT_BACK_TOKENS, MIN_CREDIT_TOKENS
+from specwire.core import MAX_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from tests.support.paused import most_ahead
 
 
@@ -44,8 +44,8 @@ class TestAccount:
                 num_sent += num_released
                 num_kept_back += num_released
             else:
-                assert num_kept_back > MAX_KEPT_BACK_TOKENS, "both wait"
-                rest = rng.randint(0, MAX_KEPT_BACK_TOKENS)
+                assert num_kept_back > MAX_UNACKNOWLEDGED_TOKENS, "both wait"
+                rest = rng.randint(0, MAX_UNACKNOWLEDGED_TOKENS)
                 credit.acknowledge(num_kept_back - rest)
                 num_kept_back = rest
 

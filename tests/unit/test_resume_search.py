@@ -15,12 +15,12 @@ from specwire import (
 from specwire.client.resume import NotServedError, Search, as_addresses
 
 
-def gone(*, may_come_back: bool = True) -> NotServedError:
-    return NotServedError(ServiceUnavailableError("gone"), may_come_back=may_come_back)
+def gone(*, may_recover: bool = True) -> NotServedError:
+    return NotServedError(ServiceUnavailableError("gone"), may_recover=may_recover)
 
 
 def full(retry_after_ms: int) -> NotServedError:
-    return NotServedError(ResourceExhaustedError("full", retry_after_ms), may_come_back=False)
+    return NotServedError(ResourceExhaustedError("full", retry_after_ms), may_recover=False)
 
 
 class TestSearch:
@@ -45,7 +45,7 @@ class TestSearch:
         assert turns == [(1, 0), (2, 0), (1, 1.0), (2, 0), (0, 0), (1, 2.0), (2, 0), (0, 0)]
 
     def test_an_idle_stream_goes_on_where_it_was_and_at_once(self) -> None:
-        idle = NotServedError(StreamIdleError("no token was taken"), may_come_back=True)
+        idle = NotServedError(StreamIdleError("no token was taken"), may_recover=True)
         search = self.search(3, idle, until_s=100.0)
         turns = []
         for _ in range(4):
@@ -72,11 +72,11 @@ class TestSearch:
         assert isinstance(search.error, ServiceUnavailableError)
 
     def test_who_said_no_is_not_asked_again(self) -> None:
-        search = self.search(2, gone(may_come_back=False), until_s=100.0)
+        search = self.search(2, gone(may_recover=False), until_s=100.0)
         assert search.next(0.0) == (1, 0.0)
         search.refused(1, gone())
         assert search.next(0.0) == (1, 1.0)
-        search.refused(1, gone(may_come_back=False))
+        search.refused(1, gone(may_recover=False))
         assert search.next(0.0) is None
 
     def test_who_is_full_is_asked_when_they_say(self) -> None:

@@ -1,4 +1,4 @@
-"""The tokens file, its holders, and the command that makes tokens."""
+"""The tokens file, its principals, and the command that makes tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_the_hash_is_kept() -> None:
     assert len(token) == 3 + 43  # 32 bytes in base 64
 
 
-def test_holders(tmp_path: Path) -> None:
+def test_principals(tmp_path: Path) -> None:
     made = {name: make_token(name, max_running=number) for number, name in enumerate(("a", "b"), start=1)}
     tokens = tokens_of(tmp_path, "# comment", "", *(line for _, line in made.values()))
     for number, (name, (token, _)) in enumerate(made.items(), start=1):
@@ -111,11 +111,11 @@ def test_no_file(tmp_path: Path) -> None:
         Tokens(str(tmp_path / "none"))
 
 
-def test_a_holder_may_not_ask_for_more_than_it_may() -> None:
-    holder = Principal(name="a", max_tokens=10)
-    holder.check(SamplingParams(max_tokens=10))
+def test_a_principal_may_not_ask_for_more_than_it_may() -> None:
+    principal = Principal(name="a", max_tokens=10)
+    principal.check(SamplingParams(max_tokens=10))
     with pytest.raises(InvalidRequestError, match="max_tokens=11: is over the 10"):
-        holder.check(SamplingParams(max_tokens=11))
+        principal.check(SamplingParams(max_tokens=11))
 
 
 def test_headers() -> None:

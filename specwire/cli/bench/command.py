@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
     add_flags(serve, ClientConfig)
     _add_load_flags(serve)
     _add_output_flags(serve)
-    add_sampling_flags(serve, max_tokens=128)
+    add_sampling_flags(serve, omit=("seed",), max_tokens=128)
     serve.set_defaults(run=run)
 
 
@@ -194,7 +194,7 @@ def _check_plot(path: Path) -> None:
 
 
 class _Session:
-    """One run of the command, so that an interruption finds what was measured until then."""
+    """One run of the command, which can report a partial measurement after an interruption."""
 
     def __init__(self, args: argparse.Namespace, config: ClientConfig, params: SamplingParams) -> None:
         from specwire.cli.bench import prompts, serve
@@ -215,7 +215,7 @@ class _Session:
         self._measurement: serve.Measurement | None = None
 
     async def measure(self) -> None:
-        """Ask what serves, warm up, send the load."""
+        """Ask for the models, warm up, send the load."""
         from specwire.cli.bench import prompts, report, serve
         from specwire.client.client import AsyncClient
 
@@ -256,7 +256,7 @@ class _Session:
         return summary
 
     def _settings(self) -> dict[str, Any]:
-        """What was measured, so that the file alone says it."""
+        """The settings, so that the file is self-contained."""
         args, (target, draft) = self._args, self._models or (None, None)
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -282,7 +282,7 @@ class _Session:
 
 
 def _sampling(params: SamplingParams) -> Mapping[str, Any]:
-    """As given, without the seed, which each request has its own of."""
+    """The parameters without the seed, which differs by request."""
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: value for name, value in values.items() if name != "seed"}
 

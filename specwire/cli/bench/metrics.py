@@ -1,22 +1,22 @@
 """From records of requests to the figures of a serving benchmark. Pure: no clock, no network, no files.
 
 Names and definitions are those of vLLM's serving benchmark (`vllm bench serve`,
-https://github.com/vllm-project/vllm/blob/main/vllm/benchmarks/serve.py), so that results can be laid side
-by side. Latencies are in milliseconds, as the client sees them; only completed requests count.
+https://github.com/vllm-project/vllm/blob/main/vllm/benchmarks/serve.py), so that results can be compared.
+Latencies are in milliseconds, as the client sees them; only completed requests count.
 
     TTFT     from sending a request to its first chunk with tokens
     E2EL     from sending a request to the end of its answer
     TPOT     (E2EL - TTFT) / (output tokens - 1), one value a request. An output of one token has none; it is
-             left out of the mean and the percentiles, and passes any objective. What the first chunk brings
-             beyond its first token counts as decoded after it.
-    ITL      between two chunks of a request that follow each other, pooled over all requests. A chunk brings
-             the tokens of a whole round, so this is the pause that a reader sees, and not the time of one
-             token: about TPOT times the acceptance length. Zeros are not made up for the tokens of one chunk.
+             left out of the mean and the percentiles, and meets any objective. Tokens of the first chunk
+             beyond its first count as decoded after it.
+    ITL      between consecutive chunks of a request, pooled over all requests. A chunk has the tokens of a
+             whole round, so this is the pause that a reader sees rather than the time of one token: about
+             TPOT times the acceptance length. No zeros are added for the tokens within a chunk.
     goodput  completed requests that meet every objective, per second (DistServe: Zhong et al. 2024,
              arXiv 2401.09670)
 
-Percentiles interpolate linearly between the two nearest values. Where nothing was measured there is None,
-not a 0 that would look like a very good server.
+Percentiles interpolate linearly between the two nearest values. Without any value they are None rather
+than 0, which would look like a very fast server.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ METRICS = {
     "itl": "inter-token latency (between chunks)",
     "e2el": "end-to-end latency",
 }
-#: Latencies that one request has one of, so that an objective can be set for it.
+#: Latencies with one value for each request, which can have an objective.
 OBJECTIVES = ("ttft", "tpot", "e2el")
 OK = "OK"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """What the client saw of one request. Times are in seconds since the start of the measurement.
+    """One request as the client saw it. Times are in seconds since the start of the measurement.
 
     Attributes:
-        start_s: when it was first sent; waiting for another try is part of its latency.
+        start_s: when it was first sent; retries are part of its latency.
         end_s: when its completion or its error arrived.
-        scheduled_s: when the load called for it; None in a closed loop, where that is when it is sent.
-        chunk_times_s: [num_chunks] when each chunk that brought tokens arrived.
-        chunk_tokens: [num_chunks] how many it brought.
+        scheduled_s: when the schedule demands it; None in a closed loop, which has no schedule.
+        chunk_times_s: [num_chunks] arrival of each chunk with tokens.
+        chunk_tokens: [num_chunks] tokens of each.
         num_input_tokens, num_output_tokens: as the server counted them; 0 for a failed request.
         status: name of the gRPC status it ended with.
         error: message of the error, if it failed.
         num_refusals: how often it was refused with RESOURCE_EXHAUSTED, retried or not.
-        speculation: what speculation did for it.
+        speculation: counts of its speculation.
         text: its output.
     """
 
@@ -82,7 +82,7 @@ class RequestRecord:
 
     @property
     def ttft_ms(self) -> float:
-        """Time to first token; that of the end for an answer without any text."""
+        """Time to first token; that of the end for an empty output."""
         return ((self.chunk_times_s or (self.end_s,))[0] - self.start_s) * 1e3
 
     @property
@@ -142,11 +142,11 @@ class Summary:
         latencies: by name, as in `METRICS`.
         speculation: sums over completed requests.
         errors: failed requests by gRPC status.
-        num_refusals: answers RESOURCE_EXHAUSTED, those that a retry made good included.
-        max_output_tokens_per_s: most tokens that arrived within one second of the clock's grid.
-        max_concurrent_requests: most completed requests that were running together.
-        max_send_delay_ms: how late the sender was against its own schedule, at most; when this is not small
-            against the latencies, it was the sender that could not keep up. None in a closed loop.
+        num_refusals: answers RESOURCE_EXHAUSTED, including those followed by a successful retry.
+        max_output_tokens_per_s: most tokens that arrived within one whole second of the measurement.
+        max_concurrent_requests: most completed requests that ran at a time.
+        max_send_delay_ms: largest delay of the sender against its schedule; unless it is small compared to
+            the latencies, the sender could not keep up. None in a closed loop.
     """
 
     duration_s: float
@@ -246,7 +246,7 @@ def latencies_ms(done: Iterable[RequestRecord], name: str) -> list[float]:
 
 
 def output_rate(done: Iterable[RequestRecord], bin_s: float) -> npt.NDArray[np.float64]:
-    """Tokens per second [num_bins] that arrived within each stretch of `bin_s` seconds, from 0 on."""
+    """Tokens per second [num_bins] that arrived in each bin of `bin_s` seconds, from 0 on."""
     arrivals = [pair for r in done for pair in zip(r.chunk_times_s, r.chunk_tokens, strict=True)]
     if not arrivals:
         return np.zeros(0)
@@ -255,7 +255,7 @@ def output_rate(done: Iterable[RequestRecord], bin_s: float) -> npt.NDArray[np.f
 
 
 def running_requests(done: Iterable[RequestRecord]) -> list[tuple[float, int]]:
-    """(time in seconds, requests running from then on), in order; an end counts before a start."""
+    """(time in seconds, requests running from then on), in order; ends before starts."""
     changes = sorted(change for r in done for change in ((r.start_s, 1), (r.end_s, -1)))
     counts = accumulate(step for _, step in changes)
     return [(time_s, count) for (time_s, _), count in zip(changes, counts, strict=True)]
@@ -296,7 +296,7 @@ def _latency_fields(latencies: Mapping[str, LatencySummary | None]) -> dict[str,
 
 
 def _speculation_fields(total: Speculation) -> dict[str, Any]:
-    """As in vLLM: the rate in percent, that of a position as a fraction of all drafts, short ones too."""
+    """As in vLLM: the rate in percent, that of a position as a fraction of all drafts, however short."""
     num_drafts = sum(total.acceptance_histogram)
     if not num_drafts:
         return {}

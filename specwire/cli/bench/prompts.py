@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: from a file, or a built-in handful of beginnings of programs."""
+"""The prompts of a benchmark: from a file, or a few built-in beginnings of programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt, as text or as token ids; its own `max_tokens` beats the one of the command line."""
+    """One prompt, as text or as token ids; its own `max_tokens` overrides that of the command line."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None

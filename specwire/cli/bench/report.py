@@ -1,4 +1,4 @@
-"""What a measurement looks like: table, JSON, plot, and the progress bar while it runs."""
+"""Output of a measurement: table, JSON, plot, and a progress bar while it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
 def table(summary: Summary, records: Sequence[RequestRecord]) -> str:
-    """The summary for people."""
+    """The summary as a table."""
     lines = [f"{name:<18} {value}" for name, value in _rows(summary)]
     columns = ("mean", "median", *(f"p{p}" for p in PERCENTILES if p != 50))
     lines += ["", f"{'milliseconds':<44}" + "".join(f"{column:>10}" for column in columns)]
@@ -86,7 +86,7 @@ def _cells(of: LatencySummary | None) -> str:
 
 
 def _errors(records: Sequence[RequestRecord]) -> list[str]:
-    """A few different messages: a count alone does not say what to do."""
+    """A few distinct error messages, which say more than counts."""
     messages = list(dict.fromkeys(record.error for record in records if not record.completed))
     lines = [f"error: {message}" for message in messages[:_NUM_ERRORS_SHOWN]]
     more = len(messages) - _NUM_ERRORS_SHOWN
@@ -96,7 +96,7 @@ def _errors(records: Sequence[RequestRecord]) -> list[str]:
 def result(
     settings: dict[str, Any], summary: Summary, records: Sequence[RequestRecord], *, detailed: bool
 ) -> dict[str, Any]:
-    """JSON-ready: settings, figures and, where asked for, one entry a request.
+    """JSON-ready: settings, figures and, if requested, one entry for each request.
 
     The lists have vLLM's names and, as there, hold seconds; they are ordered by the time of sending.
     """
@@ -136,7 +136,7 @@ def plot(path: Path, summary: Summary, records: Sequence[RequestRecord], title: 
 
 
 def _plot_latencies(axes: Axes, done: Sequence[RequestRecord], summary: Summary) -> None:
-    """A row a latency: every value as a faint tick, the percentiles as dots with their numbers."""
+    """A row for each latency: every value as a faint tick, the percentiles as dots with their numbers."""
     for row, name in enumerate(METRICS):
         of = summary.latencies[name]
         if of is None:
@@ -193,7 +193,7 @@ class ProgressBar:
         self._out = out
         self._total = total
         self._clock = clock
-        self._shown = out.isatty()
+        self._is_shown = out.isatty()
         self._num_ended = self._num_failed = 0
         self._start_s = self._drawn_s = clock()
 
@@ -202,14 +202,14 @@ class ProgressBar:
         self._num_ended += 1
         self._num_failed += not record.completed
         now_s = self._clock()
-        if self._shown and (now_s - self._drawn_s > _REDRAW_S or self._num_ended == self._total):
+        if self._is_shown and (now_s - self._drawn_s > _REDRAW_S or self._num_ended == self._total):
             self._drawn_s = now_s
             self._out.write("\r\x1b[K" + self._line(now_s - self._start_s))
             self._out.flush()
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self._shown:
+        """Clear the bar."""
+        if self._is_shown:
             self._out.write("\r\x1b[K")
             self._out.flush()
 

@@ -1,8 +1,8 @@
-"""The load: sends requests to a coordinator on a schedule, and records what comes back.
+"""The load: sends requests to a coordinator on a schedule, and records the responses.
 
-An *open* loop sends at times of its own, whether the server keeps up or not, as independent users do; a
-*closed* loop keeps a number of requests running, as a batch job does. A slow server slows a closed loop
-down, which hides its queueing: latencies under a given load come from the open one.
+An *open* loop sends on a schedule, whether the server keeps up or not, as independent users do; a *closed*
+loop keeps a number of requests running, as a batch job does. A slow server slows a closed loop down, which
+hides its queueing: latencies under a given load come from the open one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class OfferedLoad:
     """How requests are sent; `rate` makes it an open loop, `concurrency` a closed one.
 
     Attributes:
-        num_requests: in all; prompts are taken in turn.
+        num_requests: in total; prompts are used in turn.
         rate: requests per second; infinity sends all at once.
         concurrency: requests that run at a time.
-        burstiness: shape of the gamma law of the times between requests: 1 is a Poisson process, less comes
-            in bursts, more is more even, infinity is a metronome.
-        retries: how often a refused request is sent again, after the time that the server names.
+        burstiness: shape of the gamma distribution of the times between requests: 1 is a Poisson process,
+            less is bursty, more is more regular, infinity is constant.
+        retries: how often a refused request is sent again, when the server says.
         seed: of the times; request i samples with seed + i.
     """
 
@@ -55,9 +55,9 @@ class OfferedLoad:
 def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
     """When an open loop sends, in seconds since its start, [num_requests].
 
-    As in `vllm bench serve`, the times between requests follow a gamma law and are then stretched so that
-    the last request leaves at num_requests / rate exactly: every seed offers the very rate that was asked
-    for. (For a Poisson process that conditions on the number of arrivals, which leaves them independent.)
+    As in `vllm bench serve`, the times between requests follow a gamma distribution and are then scaled so
+    that the last request is sent at num_requests / rate exactly: every seed offers the requested rate. (For a
+    Poisson process that conditions on the number of arrivals, which leaves them independent.)
     """
     assert load.rate is not None
     n, rate = load.num_requests, load.rate
@@ -74,7 +74,7 @@ def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One call, as it happened."""
+    """One call and its result."""
 
     chunk_times_s: list[float] = field(default_factory=list)
     chunk_tokens: list[int] = field(default_factory=list)
@@ -83,13 +83,13 @@ class _Attempt:
 
 
 class Measurement:
-    """Sends the load; `records` and `duration_s` also tell what was measured when it is cancelled.
+    """Sends the load; `records` and `duration_s` are valid also after cancellation.
 
     Args:
         prompts: at least one.
-        params: of every request, except for the seed and what a prompt brings.
-        on_record: told of each request that ended.
-        clock: seconds, from any origin.
+        params: of every request, except for the seed and a prompt's own `max_tokens`.
+        on_record: called for each request that ended.
+        clock: seconds, of any origin.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Measurement:
         self._start_s = 0.0
 
     async def warm_up(self, num_requests: int) -> None:
-        """Send a few requests one by one that leave no record; what fails here fails again when it counts."""
+        """Send a few requests one by one without records; errors are ignored."""
         for index in range(num_requests):
             await self._attempt(index)
 
@@ -135,7 +135,7 @@ class Measurement:
         indices = iter(range(self._load.num_requests))
 
         async def user() -> None:
-            for index in indices:  # shared: each takes the next one
+            for index in indices:  # shared by all users
                 await self._request(index)
 
         async with asyncio.TaskGroup() as users:
@@ -143,7 +143,7 @@ class Measurement:
                 users.create_task(user())
 
     async def _request(self, index: int, scheduled_s: float | None = None) -> None:
-        """One request, again after a refusal while retries are left, to its record."""
+        """One request, with retries after refusals, to its record."""
         start_s, num_refusals = self._now_s(), 0
         while True:
             attempt = await self._attempt(index)

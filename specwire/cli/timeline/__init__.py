@@ -1,5 +1,5 @@
-"""A picture of one generation from its spans: who worked when, what overlapped, which rounds were hits.
+"""A timeline of one generation from its spans: which service worked when, overlaps, prepared rounds.
 
-`spans` reads OTLP, `layout` decides what is drawn where, `picture` and `page` draw it, `receiver` takes
-spans from running services, `command` is `specwire timeline`.
+`spans` reads OTLP, `layout` places bars, `picture` and `page` draw them, `receiver` receives spans of
+running services, `command` is `specwire timeline`.
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specwire.cli.timeline import layout, page, picture
-from specwire.cli.timeline import spans as files
+from specwire.cli.timeline import spans as span_files
 from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
 from specwire.cli.timeline.layout import Timeline
 from specwire.cli.timeline.spans import RecordedSpan
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specwire.cli.timeline.receiver import Receiver
     from specwire.client.client import Client
 
-_ABOUT = "draw who worked when in one generation, from its spans"
+_ABOUT = "draw a timeline of one generation from its spans"
 _EXAMPLES = """\
 examples:
   specwire timeline spans.json                        OTLP JSON (or Jaeger's) to timeline.html
@@ -40,7 +40,7 @@ examples:
 """
 _SUFFIXES = (".html", ".png")
 _SETTLE_S = 15.0
-"""Exporters send every 5 s unless told otherwise: services' spans come this much later than the root."""
+"""Wait for the services' spans after the root: exporters send every 5 s by default."""
 
 
 def add_command(commands: Any) -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     )
     timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
     add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
-    add_sampling_flags(timeline, max_tokens=64)
+    add_sampling_flags(timeline, omit=("rule", "num_draft_tokens"), max_tokens=64)
     return timeline
 
 
@@ -98,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
-        ConfigError: a flag or file that cannot be used; outputs are tried before anything runs.
-        SpecwireError: the services did not come up, or the generation failed.
+        ConfigError: an invalid flag or file; output paths are checked before anything runs.
+        SpecwireError: the services did not start, or the generation failed.
     """
     outs = _outs(args.out)
     _check(args, outs)
     generation = _generation(args)
     if args.save:
-        _write("--save", args.save, partial(files.save, spans=generation.spans))
+        _write("--save", args.save, partial(span_files.save, spans=generation.spans))
     _draw(generation, args.rounds, outs)
     print(*outs, sep="\n")
     return 0
@@ -118,7 +118,7 @@ def _outs(out: Path) -> list[Path]:
 
 
 def _check(args: argparse.Namespace, outs: Sequence[Path]) -> None:
-    """Now, rather than after the generation."""
+    """Check flags now, rather than after the generation."""
     for flag, path in [("--out", out) for out in outs] + [("--save", args.save)]:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{flag} {path}: cannot be written")
@@ -146,7 +146,7 @@ def _generation(args: argparse.Namespace) -> GenerationTrace:
         return _live(args)
     if args.receive:
         return _received(args.receive, args.trace_id)
-    found = files.read(args.file)
+    found = span_files.read(args.file)
     try:
         return choose(found, args.trace_id)
     except ConfigError as error:
@@ -154,8 +154,8 @@ def _generation(args: argparse.Namespace) -> GenerationTrace:
 
 
 def _live(args: argparse.Namespace) -> GenerationTrace:
-    """Run a stack that exports to here, warm it up, generate once."""
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # it logs every service that we start
+    """Run a stack that exports to this process, warm it up, generate once."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # which logs a warning for each child
     from specwire.cli.supervisor import Stack
     from specwire.client.client import Client
 
@@ -167,7 +167,7 @@ def _live(args: argparse.Namespace) -> GenerationTrace:
             prompt = _prompt(client, args)
             client.generate(**prompt, params=params)
             client.generate(**prompt, params=params, traceparent=f"00-{trace_id}-{secrets.token_hex(8)}-01")
-        return choose(receiver.spans, trace_id)  # services export what is left when they end
+        return choose(receiver.spans, trace_id)  # services export the rest when they end
 
 
 def _prompt(client: Client, args: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _prompt(client: Client, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _environ(endpoint: str) -> dict[str, str]:
-    """Variables that send every span to the endpoint, whatever this process's own say."""
+    """Variables that export every span to the endpoint, overriding this process's own."""
     return {
         "OTEL_SDK_DISABLED": "false",
         "OTEL_TRACES_EXPORTER": "otlp",
@@ -196,7 +196,7 @@ def _environ(endpoint: str) -> dict[str, str]:
 
 
 def _received(address: str, trace_id: str) -> GenerationTrace:
-    """The first generation that arrives whole, or the one of this trace."""
+    """The first complete generation, or that of this trace."""
 
     def wanted(spans: list[RecordedSpan]) -> list[GenerationTrace]:
         return [one for one in generations(spans) if trace_id.lower() in ("", one.root.trace_id)]
@@ -230,7 +230,7 @@ def _draw(generation: GenerationTrace, numbers: range | None, outs: Sequence[Pat
 
 
 def _readable(generation: GenerationTrace, whole: Timeline) -> Timeline:
-    """The rounds in the middle, where all of them would be too narrow: the first ones are no examples."""
+    """The rounds in the middle, if all of them would be too narrow; the first ones are not typical."""
     most = picture.MAX_READABLE_ROUNDS
     if len(whole.rounds) <= most:
         return whole

@@ -1,4 +1,4 @@
-"""A timeline in words and numbers, the same for picture and page."""
+"""Key figures of a timeline, for picture and page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_TEXT = 200
 
 
 def facts(timeline: Timeline) -> dict[str, str]:
-    """What stands at the top, by name."""
+    """The figures at the top, by name."""
     window_ns = timeline.end_ns - timeline.start_ns
     shares = timeline.shares
     found = {
@@ -52,6 +52,6 @@ def _hits(timeline: Timeline) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from outside without what cannot be shown, and not too much of it."""
+    """Text from spans, shortened, with unprintable characters replaced."""
     shown = "".join(char if char.isprintable() else "\ufffd" for char in text[:_MAX_TEXT])
     return shown if len(text) <= _MAX_TEXT else f"{shown}… ({len(text)} characters)"

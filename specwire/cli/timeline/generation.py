@@ -1,4 +1,4 @@
-"""Which spans are one generation: everything below its `generate` span."""
+"""The spans of one generation: its `generate` span and all descendants."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODEL_CALLS = ("draft", "verify")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTrace:
-    """The spans below one `generate` span, itself included.
+    """One `generate` span and its descendants.
 
     Attributes:
-        num_lost: spans of the trace whose parents are missing, so that nobody knows what they belong to.
+        num_lost: spans of the trace whose parents are missing.
     """
 
     root: RecordedSpan
@@ -27,15 +27,15 @@ class GenerationTrace:
     num_lost: int = 0
 
     def named(self, *names: str) -> list[RecordedSpan]:
-        """Those of these names, by start."""
+        """Spans of these names, by start."""
         return sorted((span for span in self.spans if span.name in names), key=lambda span: span.start_ns)
 
 
 def generations(spans: Iterable[RecordedSpan]) -> list[GenerationTrace]:
-    """One for each `generate` span, by start."""
+    """The generations, by start."""
     by_trace: dict[str, dict[str, RecordedSpan]] = defaultdict(dict)
     for span in spans:
-        by_trace[span.trace_id][span.span_id] = span  # exported again after a timeout, it arrives twice
+        by_trace[span.trace_id][span.span_id] = span  # a retry after a timeout may deliver it twice
     found = [made for of_trace in by_trace.values() for made in _generations(of_trace)]
     return sorted(found, key=lambda generation: generation.root.start_ns)
 
@@ -55,7 +55,7 @@ def _generations(of_trace: Mapping[str, RecordedSpan]) -> list[GenerationTrace]:
 
 
 def _descendants(root: RecordedSpan, children: Mapping[str, Sequence[RecordedSpan]]) -> list[RecordedSpan]:
-    found, seen = [root], {root.span_id}  # ids come from outside: they may go round in a circle
+    found, seen = [root], {root.span_id}  # ids are untrusted and may form a cycle
     for span in found:
         below = [child for child in children.get(span.span_id, ()) if child.span_id not in seen]
         seen.update(child.span_id for child in below)
@@ -64,13 +64,13 @@ def _descendants(root: RecordedSpan, children: Mapping[str, Sequence[RecordedSpa
 
 
 def choose(spans: Iterable[RecordedSpan], trace_id: str = "") -> GenerationTrace:
-    """The only generation, or the one of this trace.
+    """The only generation, or that of a trace.
 
     Args:
-        trace_id: hex; where a trace has several generations, the span id of one of them will do.
+        trace_id: hex; or the span id of a generation, where a trace has several.
 
     Raises:
-        ConfigError: none fits, or several; lists them.
+        ConfigError: none matches, or several; lists them.
     """
     found = generations(spans)
     if not found:
@@ -91,7 +91,7 @@ def _described(generation: GenerationTrace) -> str:
 
 
 def is_complete(generation: GenerationTrace) -> bool:
-    """Whether every call of every round has its service's span too; exporters send when they like."""
+    """Whether all calls of all rounds have the spans of their services, which are exported independently."""
     rounds = generation.named("round")
     if len(rounds) < count(generation.root, tracing.NUM_ROUNDS):
         return False
@@ -106,17 +106,17 @@ def is_complete(generation: GenerationTrace) -> bool:
 
 
 def has_prepared(span: RecordedSpan) -> bool:
-    """Whether a `round` span says that its proposal was there before it was asked for."""
+    """Whether the proposal of a `round` span was ready before it was requested."""
     return span.attributes.get(tracing.DRAFT_PREPARED) is True
 
 
 def is_prepared(call: RecordedSpan, parent: RecordedSpan) -> bool:
-    """Whether a `draft` span is one that the service was not asked for, by the round above it."""
+    """Whether a `draft` span made no request, as the proposal of its round was ready."""
     return call.name == "draft" and has_prepared(parent)
 
 
 def count(span: RecordedSpan, name: str, default: int = 0) -> int:
-    """An attribute that should be a count; spans come from outside."""
+    """A count in an attribute, or the default, as spans are untrusted."""
     value = span.attributes.get(name)
     return value if type(value) is int and value >= 0 else default
 

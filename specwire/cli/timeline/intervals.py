@@ -8,7 +8,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Any intervals to sorted, disjoint ones; empty ones vanish."""
+    """Any intervals to sorted, disjoint ones without empty ones."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -19,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What lies in both; both are unions."""
+    """Times in both; both are unions."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -33,7 +33,7 @@ def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def difference(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What lies in `left` alone; both are unions."""
+    """Times in `left` only; both are unions."""
     if not left:
         return []
     first, last = left[0][0], left[-1][1]

@@ -1,4 +1,4 @@
-"""What the picture of a generation shows: bars in lanes, rounds with their marks, shares of time. Pure.
+"""Layout of the picture: bars in lanes, rounds with their marks, shares of time. Pure.
 
 Times are nanoseconds from the start of the `generate` span, by the coordinator's clock.
 """
@@ -25,12 +25,12 @@ from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 
 TOLERANCE_NS = 50_000
-"""Clocks of one machine are read at slightly different times; less than this is no difference of clocks."""
+"""Offsets below this are noise of reading the clock rather than a difference of clocks."""
 SHOWN_SHIFT_NS = 1_000_000
 
 
 class BarKind(StrEnum):
-    """What a bar stands for."""
+    """What a bar represents."""
 
     ROUND = "round"
     ACCEPT = "accept"
@@ -41,11 +41,11 @@ class BarKind(StrEnum):
     VERIFY_FORWARD = "verify.forward"
     NETWORK = "network"
     UNKNOWN = "unknown"
-    """A call of the coordinator's without a span of the service, as for proposals that were there before."""
+    """A call of the coordinator without a span of the service, as for prepared proposals."""
 
 
 class Lane(StrEnum):
-    """Where bars are drawn, from top to bottom."""
+    """A lane of bars, from top to bottom."""
 
     COORDINATOR = "coordinator"
     DRAFT = "draft"
@@ -54,7 +54,7 @@ class Lane(StrEnum):
 
 
 class Mark(StrEnum):
-    """Whether a round's proposal had been prepared; plain rounds had none."""
+    """Whether a round's proposal was prepared; plain rounds have none."""
 
     HIT = "hit"
     MISS = "miss"
@@ -63,7 +63,7 @@ class Mark(StrEnum):
 
 SIGNS = {Mark.HIT: "✓", Mark.MISS: "✗", Mark.PLAIN: "–"}
 
-#: The lane of each kind and its row there, before rows that are not needed are closed up.
+#: The lane of each kind and its row there, before empty rows are removed.
 _PLACES = {
     BarKind.ROUND: (Lane.COORDINATOR, 0),
     BarKind.ACCEPT: (Lane.COORDINATOR, 1),
@@ -81,13 +81,13 @@ _SERVING = (*_DRAFTING, BarKind.DRAFT_QUEUE, BarKind.VERIFY_QUEUE, BarKind.VERIF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Something that took time.
+    """An interval of work or waiting.
 
     Attributes:
-        title: what a person should read when pointing at it.
+        title: shown when the pointer is over it.
         row: within the lane, from 0; bars of one row do not overlap.
-        span: whose attributes explain it; for the network the coordinator's call.
-        round_id: span id of the round it belongs to; empty for none.
+        span: source of its attributes; for the network the coordinator's call.
+        round_id: span id of its round; empty for none.
     """
 
     kind: BarKind
@@ -115,8 +115,8 @@ class RoundFigures:
 
     Attributes:
         number: from 0.
-        draft_ns, verify_ns: the services' time for it while it ran, queue included.
-        prepare_ns: the draft's time for proposals that build on this round, while it was verified.
+        draft_ns, verify_ns: the services' time within the round, including queues.
+        prepare_ns: the draft's time for proposals that extend this round, while it is verified.
     """
 
     span_id: str
@@ -147,7 +147,7 @@ class Shares:
         target: the target computes.
         draft: the draft computes, prepared work included.
         both: both at once.
-        only_network: something is on its way, and no service and no rule works.
+        only_network: a message is in flight, and neither a service nor the rule works.
     """
 
     target: float
@@ -158,15 +158,15 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Everything there is to draw.
+    """Everything to draw.
 
     Attributes:
-        bars: by start; those of rounds included.
-        overlaps: when target and draft compute at once.
+        bars: by start, including those of rounds.
+        overlaps: times when target and draft compute at once.
         num_rows: of each lane.
         num_rounds: of the whole generation, of which `rounds` may be a part.
-        num_tokens: emitted by the whole generation; None if the span does not say.
-        notes: what a person has to know to read the picture right.
+        num_tokens: emitted by the whole generation; None if unknown.
+        notes: caveats for the reader.
     """
 
     model: str
@@ -194,7 +194,7 @@ class Timeline:
 
     @property
     def num_drafted_rounds(self) -> int:
-        """Rounds shown that are a hit or a miss."""
+        """Rounds shown that are hits or misses."""
         return len(self.rounds) - self.num_marked(Mark.PLAIN)
 
 
@@ -202,17 +202,17 @@ def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
     """Lay a generation out.
 
     Args:
-        numbers: the rounds to show; None shows the whole generation.
+        numbers: rounds to show; None for all.
 
     Raises:
         ConfigError: it has none of these rounds.
     """
-    return _Maker(generation).make(numbers)
+    return _Builder(generation).make(numbers)
 
 
 @dataclass
-class _Maker:
-    """A layout in the making."""
+class _Builder:
+    """Builds the layout of one generation."""
 
     generation: GenerationTrace
     notes: list[str] = field(default_factory=list)
@@ -270,7 +270,7 @@ class _Maker:
         return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
 
     def _network(self, call: RecordedSpan) -> list[Bar]:
-        """What is left of a call when the service's own spans are taken out of it."""
+        """The parts of a call outside of the service's own spans."""
         start_ns, end_ns = self._interval(call)
         served = union(map(self._interval, self.parts[call.span_id]))
         if not served:
@@ -298,7 +298,7 @@ class _Maker:
         return span.start_ns + offset, span.end_ns + offset
 
     def _round_id(self, span: RecordedSpan) -> str:
-        """Span id of the round it is in; parents end at the root, as all spans here descend from it."""
+        """Span id of its round; parents end at the root, as all spans here descend from it."""
         at = span
         while at is not self.root and at.name != "round":
             at = self.by_id[at.parent_id]
@@ -316,7 +316,7 @@ class _Maker:
         start_ns, end_ns = self._interval(span)
 
         def spent(*kinds: BarKind) -> int:
-            """Within the round: a draft may have begun before it was asked."""
+            """Time within the round; a draft may begin before it is requested."""
             whole = union(bar.interval for bar in bars if bar.kind in kinds)
             return length(intersection(whole, [(start_ns, end_ns)]))
 
@@ -352,7 +352,7 @@ class _Maker:
 
 
 def mark(span: RecordedSpan) -> Mark:
-    """What a `round` span says about its proposal."""
+    """The mark of a `round` span."""
     if not count(span, tracing.NUM_DRAFT_TOKENS):
         return Mark.PLAIN
     return Mark.HIT if has_prepared(span) else Mark.MISS
@@ -365,16 +365,16 @@ def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
 
 
 def _clock(span: RecordedSpan) -> tuple[str, str]:
-    """Role and process: all spans of one process have one clock. The coordinator's counts as right."""
+    """Role and process: all spans of a process share a clock. The coordinator's is the reference."""
     role, dot, _ = span.name.partition(".")
     return (role, repr(sorted(span.resource.items()))) if dot else ("", "")
 
 
 def _shifts(calls: Iterable[tuple[RecordedSpan, Sequence[RecordedSpan]]]) -> dict[tuple[str, str], int]:
-    """Nanoseconds to add to each service's times, for services whose spans stick out of the calls to them.
+    """Nanoseconds to add to each service's times, for services with spans that exceed the calls to them.
 
-    As in NTP, a call and what the service did for it are taken to have the same middle: the median over
-    all calls, within what lets every call keep its spans inside where that is possible.
+    As in NTP, a call and the service's spans are assumed to have the same midpoint: the shift is the median
+    over all calls, clamped so that every call contains its spans, where possible.
     """
     by_clock: dict[tuple[str, str], list[tuple[RecordedSpan, Interval]]] = defaultdict(list)
     for call, parts in calls:
@@ -396,7 +396,7 @@ def _shift(calls: Sequence[tuple[RecordedSpan, Interval]]) -> int:
 
 
 def _in_rows(bars: Iterable[Bar]) -> list[Bar]:
-    """Bars by start, on rows: each kind's own as far as needed, more where bars of a kind overlap."""
+    """Bars by start, placed on rows: one for each kind in use, more where bars of a kind overlap."""
     placed: list[Bar] = []
     by_lane: dict[Lane, list[Bar]] = defaultdict(list)
     for bar in bars:
@@ -419,7 +419,7 @@ def _groups(in_lane: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def _packed(bars: Iterable[Bar]) -> list[Bar]:
-    """Each bar on the first row that is free; clocks' tolerance is no overlap."""
+    """Each bar on the first free row, up to the tolerance of clocks."""
     ends: list[int] = []
     placed = []
     for bar in sorted(bars, key=lambda bar: bar.interval):

@@ -1,7 +1,7 @@
-"""The timeline as one HTML page that needs nothing from anywhere else.
+"""The timeline as one self-contained HTML page.
 
-Everything that came with the spans is escaped, and the page may not load anything even if it were not
-(its Content-Security-Policy). The script draws from numbers; without it there is a still picture.
+All text from spans is escaped, and the Content-Security-Policy forbids loading anything. The script draws
+from numbers; without scripts there is a static picture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOP = 6
 _LEFT = 100
 _WIDTH = 1200
 _AXIS = 24
-"""Pixels; the width is that of the still picture."""
+"""Pixels; the width is that of the static picture."""
 _COLUMNS = (
     "round",
     "drafted",
@@ -72,13 +72,13 @@ def _source(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, nor begin a comment there."""
+    """JSON that can neither end the script element around it nor begin a comment there."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 class _Places:
-    """Where rows and lanes are, in pixels from the top.
+    """Positions of rows and lanes, in pixels from the top.
 
     Attributes:
         rows: top of each row of all lanes together.
@@ -110,7 +110,7 @@ class _Places:
 
 
 def _strip(timeline: Timeline) -> str:
-    """All rounds small; shows what part of them is in view."""
+    """All rounds in small, with the part in view."""
     scale = _scale(timeline)
     marks = "".join(
         f'<path id="strip-{mark}" class="{mark}" d="{_path(_intervals(timeline, mark), scale, 3, 16)}"/>'
@@ -152,7 +152,7 @@ def _chart(timeline: Timeline, places: _Places) -> str:
 
 
 def _described(timeline: Timeline) -> str:
-    """What the picture shows, for those who cannot see it."""
+    """A description of the picture, for screen readers."""
     numbers = "; ".join(f"{name}: {value}" for name, value in facts(timeline).items())
     return f"Lanes over time: {', '.join(Lane)}. {numbers}. The table below has every round."
 
@@ -216,7 +216,7 @@ def _table_row(index: int, one: RoundFigures) -> str:
 
 
 class _Texts:
-    """Every text once, by number: thousands of spans have the same few attributes."""
+    """Distinct texts, numbered: thousands of spans share a few attributes."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -230,9 +230,9 @@ class _Texts:
 
 
 def _data(timeline: Timeline, places: _Places) -> dict[str, Any]:
-    """What page.js draws from.
+    """The input of page.js.
 
-    Attributes of a span are numbers of texts, name and value in turn; a bar is [start, end, row, number of
+    Attributes of a span are numbers of texts, names and values in turn; a bar is [start, end, row, number of
     its title, number of its span].
     """
     texts = _Texts()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_READABLE_ROUNDS = 12
-"""More than these are too narrow for their labels in one picture."""
+"""With more, rounds are too narrow for their labels."""
 COLOURS = {
     BarKind.ACCEPT: "#2d3748",
     BarKind.DRAFT_QUEUE: "#f3cfa8",
@@ -53,7 +53,7 @@ def draw(path: Path, shown: Timeline, whole: Timeline) -> None:
 
     Args:
         shown: what is drawn in detail.
-        whole: what the figures at the top are about; where it is more, it is drawn small above.
+        whole: source of the figures at the top; if it has more rounds, they are drawn small above.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -77,7 +77,7 @@ def draw(path: Path, shown: Timeline, whole: Timeline) -> None:
 
 
 def _tops(timeline: Timeline) -> dict[Lane, float]:
-    """Where each lane begins, in rows from the top."""
+    """Top of each lane, in rows."""
     tops, top = {}, 0.0
     for lane in Lane:
         tops[lane] = top
@@ -105,7 +105,7 @@ def _ms(bar: Bar | RoundFigures, timeline: Timeline) -> tuple[float, float]:
 
 
 def _draw_overlaps(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
-    """Behind draft and verify, where both compute."""
+    """Background of draft and verify where both compute."""
     spans = [((start - timeline.start_ns) / 1e6, (end - start) / 1e6) for start, end in timeline.overlaps]
     bottom = tops[Lane.VERIFY] + timeline.num_rows[Lane.VERIFY]
     axes.broken_barh(spans, (tops[Lane.DRAFT], bottom - tops[Lane.DRAFT]), facecolor=_OVERLAP, zorder=0)
@@ -125,7 +125,7 @@ def _draw_rounds(axes: Axes, timeline: Timeline) -> None:
 
 
 def _level(rounds: Sequence[RoundFigures], width_ms: float) -> int:
-    """The longest kind of label that fits most rounds, so that they look alike."""
+    """Index of the longest kind of label that fits most rounds, for a uniform look."""
     for level in range(3):
         fits = [_fits(one.labels[level], (one.end_ns - one.start_ns) / 1e6 / width_ms) for one in rounds]
         if sum(fits) > 0.8 * len(fits):
@@ -151,7 +151,7 @@ def _draw_axis(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
 
 
 def _draw_strip(axes: Axes, whole: Timeline, shown: Timeline) -> None:
-    """All rounds small, and which of them are below."""
+    """All rounds in small, with those drawn below marked."""
     for of_mark, (_, edge) in MARK_COLOURS.items():
         spans = [_ms(one, whole) for one in whole.rounds if one.mark is of_mark]
         axes.broken_barh(spans, (0, 1), facecolor=edge, alpha=0.7, edgecolor="white", linewidth=0.2)

@@ -1,4 +1,4 @@
-"""A small OTLP receiver over gRPC: what a collector is for services that export, keeping spans in memory."""
+"""A small OTLP collector over gRPC, which keeps spans in memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _GRACE_S = 1.0
 
 
 class Store:
-    """The latest spans received; of older ones, whole messages are forgotten.
+    """The latest spans received; the oldest messages are dropped.
 
     Attributes:
-        num_forgotten: spans.
+        num_dropped: spans dropped.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         """Args:
-        max_bytes: kept at most, counted as they were on the wire; the newest message always is.
+        max_bytes: limit by size on the wire; the newest message is always kept.
         """
-        self.num_forgotten = 0
+        self.num_dropped = 0
         self._changed = threading.Condition()
         self._messages: deque[tuple[int, list[RecordedSpan]]] = deque()
         self._max_bytes = max_bytes
@@ -47,17 +47,17 @@ class Store:
 
     @property
     def spans(self) -> list[RecordedSpan]:
-        """Those kept, in order of arrival."""
+        """Spans kept, in order of arrival."""
         with self._changed:
             return self._spans()
 
     def wait(self, predicate: Callable[[list[RecordedSpan]], object], timeout_s: float | None = None) -> bool:
-        """Whether the predicate holds for the spans; waits until it does, or the time is over."""
+        """Wait until the predicate holds for the spans; False at the timeout."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: predicate(self._spans()), timeout_s))
 
     def keep(self, request: ExportTraceServiceRequest) -> None:
-        """Take what a service exported; may be called from any thread."""
+        """Add an export; may be called from any thread."""
         message = request.ByteSize(), spans_of(request)
         with self._changed:
             self._messages.append(message)
@@ -65,7 +65,7 @@ class Store:
             while self._num_bytes > self._max_bytes and len(self._messages) > 1:
                 num_bytes, spans = self._messages.popleft()
                 self._num_bytes -= num_bytes
-                self.num_forgotten += len(spans)
+                self.num_dropped += len(spans)
             self._changed.notify_all()
 
     def _spans(self) -> list[RecordedSpan]:
@@ -85,7 +85,7 @@ class Receiver(Store):
 
     def __enter__(self) -> Self:
         """Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be bound.
         """
         self._server = grpc.server(ThreadPoolExecutor(max_workers=2), options=_OPTIONS)
         add_TraceServiceServicer_to_server(_Servicer(self.keep), self._server)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class Receiver(Store):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.stop(grace=_GRACE_S).wait()  # whoever exports is answered
+        self._server.stop(grace=_GRACE_S).wait()  # running exports are answered
 
 
 class _Servicer(TraceServiceServicer):

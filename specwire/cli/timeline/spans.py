@@ -1,7 +1,7 @@
-"""Spans as OpenTelemetry writes them to files: OTLP in protobuf's JSON, or what Jaeger's page downloads.
+"""Span files: OTLP in protobuf's JSON, or a download from Jaeger's UI.
 
-OTLP: one `ExportTraceServiceRequest` a line (the collector's file exporter), or one of them, or an array
-of them, as the whole file. Unlike in other protobuf JSON, ids are hex.
+OTLP: one `ExportTraceServiceRequest` on each line (the collector's file exporter), or one of them, or an
+array of them, as the whole file. Unlike in other protobuf JSON, ids are hex.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RecordedSpan:
     Attributes:
         trace_id, span_id, parent_id: lower-case hex; `parent_id` of a root is empty.
         start_ns, end_ns: since the epoch, by the clock of the process.
-        resource: what the process says about itself, `service.name` among it.
+        resource: of the process, including `service.name`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RecordedSpan:
 
     @property
     def service_name(self) -> str:
-        """Empty when the process did not name itself."""
+        """Empty if the resource has none."""
         return str(self.resource.get("service.name", ""))
 
     @property
@@ -60,7 +60,7 @@ def read(path: Path) -> list[RecordedSpan]:
     """All spans of a file.
 
     Raises:
-        ConfigError: naming file, line, field and what is wrong with it.
+        ConfigError: naming file, line, field and problem.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def read(path: Path) -> list[RecordedSpan]:
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Each JSON value of the file with its line: one a line when the first line is whole, else one in all."""
+    """Each JSON value of the file with its line: one a line if the first line is valid, else one in total."""
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     try:
         json.loads(lines[0][1])
@@ -155,7 +155,7 @@ def _value(typed: dict[str, Any], where: str) -> Value:
 
 
 def _int_value(value: Any, where: str) -> int:
-    """A number, or, since JSON's are doubles, one in a string."""
+    """A number, or a number in a string, since JSON numbers are doubles."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
         return int(value)
     return int(_as(int, value, where))
@@ -185,7 +185,7 @@ _VALUES: dict[str, Callable[[Any, str], Value]] = {
 
 
 def _items(of: dict[str, Any], key: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects of a list that may be missing, each with its place."""
+    """The objects of an optional list, each with its path."""
     for i, item in enumerate(_as(list, of.get(key, []), f"{where}{key}")):
         at = f"{where}{key}[{i}]"
         yield _as(dict, item, at), at
@@ -267,7 +267,7 @@ def _tags(of: dict[str, Any], where: str) -> dict[str, Value]:
 
 
 def save(path: Path, spans: Iterable[RecordedSpan]) -> None:
-    """Write OTLP JSON lines that `read` reads back.
+    """Write OTLP JSON lines, for `read`.
 
     Raises:
         OSError: the file cannot be written.

@@ -11,11 +11,11 @@ from specwire.errors import ResourceExhaustedError
 _RETRY_AFTER_MS = 1_000
 
 
-class Places:
-    """Places that calls hold while they are open, counted by caller, by connection, by whatever has a limit.
+class Slots:
+    """Slots that open calls hold, counted for each key that has a limit: a caller, a connection.
 
     Args:
-        what: is counted, in the plural, for errors.
+        what: the plural noun of what is counted, for errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -24,13 +24,13 @@ class Places:
 
     @contextlib.contextmanager
     def held(self, limits: Mapping[str, int]) -> Iterator[None]:
-        """Hold a place of each of these while the body runs.
+        """Hold a slot of each key while the body runs.
 
         Args:
-            limits: the most places, by who or what has that limit.
+            limits: key to its number of slots.
 
         Raises:
-            ResourceExhaustedError: one of them has no place left.
+            ResourceExhaustedError: a key has no slot left.
         """
         for key, most in limits.items():
             if self._held[key] >= most:
