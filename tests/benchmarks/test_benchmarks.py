@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks import curve, curve_report, measure, report, stats, systems, volume, widen, windows
 from benchmarks.__main__ import Target, compare, measure_curve
@@ -25,7 +28,7 @@ from tests.support import tiny_models
 SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
 
 
-def _greedy(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
+def _greedy(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
     return model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0].tolist()
 
 
@@ -216,13 +219,13 @@ class _ScriptedStreams:
     def __init__(self, name: str, log: list[tuple[str, list[list[int]]]], own_prompts: bool = False) -> None:
         self.name, self.own_prompts, self.learns, self._log = name, own_prompts, False, log
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+    def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
         self._log.append((self.name, [list(prompt) for prompt in prompts]))
         n = len(prompts)
         return Burst(elapsed_s=0.5, token_ids=[[7] * num_tokens] * n, tpots_ms=list(range(1, n + 1)))
 
 
-def _streams_plan(**changes: int) -> curve.Plan:
+def _streams_plan(**changes: Any) -> curve.Plan:
     return dataclasses.replace(
         curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
     )
@@ -271,7 +274,7 @@ def test_time_per_output_token_leaves_out_the_first() -> None:
 
 def test_speculation_must_not_change_a_text_in_float32() -> None:
     class Other(_ScriptedStreams):
-        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
             burst = super().run(prompts, num_tokens)
             return dataclasses.replace(burst, token_ids=[[8] * num_tokens, *burst.token_ids[1:]])
 
@@ -285,7 +288,7 @@ def test_speculation_must_not_change_a_text_in_float32() -> None:
 
 def test_a_short_stream_is_not_counted_as_fast() -> None:
     class Short(_ScriptedStreams):
-        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
             return super().run(prompts, num_tokens - 1)
 
     with pytest.raises(RuntimeError, match="a made 7 tokens, not 8"):

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import SamplingParams
+from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
 from tests.support import report, texts
 from tests.support.conversations import METHODS, MOST_TOKENS, Method
@@ -25,7 +25,7 @@ from tests.support.mutations import mutated_bytes, mutated_conversation
 NUM_MESSAGES = sized(150, 5_000)  # of each kind, for each method
 NUM_THREADS = 8
 TIMEOUT_S = 60.0
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule="gumbel")
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
 FINE = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,

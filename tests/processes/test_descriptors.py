@@ -76,10 +76,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def strangers() -> Iterator[list[socket.socket]]:
-    with contextlib.ExitStack() as stack:
-        opened: list[socket.socket] = []
-        stack.callback(lambda: [each.close() for each in opened])
-        yield opened
+    opened: list[socket.socket] = []
+    yield opened
+    for each in opened:
+        each.close()
 
 
 def num_closed(connections: list[socket.socket]) -> int:

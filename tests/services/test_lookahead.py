@@ -102,21 +102,26 @@ class RawStream:
 
 
 @pytest.fixture
-def stack(tmp_path_factory) -> Iterator[LocalStack]:
+def services() -> Iterator[dict[str, boot.ModelService]]:
+    with started_services() as services:
+        yield services
+
+
+@pytest.fixture
+def stack(services, tmp_path_factory) -> Iterator[LocalStack]:
     """A new one for each test: the service learns what to expect from what it has seen."""
     directory = tmp_path_factory.mktemp("lookahead")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
-    with started_services() as services, local_stack(target, draft) as running:
-        running.services = services  # type: ignore[attr-defined]
+    with local_stack(target, draft) as running:
         yield running
 
 
 @pytest.fixture
-def stub(stack) -> Iterator[Any]:
+def stub(services, stack) -> Iterator[Any]:
     with grpc.insecure_channel(stack.draft_address) as channel:
         yield draft_pb2_grpc.DraftServiceStub(channel)
     stack.assert_idle_within(2.0)
-    stack.services["draft"].runner.pool.check_integrity()
+    services["draft"].runner.pool.check_integrity()
 
 
 def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:

@@ -9,7 +9,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from specwire.config import services as config
 from specwire.config.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
+from specwire.telemetry.metrics import Metric
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
 from tests.support.ray_schema import RAY_CLUSTER
@@ -41,7 +42,7 @@ HEALTH_SERVICES = {
     "verify": verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name,
     "coordinator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
 }
-METRICS = {
+METRICS: dict[str, Sequence[Metric[Any]]] = {
     "draft": engine_metrics.TABLE,
     "verify": engine_metrics.TABLE,
     "coordinator": coordinator_metrics.TABLE,
