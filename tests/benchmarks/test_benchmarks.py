@@ -129,7 +129,10 @@ class _Scripted:
         return Sample(elapsed_s=self._elapsed_s, token_ids=token_ids, num_passes=4, own_ms=2.0)
 
 
-class _NoEcho:
+class _NoEcho(EchoPair):
+    def __init__(self) -> None:
+        """Starts no processes."""
+
     def round_trips_s(self, count: int) -> list[float]:
         return [0.001] * count
 
@@ -138,7 +141,7 @@ def test_repetitions_are_interleaved() -> None:
     log: list[tuple[str, int, int]] = []
     plan = Plan(num_repetitions=2, num_tokens=8, prompts=[[10], [20]])
     both = [_Scripted("a", log, 0.5), _Scripted("b", log, 0.25)]
-    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)
     assert log == [(name, seed, prompt) for seed, prompt, name in itertools.product((0, 1), (10, 20), "ab")]
     assert done.series["a"].tokens_per_s == [16, 16]
     assert done.series["b"].tokens_per_s == [32, 32]
@@ -154,7 +157,7 @@ def test_a_system_that_stops_early_is_not_counted_as_fast() -> None:
 
     plan = Plan(num_repetitions=1, num_tokens=8, prompts=[[10]])
     with pytest.raises(RuntimeError, match="made 1 tokens, not 8"):
-        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)
 
 
 def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
@@ -310,9 +313,9 @@ def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
     target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
     draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
     prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
-    settings = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
     with Peer(target, draft, "float32", "float32", 1) as peer:
-        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]  # type: ignore[arg-type]
+        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]
         for _ in range(2):  # the second time with the manager of the first
             batch = peer.run_batch(BatchOrder(prompts=prompts, max_new_tokens=6))
             assert batch.token_ids == alone

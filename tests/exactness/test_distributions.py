@@ -44,12 +44,7 @@ NUM_FOR_A_PARAMETER = 3_000
 """Generations per sampling parameter, and per negative control."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Pair:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
-from tests.support import report, texts
+from tests.support import report
 from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
 from tests.support.harness import LocalStack, local_stack, started_services
@@ -44,10 +45,8 @@ def services() -> Iterator[dict[str, ModelService]]:
 
 
 @pytest.fixture(scope="module")
-def stack(
-    services: dict[str, ModelService], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalStack]:
-    with local_stack(*texts.save_pair(tmp_path_factory.mktemp("pair"))) as running:
+def stack(services: dict[str, ModelService], pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
         yield running
 
 

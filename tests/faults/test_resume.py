@@ -44,12 +44,6 @@ SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBE
 START_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with local_stack(*texts.save_pair(tmp_path_factory.mktemp("pair"))) as running:
-        yield running
-
-
 @pytest.fixture
 def proxy(stack: LocalStack) -> Iterator[StackProxy]:
     """A second way to the coordinator, which a test may cut."""

@@ -19,7 +19,7 @@ from specwire.config.services import UpConfig
 
 HANGS = """
 import signal, threading
-from specwire import stacks
+from specwire.telemetry import stacks
 stacks.show_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

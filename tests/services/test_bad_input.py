@@ -48,11 +48,6 @@ MAX_MESSAGE_BYTES = 200_000
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
     with local_stack(*pair, coordinator_options={"max_message_bytes": MAX_MESSAGE_BYTES}) as running:
         yield running

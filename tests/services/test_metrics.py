@@ -45,7 +45,6 @@ pytestmark = pytest.mark.serial
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
-SECRET = "only its client knows this"
 EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)
 TIMEOUT_S = 30.0
 
@@ -282,7 +281,8 @@ TABLE: tuple[Metric[Numbers], ...] = (
 
 
 def ask(address: str, request: bytes) -> bytes:
-    with socket.create_connection(address.split(":"), timeout=TIMEOUT_S) as connection:  # type: ignore[arg-type]
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
@@ -351,7 +351,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_address_nothing_is_imported() -> None:
-    code = "import asyncio, sys; from specwire import metrics, tracing; import coordinator.metrics\n"
+    code = (
+        "import asyncio, sys; from specwire.telemetry import metrics, tracing; import coordinator.metrics\n"
+    )
     code += "asyncio.run(metrics.serving('', [], tracing.NoTracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
