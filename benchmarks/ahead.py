@@ -60,7 +60,7 @@ def config(alpha: float, num_draft_tokens: str, num_outcomes: str, rtt_ms: float
 
 
 def measure(up: UpConfig, rule: str, lengths: Sequence[int]) -> list[Point]:
-    """A generation of each length, with seeds 1, 2, ..., after a short one that nobody counts."""
+    """A generation of each length, with seeds 1, 2, ..., after a short one that is not counted."""
     with Stack(up) as stack, Client(stack.address) as client:
         client.generate(params=SamplingParams(max_tokens=16, **RULES[rule]), prompt_token_ids=PROMPT)
         return [

@@ -64,7 +64,7 @@ async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
         calls = [stub.Verify() for _ in range(num_streams)]
         for i, call in enumerate(calls):
             opening = wire.open_sequence(_PARAMS, _PROMPT_LEN)
-            # Different prompts: nobody finds his prefix with somebody else.
+            # Different prompts: no stream shares the prefix of another.
             await call.write(verify_pb2.VerifyRequest(open=opening, token_ids=[5 + i] * _PROMPT_LEN))
             await call.read()
 

@@ -103,7 +103,7 @@ class Coins(EmulatedModel):
 
 
 class Impatient(AdaptiveLength):
-    """Waits for some proposals and hardly for others, whatever they are."""
+    """Waits long for some proposals and hardly for others, regardless of their tokens."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Mutated messages on every method: nobody crashes, nothing is a defect, and others are served as before."""
+"""Mutated messages on every method: no process crashes, no status is INTERNAL, others are served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBE
 FINE = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,  # health of a service that nobody knows
+    grpc.StatusCode.NOT_FOUND,  # health of an unknown service
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,

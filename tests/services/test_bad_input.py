@@ -1,4 +1,4 @@
-"""What must be refused is refused with a typed error that names field and value, and nobody else notices.
+"""What must be refused is refused with a typed error that names field and value; others are unaffected.
 
 Messages of the model services are built by hand here, past everything the client and the coordinator check.
 """

@@ -378,7 +378,7 @@ class TestMemory:
                     next(iter(stream))
 
             coordinator_process = psutil.Process(stack.coordinator.process.pid)
-            stall(20)  # what is allocated only once belongs to nobody
+            stall(20)  # what is allocated only once is not a stream's
             wait_until_still(stack.verify.address)
             before = coordinator_process.memory_info().rss
             stall(self.NUM_STREAMS)

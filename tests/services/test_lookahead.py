@@ -197,7 +197,9 @@ def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack, stub):
     stream.answer()
     while not stream.pushed():
         pass
-    stream.send([96], NUM_DRAFT_TOKENS, None)  # nobody foresaw that, and nothing more is to be prepared
+    stream.send(
+        [96], NUM_DRAFT_TOKENS, None
+    )  # not among the prepared outcomes, and nothing more is to be prepared
     stream.answer()
     one_sequence = -(-len([*stream.held]) // 16)
     assert stack.status("draft").num_held_pages <= one_sequence
@@ -367,7 +369,7 @@ class TestBackgroundJobs:
     def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
         self, service, thread, monkeypatch
     ):
-        """Memory to work ahead in may have run out just before the engine hears that somebody waits."""
+        """Memory to work ahead in may have run out just before the engine hears of a waiting request."""
         engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
         stream, other = (engine.open(params, 3) for _ in range(2))
 

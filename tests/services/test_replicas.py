@@ -372,7 +372,7 @@ async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Servic
 
         await until(is_gone)
         zone.is_down = True
-        await asyncio.sleep(0.2)  # some look-ups fail meanwhile, whatever the machine does
+        await asyncio.sleep(0.2)  # some look-ups fail meanwhile, even on a busy machine
         assert list(await replicas(client)) == [b]
         assert (await generate(client, LONG)).token_ids == alone.token_ids
 

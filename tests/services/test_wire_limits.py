@@ -157,7 +157,7 @@ METHODS: dict[type[Any], tuple[Any, str]] = {
     verify_pb2.VerifyRequest: (verify_pb2_grpc.VerifyServiceStub, "Verify"),
 }
 
-#: Nothing of what an error says may be of use to somebody who looks for a way in.
+#: Internals that no error message may reveal.
 TELLTALE = re.compile(
     r"<class|Traceback|\.py\b|\bspecwire\.|google\.protobuf|object at 0x|/(home|root|tmp|usr)/"
 )

@@ -1,4 +1,4 @@
-"""Messages as nobody should send them: bytes changed at random, or fields set to what they must not be.
+"""Malformed messages: bytes changed at random, or fields set to what they must not be.
 
 Everything is drawn from the generator that is handed in, so a seed names a message.
 """

@@ -18,7 +18,7 @@ from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stac
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
 PARAMS = SamplingParams(max_tokens=60, rule=Rule.GUMBEL, seed=5)
-"""Half a second of work; the rule fixes the text whatever befalls the draft."""
+"""Half a second of work; the rule fixes the text, even when the draft fails."""
 LINKS = ("client", "draft", "verify")
 """From each of them to the coordinator."""
 HEAL_S = 30.0

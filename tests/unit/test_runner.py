@@ -1,4 +1,4 @@
-"""The packed, paged forward pass equals transformers' own, whatever the history and the company."""
+"""The packed, paged forward pass equals transformers' own, for every history and batch."""
 
 from __future__ import annotations
 

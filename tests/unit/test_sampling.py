@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specwire.core import SamplingParams
+from specwire.core import Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
@@ -76,6 +76,11 @@ WARPS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_p": 0.5, "min_p": 0.1},
     {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5},
 ]
+
+
+def test_parameters_take_single_strings_lists_and_names():
+    natural: dict[str, Any] = {"stop": "x", "stop_token_ids": [1, 2], "rule": "gumbel"}
+    assert SamplingParams(**natural) == SamplingParams(stop=("x",), stop_token_ids=(1, 2), rule=Rule.GUMBEL)
 
 
 def assert_same_log_probs(actual: torch.Tensor, expected: torch.Tensor) -> None:
