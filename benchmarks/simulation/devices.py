@@ -70,7 +70,7 @@ class VirtualRunner(EmulatedRunner):
         self.num_rows = 0
 
     def forward(self, feeds: Sequence[Feed]) -> Any:
-        """The logits, or just `Rows` where nobody looks at logits."""
+        """The logits, or just `Rows` where logits are not read."""
         rows = Rows(*self._append(feeds))
         self.num_rows = len(rows.positions)
         self.step_s = self._cost.seconds(len(feeds), sum(len(feed.token_ids) for feed in feeds))
@@ -102,7 +102,7 @@ class Device:
         await asyncio.sleep(seconds)
 
     def step_is_over(self) -> None:
-        """Whoever waits for drafts looks again."""
+        """Streams that wait for drafts look again."""
         self._stepped.set()
 
     async def drafted(self) -> None:

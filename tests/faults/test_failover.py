@@ -1,4 +1,4 @@
-"""Processes that die, hang, drain and come back under load: nobody but the clock notices.
+"""Processes that die, hang, drain and come back under load: clients see a delay, and nothing else.
 
 The oracle is the text of the undisturbed run, by the Gumbel rule. With CHAOS=1 each of 8 clients has 100
 requests instead of 5, the bounds on gaps are those of the issue, and gaps are printed; otherwise bounds leave

@@ -1,4 +1,4 @@
-"""What goes into a step: rounds before prompts, everybody in time, and nobody left behind."""
+"""What goes into a step: rounds before prompts, and no sequence starves."""
 
 from __future__ import annotations
 
