@@ -8,8 +8,7 @@ import sys
 
 from specwire.config import flags
 from specwire.config import services as config
-from specwire.rpc import listening as doors
-from specwire.rpc import process
+from specwire.rpc import listening, process
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +25,7 @@ async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.VerifyConfig, args, os.environ)
     process.set_up_logging(settings.log_level)
-    doors.check(settings)
+    listening.check(settings)
     process.end_at_once_by_signals()
     if settings.replicas > 1:
         from verify_service import replicas

@@ -164,9 +164,9 @@ class Engine:
         self._sequences.remove(sequence)
         self._num_forks -= sequence.is_fork
 
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+    async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
         """Detect a device that hangs, and fail what waits for it, until cancelled; see `Watchdog.watch`."""
-        await self._watchdog.watch(tell)
+        await self._watchdog.watch(on_change)
 
     def check_device(self) -> None:
         """The device was seen to be lost: recover it now rather than when the next job arrives."""
