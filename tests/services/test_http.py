@@ -326,7 +326,7 @@ def test_up_starts_a_front_and_ends_it() -> None:
         stack.http.terminate()
         assert stack.wait() is stack.http, "its end is seen"
         assert stack.http.process.returncode == 0
-        assert not stack.is_missed(stack.http)
+        assert not stack.is_required(stack.http)
 
 
 async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
