@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from specwire.engine import private
+from specwire.engine.model import packing
 from specwire.engine.model.packing import pack_linears
 from tests.support import tiny_models
 
