@@ -12,13 +12,14 @@ function raises a false alarm with probability 1e-6 (FALSE_ALARM_RATE) if seeds 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import coordinator.servicer
-from coordinator.generation import Plan
+from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
@@ -58,7 +59,7 @@ def logits() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("markov")
     target = save(markov_model(), directory / "target")
     draft = save(markov_model(scale=-1.0), directory / "draft")
@@ -86,7 +87,7 @@ def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
     check_law(address, logits, Rule.GUMBEL, settings, length)
 
 
-def check_law(address, logits, rule, settings, length):
+def check_law(address: str, logits: torch.Tensor, rule: Rule, settings: dict[str, Any], length: int) -> None:
     params = {"rule": rule, "max_tokens": length, **settings}
     completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
     drafted = sum(done.speculation.num_draft_tokens for done in completions)
@@ -140,7 +141,7 @@ class Restless(AdaptiveLength):
     def plan(self) -> Plan:
         return Plan((1, 3, 0, 5, 2)[self.last], num_outcomes=8)
 
-    def observe(self, done, elapsed_ns):
+    def observe(self, done: Round, elapsed_ns: int) -> None:
         super().observe(done, elapsed_ns)
         self.last = (len(done.proposal.token_ids) + 2 * done.outcome.num_accepted) % 5
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
@@ -366,10 +365,11 @@ def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[An
     """Logits with padded steps, how many of them are replayed, and why not."""
     from specwire.engine.group.sharding import load_shard
 
+    untyped: Any = dist
     rank, found = dist.get_rank(), []
     for name, ours in (("all record", EagerReplay()), ("one cannot", Broken() if rank else EagerReplay())):
         model, _ = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        part = PrefixStore(name, FileStore(store, num_ranks))
+        part = untyped.PrefixStore(name, untyped.FileStore(store, num_ranks))
         replay = AgreedReplay(ours, part, rank, num_ranks)
         runner = ModelRunner(model, num_pages=64, replay=replay)
         replay.warm(runner)

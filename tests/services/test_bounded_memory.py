@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +35,13 @@ def params(seed: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("memory")
     return save_target(directory / "target"), save_good_draft(directory / "draft")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pair):
+def undisturbed(pair: tuple[Path, Path]) -> list[tuple[int, ...]]:
     with local_stack(pair[0]) as stack:
         return asyncio.run(generate_all(stack.address))
 
@@ -162,7 +163,7 @@ async def generate_mix(address: str, requests: Sequence[Request]) -> list[Comple
 
 
 @pytest.fixture(scope="module")
-def undisturbed_mixes(pair):
+def undisturbed_mixes(pair: tuple[Path, Path]) -> dict[int, list[tuple[int, ...]]]:
     """Texts of every mix with room for all, prompts in one piece, no draft and no known prefixes."""
     options = {"num_kv_tokens": NUM_MIXED * 256, "prefix_sharing": False}
     with local_stack(pair[0], verify_options=options) as stack:

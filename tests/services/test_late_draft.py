@@ -8,7 +8,7 @@ import pytest
 
 from specwire import Rule, SamplingParams
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import local_stack
+from tests.support.harness import LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
 
@@ -17,8 +17,10 @@ TARGET_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={TARGET_MS:g}", "emulated:step_ms=1,alpha=0.9,runner_up=0.55"
 
 
-def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> list[float]:
+def gaps_ms(stack: LocalStack, params: SamplingParams, *, stall_at: int, resume_at: int) -> list[float]:
     """Times between those chunks that came while the way to the draft was blocked."""
+    proxy = stack.draft_proxy
+    assert proxy is not None
     gaps, num_tokens, last_s = [], 0, time.perf_counter()
     with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
         for chunk in stream:
@@ -27,9 +29,9 @@ def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> 
             if stall_at <= before < resume_at:
                 gaps.append((now_s - last_s) * 1e3)
             if before < stall_at <= num_tokens:
-                stack.draft_proxy.stall()
+                proxy.stall()
             if before < resume_at <= num_tokens:
-                stack.draft_proxy.resume()
+                proxy.resume()
             last_s = now_s
     return gaps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("limits")
     return save_target(directory / "target"), save_good_draft(directory / "draft")
 

@@ -101,14 +101,17 @@ class RawStream:
             pass
 
 
+Services = dict[str, boot.ModelService]
+
+
 @pytest.fixture
-def services() -> Iterator[dict[str, boot.ModelService]]:
+def services() -> Iterator[Services]:
     with started_services() as services:
         yield services
 
 
 @pytest.fixture
-def stack(services, tmp_path_factory) -> Iterator[LocalStack]:
+def stack(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A new one for each test: the service learns what to expect from what it has seen."""
     directory = tmp_path_factory.mktemp("lookahead")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
@@ -117,7 +120,7 @@ def stack(services, tmp_path_factory) -> Iterator[LocalStack]:
 
 
 @pytest.fixture
-def stub(services, stack) -> Iterator[Any]:
+def stub(services: Services, stack: LocalStack) -> Iterator[Any]:
     with grpc.insecure_channel(stack.draft_address) as channel:
         yield draft_pb2_grpc.DraftServiceStub(channel)
     stack.assert_idle_within(2.0)

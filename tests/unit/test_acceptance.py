@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -21,22 +22,24 @@ from specwire.rule.sampling import judge_support, truncate_support
 ALMOST_ONE = 1 - 2.0**-53
 
 
-def support(token_ids, probs) -> Support:
+def support(token_ids: npt.ArrayLike, probs: npt.ArrayLike) -> Support:
     return Support(np.array(token_ids, dtype=np.int64), np.array(probs, dtype=np.float32))
 
 
-def floats(values) -> np.ndarray:
+def floats(values: npt.ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def random_law(rng, vocab_size) -> np.ndarray:
+def random_law(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
     """A law with many zeros and orders of magnitude between the rest."""
     weights = rng.gamma(0.3, size=vocab_size) * (rng.random(vocab_size) < rng.choice([0.3, 0.7, 1.0]))
     weights[rng.integers(vocab_size)] += 0.1
     return (weights / weights.sum()).astype(np.float32)
 
 
-def judged(draft_law, target_law, mass, max_support):
+def judged(
+    draft_law: np.ndarray, target_law: np.ndarray, mass: float, max_support: int
+) -> tuple[Support, np.ndarray, float, np.ndarray]:
     """Cut and judge with the real functions: the support, target on it, tail mass, law of the tail."""
     token_ids, probs, lengths = truncate_support(torch.from_numpy(draft_law)[None], mass, max_support)
     length = int(lengths[0])
@@ -49,7 +52,9 @@ def judged(draft_law, target_law, mass, max_support):
     return draft, target_probs[0].numpy(), float(tail_mass[0]), outside / max(outside.sum(), 1e-300)
 
 
-def kept_and_recovered(draft, target_probs, tail_mass, outside):
+def kept_and_recovered(
+    draft: Support, target_probs: np.ndarray, tail_mass: float, outside: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Probability that a position emits each token by acceptance, and by recovery."""
     kept, recovered = np.zeros(len(outside)), np.zeros(len(outside))
     law = draft.probs.astype(np.float64) / draft.probs.sum(dtype=np.float64)

@@ -36,7 +36,7 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torc
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def row(history=(), prompt_len=0, **params) -> Row:
+def row(history: Any = (), prompt_len: int = 0, **params: Any) -> Row:
     return Row(SamplingParams(**params), prompt_len, history, position=len(history), seed=0)
 
 
