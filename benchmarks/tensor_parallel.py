@@ -70,7 +70,7 @@ def by_driver(source: str, num_steps: int) -> tuple[list[float], dict[str, float
 
 def _kill(runner: GroupRunner, step: Callable[[], float]) -> dict[str, float]:
     """End a rank while steps run."""
-    os.kill(runner.places[1].pid, signal.SIGKILL)
+    os.kill(runner.locations[1].pid, signal.SIGKILL)
     killed_s = time.perf_counter()
     try:
         while True:

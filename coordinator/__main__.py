@@ -12,7 +12,7 @@ from specwire.rpc import listening, process
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse flags and variables, meet the model services, serve until a signal."""
+    """Parse flags and variables, connect to the model services, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
     flags.add_flags(parser, config.CoordinatorConfig)
     args = parser.parse_args(argv)

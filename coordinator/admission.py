@@ -1,17 +1,16 @@
-"""Who may run now, who waits, and who is told to come back later. Knows no grpc.
+"""Which generations run now, which wait, and which are refused with a time to retry. Knows no grpc.
 
-A place that becomes free goes to the client with the fewest generations running; among equals to the one
-served least recently. When the queue is full, the client that fills it most gives up its newest entry, so
-a thousand requests of one client never keep out the one of another. A client may have limits of its own:
-what is over them waits or is refused while there is room for others.
+A free slot goes to the client with the fewest running generations; among equals to the one served least
+recently. When the queue is full, the client with most entries in it loses its newest one, so a thousand
+requests of one client never keep out one of another. A client may have limits of its own: requests over them
+wait or are refused while there is room for others.
 
-A generation that waits for its client leaves its place to others, and gets in line again when the client
-goes on:
+A generation that waits for its client releases its slot, and queues again when the client reads on:
 
     arrives ──▶ waits ──▶ runs ──▶ paused ──▶ waits ──▶ runs ──▶ ends
 
-It is never refused then: the limits on what waits are for generations that have not begun. As many may be
-paused as may run and wait; when one more is, the client with most of them loses the one paused the longest.
+It is never refused then: the limits on waiting are for generations that have not begun. As many may be
+paused as may run and wait; one more, and the client with most of them loses the one paused the longest.
 """
 
 from __future__ import annotations
@@ -38,43 +37,43 @@ class _Entry:
 
 
 class AdmissionSlot:
-    """What a generation needs to run. Given by `Admission.place`; for one task."""
+    """What a generation holds while it runs. Made by `Admission.slot`; for one task."""
 
     def __init__(self, admission: Admission, client: Principal) -> None:
         self._admission = admission
         self.client = client
-        self._taken_s: float | None = None
+        self._acquired_s: float | None = None
         self._pause = asyncio.timeout(None)
 
-    async def take(self, *, has_begun: bool) -> None:
-        """Wait for it. Errors as for `Admission.place`."""
+    async def acquire(self, *, has_begun: bool) -> None:
+        """Wait for it. Errors as for `Admission.slot`."""
         await self._admission.wait(self.client, has_begun=has_begun)
-        self._taken_s = time.monotonic()
+        self._acquired_s = time.monotonic()
 
-    def leave(self) -> None:
-        """Give it to the next one; harmless without it."""
-        if self._taken_s is not None:
-            turn_s, self._taken_s = time.monotonic() - self._taken_s, None
+    def release(self) -> None:
+        """Pass it on to the next generation; does nothing if it is not held."""
+        if self._acquired_s is not None:
+            turn_s, self._acquired_s = time.monotonic() - self._acquired_s, None
             self._admission.release(self.client, turn_s)
 
     @contextlib.asynccontextmanager
-    async def left(self) -> AsyncIterator[None]:
-        """Be without it while the body waits for the client; then wait for one again.
+    async def released(self) -> AsyncIterator[None]:
+        """Release it while the body waits for the client; then wait for one again.
 
         Raises:
             StreamIdleError: too many are paused, and this one for the longest time.
         """
-        self.leave()
+        self.release()
         try:
             async with asyncio.timeout(None) as self._pause:
                 with self._admission.paused(self):
                     yield
         except TimeoutError:
             raise StreamIdleError("too many streams are paused, this one for the longest time") from None
-        await self.take(has_begun=True)
+        await self.acquire(has_begun=True)
 
     def end_pause(self) -> None:
-        """Let the body of `left` end with an error."""
+        """End the body of `released` with an error."""
         self._pause.reschedule(asyncio.get_running_loop().time())
 
 
@@ -86,7 +85,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
         self._waiting: list[_Entry] = []
-        self._paused: list[AdmissionSlot] = []  # the one that has been for the longest time comes first
+        self._paused: list[AdmissionSlot] = []  # the longest pause comes first
         self._last_turn: dict[str, int] = {}
         self._num_turns = 0
         self._mean_turn_s = 1.0
@@ -98,55 +97,55 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Generations waiting for a place."""
+        """Generations waiting for a slot."""
         return len(self._waiting)
 
     @property
     def num_paused(self) -> int:
-        """Generations without a place, waiting for their clients."""
+        """Generations without a slot, waiting for their clients."""
         return len(self._paused)
 
     @contextlib.asynccontextmanager
-    async def place(self, client: Principal) -> AsyncIterator[AdmissionSlot]:
-        """Hold a place while the body runs, after waiting for it if need be.
+    async def slot(self, client: Principal) -> AsyncIterator[AdmissionSlot]:
+        """Hold a slot while the body runs, after waiting for it if necessary.
 
         Raises:
-            ResourceExhaustedError: the queue, or the client's part of it, is full; says when to try again.
+            ResourceExhaustedError: the queue, or the client's part of it, is full; names a time to retry.
         """
-        place = AdmissionSlot(self, client)
-        await place.take(has_begun=False)
+        slot = AdmissionSlot(self, client)
+        await slot.acquire(has_begun=False)
         try:
-            yield place
+            yield slot
         finally:
-            place.leave()
+            slot.release()
 
     # --- for `AdmissionSlot` -----------------------------------------------------------------------------
 
     async def wait(self, client: Principal, *, has_begun: bool) -> None:
-        """Until one more generation of the client may run. Errors as for `place`."""
-        if self._may_start(client):  # who waits in spite of a free place has reached a limit of its own
+        """Until one more generation of the client may run. Errors as for `slot`."""
+        if self._may_start(client):  # entries that wait despite a free slot are at limits of their own
             self._start(client.name)
             return
         if not has_begun:
             self._make_room(client)
-        await self._line_up(_Entry(client, has_begun))
+        await self._enqueue(_Entry(client, has_begun))
 
     def release(self, client: Principal, turn_s: float) -> None:
-        """One that has run for so long, in seconds, does not any more."""
+        """A generation of the client stops running after `turn_s` seconds."""
         self._mean_turn_s += _SMOOTHING * (turn_s - self._mean_turn_s)
         self._release(client.name)
 
     @contextlib.contextmanager
-    def paused(self, place: AdmissionSlot) -> Iterator[None]:
-        """Count one more as paused while the body runs, if need be in place of another."""
-        self._paused.append(place)
+    def paused(self, slot: AdmissionSlot) -> Iterator[None]:
+        """Count one more as paused while the body runs; over the limit, another pause ends."""
+        self._paused.append(slot)
         if self.num_paused > self._max_running + self._max_waiting:
             self._end_one_pause()
         try:
             yield
         finally:
-            if place in self._paused:
-                self._paused.remove(place)
+            if slot in self._paused:
+                self._paused.remove(slot)
 
     # --------------------------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class Admission:
         if len(new) >= self._max_waiting:
             self._refuse_one(client.name, new)
 
-    async def _line_up(self, entry: _Entry) -> None:
+    async def _enqueue(self, entry: _Entry) -> None:
         self._waiting.append(entry)
         try:
             await entry.admitted
@@ -174,11 +173,11 @@ class Admission:
             if entry in self._waiting:
                 self._waiting.remove(entry)
             elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
-                self._release(entry.client.name)  # admitted in the same moment
+                self._release(entry.client.name)  # it was admitted just before it was cancelled
             raise
 
     def _refuse_one(self, client: str, entries: Sequence[_Entry]) -> None:
-        """Make room in the queue, at the cost of the client that fills it most."""
+        """Make room in the queue at the expense of the client with most entries."""
         counts = Counter(entry.client.name for entry in entries)
         greediest, most = counts.most_common(1)[0] if counts else (client, 0)
         if counts[client] + 1 >= most:
@@ -188,9 +187,9 @@ class Admission:
         newest.admitted.set_exception(self._full())
 
     def _end_one_pause(self) -> None:
-        counts = Counter(place.client.name for place in self._paused)
+        counts = Counter(slot.client.name for slot in self._paused)
         most = counts.most_common(1)[0][0]
-        longest = next(place for place in self._paused if place.client.name == most)
+        longest = next(slot for slot in self._paused if slot.client.name == most)
         self._paused.remove(longest)
         longest.end_pause()
 
@@ -208,18 +207,18 @@ class Admission:
     def _release(self, client: str) -> None:
         self._running[client] -= 1
         while ready := [entry for entry in self._waiting if self._may_start(entry.client)]:
-            entry = min(ready, key=self._claim)
+            entry = min(ready, key=self._priority)
             self._waiting.remove(entry)
             if not entry.admitted.done():
                 self._start(entry.client.name)
                 entry.admitted.set_result(None)
-        self._forget_absent(client)
+        self._forget_if_idle(client)
 
-    def _claim(self, entry: _Entry) -> tuple[int, int]:
-        """The smaller, the sooner; entries of one client keep their order."""
+    def _priority(self, entry: _Entry) -> tuple[int, int]:
+        """The smallest starts next; entries of one client keep their order."""
         return self._running[entry.client.name], self._last_turn.get(entry.client.name, 0)
 
-    def _forget_absent(self, client: str) -> None:
+    def _forget_if_idle(self, client: str) -> None:
         if not self._running[client]:
             del self._running[client]
             if all(entry.client.name != client for entry in self._waiting):

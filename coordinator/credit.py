@@ -1,12 +1,12 @@
-"""How far a generation may be ahead of its client. Knows no grpc.
+"""How far a generation may be ahead of its client, in tokens. Knows no grpc.
 
     acknowledged         sent                 emitted
-    ├── consumed ──┤├── on their way ──┤├── held back ──┤├── the next round ──┤
+    ├── consumed ──┤├── in flight ─────┤├── held back ──┤├── the next round ──┤
                    ╰───────────────── at most `window` ──────────────────────╯
 
 Tokens are held back while they may be part of a stop string or of an incomplete character; no client can
-acknowledge those. Nor does it have to acknowledge the last 15 that it got (see the proto). So with that
-little on its way a round always starts: otherwise both sides would wait for each other.
+acknowledge those. Nor does it have to acknowledge the last 15 that it received (see the proto). So with no
+more than those in flight a round always starts: otherwise both sides would wait for each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Credit:
     """The account of one generation, in tokens.
 
     Args:
-        window: how far the generation may be ahead of what is acknowledged; 0 is without limit.
+        window: how far the generation may be ahead of acknowledgements; 0 is without limit.
         round_len: most tokens that a round emits.
     """
 
@@ -34,19 +34,19 @@ class Credit:
         if not self._window:
             return True
         num_ahead = self._num_emitted - self._num_acknowledged
-        num_on_their_way = self._num_sent - self._num_acknowledged
-        return num_ahead + self._round_len <= self._window or num_on_their_way <= MAX_UNACKNOWLEDGED_TOKENS
+        num_in_flight = self._num_sent - self._num_acknowledged
+        return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
 
     def spend(self, *, num_emitted: int, num_sent: int) -> None:
-        """Note what a round emitted and what leaves for the client with it; to be called before it leaves."""
+        """Count the tokens that a round emitted and that its message carries; call it before that is sent."""
         self._num_emitted += num_emitted
         self._num_sent += num_sent
 
     def acknowledge(self, num_tokens: int) -> None:
-        """The client consumed so many more tokens, at least 1.
+        """The client has consumed `num_tokens` more, at least 1.
 
         Raises:
-            InvalidRequestError: the client did not ask for credit, or gives more than anyone could mean.
+            InvalidRequestError: the client did not ask for credit, or exceeds its limit.
         """
         if not self._window:
             raise InvalidRequestError("credit_tokens", num_tokens, "the first request asked for no credit")

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specwire.core import Fate, Load, Outcome, Proposal, SamplingParams, Verdict
+from coordinator.requests import GenerationRequest
+from specwire.core import Fate, Load, Outcome, Proposal, Verdict
 from specwire.estimate import clock
 from specwire.rule import acceptance
 from specwire.telemetry import tracing
@@ -17,12 +18,17 @@ from specwire.telemetry import tracing
 class Cost:
     """What one call to a model service cost.
 
-    `queue_ns`, `forward_ns` and `num_cached_tokens` (found in its cache instead of computed) are the
-    service's own figures, and `load` is what it says of itself. `num_new_tokens` are committed tokens that
-    the draft had not proposed itself, and so has to run; `wall_ns` is ours, network included. Where work had
-    begun before it was asked for, `queue_ns` and `forward_ns` are 0; with `prepared` the proposal was there
-    already, and all else is 0. With `given_up` it was asked for, and did not come as soon as it was worth;
-    with `away` there was no draft to ask, or it was lost meanwhile.
+    Attributes:
+        queue_ns, forward_ns: as the service reports them; 0 where the work began before the call.
+        wall_ns: measured here, network included.
+        request_bytes, response_bytes: of the two messages.
+        num_cached_tokens: found in the service's cache instead of being computed.
+        num_prefill_tokens: committed tokens that the draft has to run before it can propose: those of the
+            request that it had not proposed itself.
+        load: of the verify service, as it reports it.
+        prepared: the proposal was there before the call; all else is 0.
+        timed_out: a proposal was requested, and did not arrive within the plan's patience.
+        draft_unavailable: there was no draft to call, or it was lost during the call.
     """
 
     queue_ns: int = 0
@@ -31,21 +37,21 @@ class Cost:
     request_bytes: int = 0
     response_bytes: int = 0
     num_cached_tokens: int = 0
-    num_new_tokens: int = 0
+    num_prefill_tokens: int = 0
     load: Load | None = None
     prepared: bool = False
-    given_up: bool = False
-    away: bool = False
+    timed_out: bool = False
+    draft_unavailable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """For the round about to begin.
+    """How to draft in the next round.
 
     Attributes:
         num_draft_tokens: to draft.
-        num_outcomes: of the round that the draft shall prepare for meanwhile.
-        patience_s: longest wait for a proposal, in seconds; then the round is a plain one.
+        num_outcomes: of the round that the draft prepares proposals for during the verify pass.
+        patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
     """
 
     num_draft_tokens: int
@@ -54,7 +60,7 @@ class Plan:
 
 
 class Planner(Protocol):
-    """How much to draft; never more than `limit`."""
+    """Decides how much to draft; never more than `limit`."""
 
     @property
     def limit(self) -> int:
@@ -62,11 +68,11 @@ class Planner(Protocol):
         ...
 
     def plan(self) -> Plan:
-        """For the round about to begin; from the past alone, never from the tokens it would leave out."""
+        """For the next round; from past rounds alone, never from the tokens that it would leave out."""
         ...
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
-        """Learn from a round and how long it took, what was then made of it included."""
+        """Learn from a round and the time that it took, including what its consumer did with it."""
         ...
 
 
@@ -74,7 +80,7 @@ class Drafter(Protocol):
     """The draft's side of one sequence."""
 
     async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
-        """At most as many guesses of what follows as planned; none when the draft is not there in time."""
+        """At most the planned number of draft tokens; none when the draft does not answer in time."""
         ...
 
 
@@ -82,7 +88,7 @@ class Verifier(Protocol):
     """The target's side of one sequence."""
 
     async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
-        """What the target says at every draft position and at the one after them."""
+        """The target's verdict on every draft position and on the one after them."""
         ...
 
 
@@ -107,17 +113,16 @@ class Round:
 
     @property
     def rejected(self) -> list[int]:
-        """The draft token that the rule refused, if any. Those after it were never judged."""
+        """The draft token that the rule rejected, if any. Those after it were never judged."""
         num_accepted = self.outcome.num_accepted
         return list(self.proposal.token_ids[num_accepted : num_accepted + 1])
 
 
 class Generation:
-    """One sequence on its way.
+    """One sequence being generated.
 
     Args:
-        generated_token_ids: emitted before, by another coordinator; they count for `max_tokens`.
-        may_start: awaited before each round; whoever must wait for something does it here.
+        may_start: awaited before each round; returns when the round may start.
 
     Attributes:
         committed: the prompt and everything emitted since.
@@ -125,8 +130,7 @@ class Generation:
 
     def __init__(
         self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        request: GenerationRequest,
         drafter: Drafter,
         verifier: Verifier,
         *,
@@ -134,13 +138,13 @@ class Generation:
         tracer: tracing.Tracing,
         parent: str = "",
         may_start: Callable[[], Awaitable[None]] | None = None,
-        generated_token_ids: Sequence[int] = (),
     ) -> None:
+        params = request.keyed_params
         assert params.seed is not None  # drawn by the coordinator when the client gave none
-        assert params.max_tokens is not None  # what the context has room for is known by now
+        assert params.max_tokens is not None  # at the latest what the context has room for
         self._seed = params.seed
-        self.committed = [*prompt_token_ids, *generated_token_ids]
-        self._end_len = len(prompt_token_ids) + params.max_tokens
+        self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
+        self._end_len = request.prompt_len + params.max_tokens
         self._params = params
         self._drafter = drafter
         self._verifier = verifier
@@ -150,7 +154,7 @@ class Generation:
         self._may_start = may_start
 
     async def rounds(self) -> AsyncIterator[Round]:
-        """Rounds until `max_tokens` are emitted; whoever sees a stop condition just stops asking."""
+        """Rounds until `max_tokens` are emitted; at a stop condition the caller stops iterating."""
         number = 0
         while len(self.committed) < self._end_len:
             if self._may_start is not None:

@@ -1,4 +1,4 @@
-"""The metrics of a coordinator: what its requests add up to, who is there, and what it chooses."""
+"""The metrics of a coordinator: its requests, its peers, and what it chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specwire.telemetry.metrics import Labelled, Metric, MetricKind
 
 
 class CoordinatorSnapshot(NamedTuple):
-    """What a coordinator's metrics are read off."""
+    """What a coordinator's metrics are read from."""
 
     totals: Totals
     admission: Admission

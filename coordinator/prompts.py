@@ -1,4 +1,4 @@
-"""A request's prompt as token ids, and what the target can take of it. Knows no grpc."""
+"""A request's prompt as token ids, checked against the target's limits. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 
 _SHORT_BYTES = 16 << 10
-"""A tokenizer takes milliseconds for these; the largest prompt keeps it busy for a second or more."""
+"""Such a prompt takes the tokenizer milliseconds; the largest one takes a second or more."""
 
 
 class Encoder:
     """Encodes prompts on two threads, one of them for short prompts, which never wait behind long ones.
 
-    The tokenizer lets the event loop run meanwhile. What is cancelled before its turn is not encoded.
+    The event loop runs meanwhile. A call that is cancelled before its turn is not encoded.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -28,7 +28,7 @@ class Encoder:
         self._long = ThreadPoolExecutor(1, "encode-long")
 
     async def token_ids(self, request: generation_pb2.GenerateRequest, context_len: int) -> list[int]:
-        """The prompt of a request that `check_prompt` let pass.
+        """The prompt of a request that `check_prompt` accepted.
 
         Raises:
             InvalidRequestError: an empty text, or a conversation that the chat template refuses.
@@ -57,7 +57,7 @@ def check_prompt(
     target: ModelInfo,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Refuse a prompt for what can be known without encoding it.
+    """Refuse a prompt for whatever can be known without encoding it.
 
     Raises:
         InvalidRequestError: no prompt, no token, or one outside the vocabulary.
@@ -82,7 +82,7 @@ def _check_not_empty(token_ids: Sequence[int]) -> None:
 
 
 def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer | None) -> None:
-    """Refuse what the target cannot do, whatever the prompt.
+    """Refuse parameters that the target does not support with any prompt.
 
     Raises:
         InvalidRequestError: a token id outside the vocabulary.
@@ -116,7 +116,7 @@ def fitted(
 
     Args:
         prompt_len: in tokens.
-        most_tokens: that the caller may ask for; None for no limit.
+        most_tokens: most that the caller may ask for; None for no limit.
 
     Raises:
         ContextLengthError: prompt and max_tokens do not fit into the context.

@@ -1,9 +1,9 @@
-"""The client of one generation, which takes tokens at its own pace. Knows no grpc.
+"""The client of one generation, which reads at its own pace. Knows no grpc.
 
     message k written ──▶ round k+2 may start, if there is credit
     message k not written, or no credit ──▶ the generation waits ──▶ StreamIdleError after `idle_timeout_s`
 
-A write takes as long as gRPC's flow control holds it back, which it does while the client does not read.
+A write lasts as long as gRPC's flow control blocks it, which is while the client does not read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from specwire.errors import StreamIdleError
 
 
 class CreditReader:
-    """Writes messages one after the other, and says when the client is ready for another round.
+    """Writes messages in order, and knows when the client is ready for another round.
 
-    As a context manager it writes what was sent, whatever ends its body; but nothing more after a
-    `StreamIdleError`, since nothing would be read. For one event loop.
+    As a context manager it finishes writing however its body ends, except after a `StreamIdleError`, since
+    the client is not reading. For one event loop.
 
     Args:
-        write: returns when the message has left.
+        write: returns when the message has been handed to the transport.
         credit: how far the generation may be ahead, in tokens.
         idle_timeout_s: longest wait without an acknowledgement or the end of a write, in seconds.
     """
@@ -39,7 +39,7 @@ class CreditReader:
         self._last: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         self._changed = asyncio.Event()
-        self._since_s = self._now_s
+        self._active_s = self._now_s
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,16 +55,16 @@ class CreditReader:
             if self._last is not None:
                 self._last.cancel()
 
-    # --- what it gets -------------------------------------------------------------------------------
+    # --- messages to the client ---------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
-        """Write a message after those before it; waits for nothing."""
+        """Queue a message; returns at once."""
         self._before_last = self._last
         self._last = asyncio.create_task(self._write_after(self._last, message))
-        self._since_s = self._now_s
+        self._active_s = self._now_s
 
     async def _write_after(self, before: asyncio.Task[None] | None, message: Any) -> None:
-        """After what else is ready now, too: a device waits for the next round's request."""
+        """Other ready tasks run first: the next round's request is one, and a device waits for it."""
         await asyncio.sleep(0)
         try:
             if before is not None:
@@ -73,25 +73,25 @@ class CreditReader:
         except Exception as error:
             self.fail(error)
             raise
-        self._take()
+        self._note_activity()
 
-    # --- what it takes ------------------------------------------------------------------------------
+    # --- signs of life from the client --------------------------------------------------------------
 
     def acknowledge(self, num_tokens: int) -> None:
-        """It consumed so many more tokens. Errors as for `Credit.acknowledge`."""
+        """The client consumed `num_tokens` more. Errors as for `Credit.acknowledge`."""
         self.credit.acknowledge(num_tokens)
-        self._take()
+        self._note_activity()
 
     def fail(self, error: Exception) -> None:
         """End the generation with this error before its next round."""
         self._error = error
         self._changed.set()
 
-    def _take(self) -> None:
-        self._since_s = self._now_s
+    def _note_activity(self) -> None:
+        self._active_s = self._now_s
         self._changed.set()
 
-    # --- waiting for it -----------------------------------------------------------------------------
+    # --- waiting for the client ---------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
@@ -102,15 +102,15 @@ class CreditReader:
         """Wait until a round may start.
 
         Raises:
-            StreamIdleError: it took nothing for too long.
-            Exception: what `fail` was told, or what a write failed with.
+            StreamIdleError: the client took nothing for too long.
+            Exception: passed to `fail`, or raised by a write.
         """
         await self._until(lambda: self._error is not None or self._has_room)
         if self._error is not None:
             raise self._error
 
     async def _flush(self) -> None:
-        """Wait until all is written; raises what a write failed with, or `StreamIdleError`."""
+        """Wait until everything is written; raises the error of a write, or `StreamIdleError`."""
         await self._until(lambda: _is_done(self._last))
         if self._last is not None:
             self._last.result()
@@ -123,7 +123,7 @@ class CreditReader:
         while not condition():
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(self._since_s + self._idle_timeout_s):
+                async with asyncio.timeout_at(self._active_s + self._idle_timeout_s):
                     await self._changed.wait()
             except TimeoutError:
                 raise StreamIdleError(f"no token was taken for {self._idle_timeout_s:g} s") from None

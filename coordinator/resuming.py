@@ -1,79 +1,66 @@
-"""Going on with a generation that another coordinator began. Knows no grpc.
+"""Resuming a generation that another coordinator began. Knows no grpc.
 
-The client sends its request again, with the tokens that it has. They count as emitted: prompt and generated
-tokens are committed, while the length of the prompt, from which penalties on the output count, stays. So
-everything after them is as if this coordinator had come so far itself.
+The client sends its request again, with the tokens that it has received. They count as emitted: prompt and
+generated tokens are committed, while the prompt length, from which penalties on the output count, stays. So
+everything after them is as if this coordinator had generated them itself.
 
-**Why it is exact.** Where tokens are matched, the next one is a function of seed and committed tokens, so the
-text is that of an undisturbed generation. Under rejection sampling the text may differ, since rounds begin
-elsewhere, but its law does not: a round ends by what came before it, so where the seam lies says nothing
-about the tokens after it, and given those before it they follow the target's law. Random numbers of the
-positions after it may have been used before, for tokens that nobody saw or judged.
+**Why it is exact.** Where tokens are matched, the next one is a function of the seed and the committed
+tokens, so the text is that of an uninterrupted generation. Under rejection sampling the text may differ,
+since rounds begin at other positions, but its distribution does not: a round ends depending on what came
+before it, so the position of the resume point carries no information about the tokens after it, and given
+those before it they follow the target's distribution. Random numbers of the positions after it may have been
+used before, for tokens that were neither sent nor judged.
 
-This needs *all* tokens of the rounds that the client heard of, those included whose text is held back. To
-draw the held ones anew would bend the law, though nobody saw them. Say `a` is held back, as it may begin the
-stop string "ab", and `b` is not, each with probability 1/2. A generation cut after one token would keep every
-`b` and draw again for every `a`: `b` would come with 3/4. Hence `Chunk.held`.
+This needs *all* tokens of the rounds that the client has heard of, including those whose text is held back.
+Drawing the held ones again would bias the distribution, although the client never saw their text. Say `a` is
+held back, as it may begin the stop string "ab", and `b` is not, each with probability 1/2. A generation cut
+after one token would keep every `b` and draw again for every `a`: `b` would have probability 3/4. Hence
+`Chunk.held`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.prompts import check_vocabulary
 from specwire.completion import ResumeInfo
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import HandshakeError, InvalidRequestError
 
 _MAX_DIGEST_LEN = 64
-"""Of any digest, of this version or another."""
+"""Longest digest of any version, in characters."""
 
 
 def context_digest(prompt: Sequence[int], target: ModelInfo) -> str:
-    """Of the target, its tokenizer and the prompt: what a generation depends on beside its parameters."""
+    """Of the target, its tokenizer and the prompt: what a generation depends on besides its parameters."""
     names = (target.name, target.weights_fingerprint, target.tokenizer_fingerprint, target.dtype)
     model = "\0".join((*names, str(target.vocab_size), "")).encode()
     return hashlib.sha256(model + np.asarray(prompt, "<i8").tobytes()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """Where a stream takes a generation on; at its beginning, usually.
-
-    Attributes:
-        token_ids: generated before.
-        info: what the client must send along to have it resumed once more.
-    """
-
-    token_ids: Sequence[int]
-    info: ResumeInfo
-
-
-def find_seam(
-    token_ids: Sequence[int],
+def checked_resume_info(
+    generated_token_ids: Sequence[int],
     digest: str,
     *,
     prompt: Sequence[int],
     params: SamplingParams,
     target: ModelInfo,
-) -> Seam:
-    """Check what a request says of an earlier stream; seed and rule are chosen by now.
+) -> ResumeInfo:
+    """Check what a request says about an earlier stream; the result is what resumes this one.
 
     Args:
-        token_ids: `generated_token_ids` of the request.
-        digest: its `context_digest`, empty for none.
+        generated_token_ids: by the earlier stream; empty for a new generation.
+        digest: the earlier stream's `context_digest`; empty for none.
+        params: with a seed and a rule.
 
     Raises:
-        InvalidRequestError: an id is outside the vocabulary, or the digest is none.
-        HandshakeError: the text would not be that of one model after one prompt.
+        InvalidRequestError: an id is outside the vocabulary, or the digest is too long.
+        HandshakeError: target, tokenizer or prompt differ from those of the earlier stream.
     """
-    for i, token_id in enumerate(token_ids):
-        if not 0 <= token_id < target.vocab_size:
-            problem = f"is outside the vocabulary of {target.vocab_size}"
-            raise InvalidRequestError(f"generated_token_ids[{i}]", token_id, problem)
+    check_vocabulary("generated_token_ids", generated_token_ids, target)
     if len(digest) > _MAX_DIGEST_LEN:
         raise InvalidRequestError("context_digest", f"{len(digest)} characters", f"over {_MAX_DIGEST_LEN}")
     ours = context_digest(prompt, target)
@@ -84,4 +71,4 @@ def find_seam(
         )
     assert params.seed is not None
     assert params.rule is not None
-    return Seam(token_ids, ResumeInfo(seed=params.seed, rule=params.rule, context_digest=ours))
+    return ResumeInfo(seed=params.seed, rule=params.rule, context_digest=ours)

@@ -1,4 +1,4 @@
-"""One coordinator: peers, tokenizer and server put together."""
+"""A running coordinator: peers, tokenizer and server put together."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from specwire.rpc.server import Server
 from specwire.telemetry import metrics, tracing
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
-_SYSTEM = Names()
+_SYSTEM_NAMES = Names()
 
 
 @contextlib.asynccontextmanager
-async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIterator[str]:
-    """A running coordinator; yields its `HOST:PORT`, and ends gracefully.
+async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> AsyncIterator[str]:
+    """Run a coordinator; yields its `HOST:PORT`, and ends gracefully.
 
     Args:
-        names: how the names of `dns:///NAME:PORT` are looked up.
+        names: how the names of `dns:///NAME:PORT` are resolved.
 
     Raises:
-        ServiceUnavailableError: the verify service is not there in time.
-        HandshakeError: draft and target do not fit each other, or replicas differ.
+        ServiceUnavailableError: no verify service answered in time.
+        HandshakeError: draft and target are incompatible, or replicas differ.
         ConfigError: the address cannot be bound.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -39,13 +39,13 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM) -> AsyncIte
         draft = DraftPool(config.draft_address, names, credentials, verify.info)
         stack.push_async_callback(draft.close)
         await draft.connect()
-        text = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
+        loaded = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name])
-        servicer = GenerationServicer(config, verify, draft, text, tracer)
+        servicer = GenerationServicer(config, verify, draft, loaded, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        shown = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
-        await stack.enter_async_context(shown)
+        endpoint = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
+        await stack.enter_async_context(endpoint)
         stack.push_async_callback(server.stop)
         yield await server.start()
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -21,14 +18,12 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
-from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.reader import CreditReader
-from coordinator.resuming import Seam, find_seam
+from coordinator.requests import GenerationRequest, RequestParser
 from coordinator.session import Session
-from coordinator.totals import Totals, counted, watch
+from coordinator.totals import CallRecord, Totals
 from specwire.completion import Completion
 from specwire.config.services import CoordinatorConfig
-from specwire.core import Rule, SamplingParams
 from specwire.rpc import listening
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
@@ -38,11 +33,11 @@ from specwire.wire import client as client_wire
 from specwire.wire import model as wire
 
 _PAUSE_AFTER_S = 1.0
-"""A generation that has waited for its client for so long leaves its place to others."""
+"""A generation that has waited so long for its client gives up its slot."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """What clients speak to."""
+    """The coordinator's service, as its clients see it."""
 
     def __init__(
         self,
@@ -56,112 +51,72 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._measured = SharedMeasurements(
             lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes
         )
+        self._parser = RequestParser(config, verify.info, tokenizer, lambda: self._measured.draft_is_far)
         self._num_finished = 0
         self.totals = Totals()
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
-        """What it counts, for Prometheus."""
+        """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
             self.totals, self._admission, self._measured, self._verify, self._draft, self._config
         )
         return Group(metrics.TABLE, lambda: now)
 
-    @counted
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
-        # A stream without a request is one without a prompt.
-        request = await anext(aiter(requests), generation_pb2.GenerateRequest())
-        params = self._with_seed_and_rule(client_wire.generate_params(request))
-        window = client_wire.opening_credit(request)
-        client_wire.check_prompt_size(request, self._config.max_prompt_bytes)
-        check_params(params, self._verify.info, self._tokenizer)
-        check_prompt(request, params, self._verify.info, self._tokenizer)
-        caller = listening.caller(context)
-        caller.check(params)
-        tenant = caller.name if self._config.tokens else ""
-        params = dataclasses.replace(params, cache_salt=cache_salt(tenant, params.cache_salt))
-        planner = self._planner(params)
-        credit = Credit(window, planner.limit + 1)
-        async with (
-            CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
-            self._admission.place(caller) as place,
-            acknowledged(requests, reader),
-        ):
-            prompt = await self._encoder.token_ids(request, self._verify.info.context_len)
-            params = fitted(params, len(prompt), self._verify.info, caller.max_tokens)
-            seam = find_seam(
-                list(request.generated_token_ids),
-                request.context_digest,
-                prompt=prompt,
-                params=params,
-                target=self._verify.info,
-            )
-            try:
-                await self._generate(
-                    prompt,
-                    params,
-                    planner,
-                    reader,
-                    place,
-                    context,
-                    seam=seam,
-                    report_progress=request.report_progress,
-                )
-            finally:
-                self._num_finished += 1
+        with self.totals.record(context.time_remaining) as call:
+            # A stream that ends without a request counts as one whose request has no prompt.
+            message = await anext(aiter(requests), generation_pb2.GenerateRequest())
+            checked = self._parser.check(message, listening.caller(context))
+            planner = self._planner(checked.num_draft_tokens)
+            credit = Credit(checked.credit_window, planner.limit + 1)
+            async with (
+                CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
+                self._admission.slot(checked.caller) as slot,
+                acknowledged(requests, reader),
+            ):
+                request = await self._parser.encode(checked)
+                try:
+                    await self._generate(request, planner, reader, slot, context, call)
+                finally:
+                    self._num_finished += 1
 
     async def _generate(
         self,
-        prompt: list[int],
-        params: SamplingParams,
+        request: GenerationRequest,
         planner: Planner,
         reader: CreditReader,
-        place: AdmissionSlot,
+        slot: AdmissionSlot,
         context: Any,
-        *,
-        seam: Seam,
-        report_progress: bool,
+        call: CallRecord,
     ) -> None:
-        keyed = self._keyed(params)
-        with self._peers(keyed, len(prompt), context.time_remaining) as (drafter, verifier):
+        with self._peers(request, context.time_remaining) as (drafter, verifier):
 
             async def may_start() -> None:
                 if not reader.is_ready:
-                    await wait_for(reader, place, drafter, verifier)
+                    await wait_for(reader, slot, drafter, verifier)
 
             with self._tracer.span("generate", parent=_traceparent(context)) as span:
-                span.set(_request_attributes(params, len(prompt), self._verify.info.name))
+                span.set(_request_attributes(request))
                 generation = Generation(
-                    prompt,
-                    keyed,
+                    request,
                     drafter,
                     verifier,
                     planner=planner,
                     tracer=self._tracer,
                     parent=span.traceparent,
                     may_start=may_start,
-                    generated_token_ids=seam.token_ids,
                 )
-                session = Session(
-                    generation,
-                    prompt,
-                    params,
-                    tokenizer=self._tokenizer,
-                    target=self._verify.info,
-                    credit=reader.credit,
-                    generated_token_ids=seam.token_ids,
-                    report_progress=report_progress,
-                )
-                watch(session, lambda: drafter.unavailable, span.traceparent)
-                info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(seam.info)
+                session = Session(request, generation, tokenizer=self._tokenizer, credit=reader.credit)
+                call.begin(session, lambda: drafter.unavailable, span.traceparent)
+                info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
                 async for chunk in session.chunks():
                     message = client_wire.chunk_to_proto(chunk)
                     reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
@@ -173,22 +128,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @contextlib.contextmanager
     def _peers(
-        self, params: SamplingParams, prompt_len: int, remaining_s: Callable[[], float | None]
+        self, request: GenerationRequest, remaining_s: Callable[[], float | None]
     ) -> Iterator[tuple[RemoteDrafter, RemoteVerifier]]:
-        """Draft and verify for one sequence, whose streams end with the context."""
+        """Draft and verify for one sequence; their streams end with the context."""
         drafter = RemoteDrafter(
             self._draft,
-            params,
-            prompt_len,
-            vocab_limit=self._verify.info.vocab_size,
+            request,
             timeout_s=self._config.draft_timeout_ms / 1e3,
             deadline_s=remaining_s(),
             tracer=self._tracer,
         )
         verifier = RemoteVerifier(
             self._verify,
-            params,
-            prompt_len,
+            request,
             remaining_s=remaining_s,
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
@@ -196,34 +148,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
-    def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
-        """What the request left to us. Whoever gives a seed wants the same text again, whatever the load."""
-        rule = params.rule or self._config.fixed_rule
-        if rule is None:
-            matches = params.seed is not None or self._measured.draft_is_far
-            rule = Rule.GUMBEL if matches else Rule.REJECTION
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return dataclasses.replace(params, seed=seed, rule=rule)
-
-    def _fixed_length(self, params: SamplingParams) -> int | None:
-        """Draft tokens a round; None where they are chosen in each round."""
-        given = params.num_draft_tokens
-        return self._config.fixed_draft_tokens if given is None else given
-
-    def _keyed(self, params: SamplingParams) -> SamplingParams:
-        """The same with the seed that random numbers are keyed by.
-
-        Under rejection sampling a chosen length depends on what other requests have taught. Were one of them
-        drawn with the same numbers, a seed given twice or a request taken up again, the choice would know how
-        this one's rounds end. So nothing is drawn twice; the text does not repeat in any case.
-        """
-        if params.matches_tokens or self._fixed_length(params) is not None:
-            return params
-        return dataclasses.replace(params, seed=secrets.randbits(63))
-
-    def _planner(self, params: SamplingParams) -> Planner:
-        fixed = self._fixed_length(params)
-        return AdaptiveLength(self._measured) if fixed is None else FixedLength(fixed, self._measured)
+    def _planner(self, num_draft_tokens: int | None) -> Planner:
+        if num_draft_tokens is None:
+            return AdaptiveLength(self._measured)
+        return FixedLength(num_draft_tokens, self._measured)
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
@@ -250,15 +178,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def wait_for(
-    reader: CreditReader, place: AdmissionSlot, *peers: RemoteDrafter | RemoteVerifier
-) -> None:
-    """Wait until a round may start. A longer wait is without the place, and without memory at the peers: they
-    keep what they computed as known prefixes, as long as there is room for that.
+async def wait_for(reader: CreditReader, slot: AdmissionSlot, *peers: RemoteDrafter | RemoteVerifier) -> None:
+    """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
+    caches keep what was computed as known prefixes, as long as there is room.
 
     Raises:
         StreamIdleError: the client took nothing for too long.
-        Exception: what else ends the generation.
+        Exception: any other reason to end the generation.
     """
     try:
         async with asyncio.timeout(_PAUSE_AFTER_S):
@@ -266,7 +192,7 @@ async def wait_for(
     except TimeoutError:
         for peer in peers:
             peer.close()
-        async with place.left():
+        async with slot.released():
             await reader.ready()
 
 
@@ -274,34 +200,20 @@ async def wait_for(
 async def acknowledged(
     requests: AsyncIterator[generation_pb2.GenerateRequest], reader: CreditReader
 ) -> AsyncIterator[None]:
-    """Take in acknowledgements while the body generates; one that cannot be used ends the generation."""
+    """Receive acknowledgements while the body generates; an invalid one ends the generation."""
 
-    async def take_in() -> None:
+    async def receive() -> None:
         try:
             async for request in requests:
                 reader.acknowledge(client_wire.acknowledged_tokens(request))
         except Exception as error:
             reader.fail(error)
 
-    taking_in = asyncio.create_task(take_in())
+    receiving = asyncio.create_task(receive())
     try:
         yield
     finally:
-        taking_in.cancel()
-
-
-def cache_salt(tenant: str, given: str) -> str:
-    """What keeps the cached prefixes of a request apart from those of others; empty to share them with all.
-
-    Made of nothing but its arguments: a tenant's requests share them through all coordinators.
-
-    Args:
-        tenant: name of the bearer token; empty where none is asked for.
-        given: by the client; a tenant's own requests may be apart, too.
-    """
-    if not tenant and not given:
-        return ""
-    return hashlib.blake2b(f"{tenant}\0{given}".encode(), digest_size=16).hexdigest()
+        receiving.cancel()
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
@@ -309,7 +221,7 @@ def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
         address=replica.address,
         unavailable=replica.unavailable or ("is not listed any more" if replica.is_leaving else ""),
         num_streams=replica.num_streams,
-        num_other_streams=replica.num_others,
+        num_other_streams=replica.num_other_streams,
         num_lost=replica.num_lost,
     )
 
@@ -321,16 +233,17 @@ def _traceparent(context: Any) -> str:
     return ""
 
 
-def _request_attributes(params: SamplingParams, num_prompt_tokens: int, model: str) -> dict[str, Any]:
+def _request_attributes(request: GenerationRequest) -> dict[str, Any]:
+    params = request.params
     return {
         tracing.GEN_AI_OPERATION_NAME: "text_completion",
-        tracing.GEN_AI_REQUEST_MODEL: model,
+        tracing.GEN_AI_REQUEST_MODEL: request.target.name,
         tracing.GEN_AI_REQUEST_MAX_TOKENS: params.max_tokens,
         tracing.GEN_AI_REQUEST_TEMPERATURE: params.temperature,
         tracing.GEN_AI_REQUEST_TOP_K: params.top_k or None,
         tracing.GEN_AI_REQUEST_TOP_P: params.top_p,
         tracing.GEN_AI_REQUEST_SEED: params.seed,
-        tracing.GEN_AI_USAGE_INPUT_TOKENS: num_prompt_tokens,
+        tracing.GEN_AI_USAGE_INPUT_TOKENS: request.prompt_len,
         tracing.RULE: params.rule,
     }
 

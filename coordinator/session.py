@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
+from coordinator.requests import GenerationRequest
 from coordinator.text import TextAssembler
 from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
-from specwire.core import Fate, ModelInfo, Rule, SamplingParams, Verdict
+from specwire.core import Fate, Rule, Verdict
 from specwire.errors import InvalidRequestError
 from specwire.estimate import clock
 from specwire.tokenizer import Tokenizer
@@ -18,61 +19,54 @@ from specwire.tokenizer import Tokenizer
 class Session:
     """Turns the rounds of a generation into chunks, and ends it at the first stop condition.
 
-    It spends the client's credit, which the generation waits for between rounds: so a round is whole, and as
-    long, whoever reads it.
+    It spends the client's credit, which the generation waits for between rounds: a round is always whole, and
+    its length does not depend on how fast the client reads.
 
-    Args:
-        generated_token_ids: what the client has of it already. They go through the same machines as the ones
-            to come, without a word: a stop string or a character may lie across the seam.
+    Tokens that an earlier stream generated pass through the same text machinery without being sent: a stop
+    string or a character may span the resume point.
 
     Raises:
-        InvalidRequestError: the generated tokens go on after their end.
+        InvalidRequestError: generated tokens follow the end of the generation.
     """
 
     def __init__(
         self,
+        request: GenerationRequest,
         generation: Generation,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
         *,
         tokenizer: Tokenizer | None,
-        target: ModelInfo,
         credit: Credit,
-        report_progress: bool = False,
-        generated_token_ids: Sequence[int] = (),
     ) -> None:
+        params, eos_token_ids = request.params, request.target.eos_token_ids
+        self._request = request
         self._generation = generation
-        self._num_prompt_tokens = len(prompt_token_ids)
-        self._params = params
         self._tokenizer = tokenizer
-        self._target = target
         self._credit = credit
-        self._report_progress = report_progress
-        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
-        self._text = TextAssembler(tokenizer, prompt_token_ids, params.stop)
+        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._text = TextAssembler(tokenizer, request.prompt_token_ids, params.stop)
         self._released: list[Token] = []
         self._num_emitted = 0
         self._stop_reason: str | int | None = None
         self._tally = Tally()
-        self._replay(generated_token_ids)
+        self._replay(request.generated_token_ids)
 
     @property
     def ended(self) -> bool:
-        """Whether it came to a stop condition."""
-        return self._stop_reason is not None or self._num_emitted == self._params.max_tokens
+        """Whether it has reached a stop condition."""
+        return self._stop_reason is not None or self._num_emitted == self._request.params.max_tokens
 
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """One chunk a round; every emitted token exactly once, in order, but for those that are only held.
+        """One chunk a round; each emitted token exactly once, in order, as soon as its text is certain.
 
         Raises:
-            SpecwireError: what ended the generation, an unusable acknowledgement included.
+            SpecwireError: why the generation failed; an invalid acknowledgement is one reason.
         """
-        if self.ended:  # by what was generated before
+        if self.ended:  # by the tokens of an earlier stream
             return
         async for done in self._generation.rounds():
             self._tally.add(done)
             num_before = self._num_emitted
-            tokens = self._emit(done)
+            tokens = self._process_round(done)
             if self.ended:
                 tokens += self._text.finish()
             self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))
@@ -81,49 +75,51 @@ class Session:
                 return
 
     def _replay(self, token_ids: Sequence[int]) -> None:
-        """Emit again what was emitted before; what is certain of it was sent then."""
+        """Process the tokens of an earlier stream, which sent those whose text was certain."""
         for i, token_id in enumerate(token_ids):
             if self.ended:
                 name = f"generated_token_ids[{i}]"
                 raise InvalidRequestError(name, token_id, "comes after the end of the generation")
-            self._released += self._take(Token(token_id=token_id, text="", fate=Fate.GIVEN))
+            self._released += self._process(Token(token_id=token_id, text="", fate=Fate.GIVEN))
         if self.ended:
             self._released += self._text.finish()
         self._credit.spend(num_emitted=len(token_ids) - len(self._released), num_sent=0)
 
     def completion(self, draft_unavailable: str) -> Completion:
-        """The end of the stream; the stop reason is known by now."""
+        """The generation so far; at its end, what the last message of the stream says."""
+        params, target = self._request.params, self._request.target
         stopped = self._stop_reason is not None
         return Completion(
             text="".join(token.text for token in self._released),
             token_ids=tuple(token.token_id for token in self._released),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             usage=Usage(
-                prompt_tokens=self._num_prompt_tokens,
+                prompt_tokens=self._request.prompt_len,
                 completion_tokens=len(self._released),
                 cached_tokens=self._tally.num_cached_tokens,
             ),
             speculation=self._tally.speculation(draft_unavailable),
             timing=self._tally.timing(),
             stop_reason=self._stop_reason,
-            seed=self._params.seed or 0,
-            rule=self._params.rule or Rule.REJECTION,
-            model=self._target.name,
+            seed=params.seed or 0,
+            rule=params.rule or Rule.REJECTION,
+            model=target.name,
             tokens=tuple(self._released),
-            reproducible=self._params.matches_tokens and self._target.batch_invariant,
+            reproducible=params.matches_tokens and target.batch_invariant,
         )
 
-    def _emit(self, done: Round) -> list[Token]:
-        """Take the round's tokens up to one that ends it all; returns those whose text is certain."""
+    def _process_round(self, done: Round) -> list[Token]:
+        """Process the round's tokens up to the one that ends the generation; returns those whose text is
+        certain."""
         certain: list[Token] = []
         for i, (token_id, fate) in enumerate(done.emitted):
-            certain += self._take(self._token(done.verdict, i, token_id, fate))
+            certain += self._process(self._token(done.verdict, i, token_id, fate))
             if self._stop_reason is not None:
                 break
         return certain
 
-    def _take(self, token: Token) -> list[Token]:
-        """Emit a token; returns those whose text is certain now."""
+    def _process(self, token: Token) -> list[Token]:
+        """Process a token; returns those whose text is certain now."""
         ends = token.token_id in self._end_ids
         self._num_emitted += 1
         certain = self._text.add(token, silent=ends)
@@ -148,14 +144,17 @@ class Session:
     def _chunk(self, tokens: list[Token], rejected: list[int], held: list[Token]) -> Chunk:
         first_index = len(self._released)
         self._released += tokens
-        shown = tuple(
-            Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED) for token_id in rejected
-        )
-        text = "".join(token.text for token in tokens)
         chunk = Chunk(
-            text=text, tokens=tuple(tokens), rejected=shown, first_index=first_index, held=tuple(held)
+            text="".join(token.text for token in tokens),
+            tokens=tuple(tokens),
+            rejected=tuple(
+                Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED)
+                for token_id in rejected
+            ),
+            first_index=first_index,
+            held=tuple(held),
         )
-        if not self._report_progress:
+        if not self._request.report_progress:
             return chunk
         return replace(chunk, speculation=self._tally.speculation(), timing=self._tally.timing())
 

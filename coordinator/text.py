@@ -1,6 +1,6 @@
 """From tokens to text that is certain: whole characters, and no part of a stop string.
 
-Three small machines, none of which does any I/O:
+Three state machines without I/O:
 
     token id ──IncrementalDetokenizer──▶ whole characters ──StopMatcher──▶ text before any stop string
              └────────────────────────── TextAssembler ──────────────────────────▶ released tokens
@@ -17,12 +17,12 @@ from specwire.completion import Token
 from specwire.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# An incomplete character has at most this many bytes, and decoders write at most one U+FFFD a byte.
+# An incomplete character has at most this many bytes, and decoders write at most one U+FFFD for each byte.
 _MAX_INCOMPLETE = 3
-# Tokens that may wait for their character. A character spans at most 4; more waiting means invalid bytes.
+# Tokens that may wait for their character. A character spans at most 4; if more wait, bytes are invalid.
 _MAX_PENDING = 8
-# The window is cut to a few tokens when it gets this long. Cut in the middle of invalid bytes it must keep
-# more bytes than three incomplete characters have, so that decoding is back in step at its end.
+# The window is cut to a few tokens at this length. A cut among invalid bytes must keep more bytes than three
+# incomplete characters have, so that decoding is synchronised again at the end of the window.
 _MAX_WINDOW = 32
 _CONTEXT = 16
 
@@ -30,16 +30,19 @@ _CONTEXT = 16
 class IncrementalDetokenizer:
     """Turns token ids into text one by one, at a cost that does not grow with the text.
 
-    Decoding a token alone is wrong (bytes of one character may be spread over tokens, and many decoders
-    drop the space before a first word), and decoding everything each time is quadratic. So a short window
-    is decoded: some tokens of context, at first those that end the prompt, then the latest ones.
+    Decoding a token alone is wrong (the bytes of a character may span tokens, and many decoders drop the
+    space before a first word), and decoding everything each time is quadratic. So a short window is decoded:
+    some tokens of context, at first from the end of the prompt, then the latest ones.
 
         window    [ context . . | pending . ]
         decoded    "never emitted|again" "\\ufffd"     ← an incomplete character waits for its last token
 
-    All pieces and `flush()` joined are what decoding the output after the prompt gives. Invalid bytes come
-    out as U+FFFD, at the latest 8 tokens after they went in; only there, and only with decoders that undo a
-    valid character because of an invalid byte after it (byte fallback), may the number of U+FFFD differ.
+    All pieces and `flush()` joined equal the decoded output. Invalid bytes become U+FFFD at most 8 tokens
+    later; only there, and only with decoders that discard a valid character because of an invalid byte after
+    it (byte fallback), may the number of U+FFFD differ.
+
+    `tokenizers.decoders.DecodeStream` does not do: it holds invalid bytes back until a valid character
+    follows, however late, and has no flush for what is incomplete at the end.
 
     Without a tokenizer the text is always empty.
     """
@@ -54,11 +57,11 @@ class IncrementalDetokenizer:
 
     @property
     def num_pending(self) -> int:
-        """How many of the latest tokens wait for the rest of a character; at most 8."""
+        """Latest tokens that wait for the rest of a character; at most 8."""
         return self._num_pending
 
     def add(self, token_id: int) -> str:
-        """Append a token; returns the text that is complete with it, often none or one word."""
+        """Append a token; returns the text that it completes, often none or one word."""
         if not self._has_text(token_id):
             if self._num_pending:
                 self._wait()
@@ -80,7 +83,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """At the end of the output: what was waiting for more, as it is."""
+        """At the end of the output: the text of an incomplete character, as it decodes."""
         text = self._decode(self._window)
         piece = text[self._num_emitted :]
         self._num_emitted = len(text)
@@ -117,7 +120,7 @@ class IncrementalDetokenizer:
 
 
 class _Progress:
-    """How far the text has got into one stop string (Knuth, Morris and Pratt)."""
+    """How much of one stop string the text ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -137,7 +140,7 @@ class _Progress:
         return table
 
     def step(self, char: str) -> bool:
-        """Advance by one character of text; True when the stop string ends with it."""
+        """Advance by one character; True when it completes the stop string."""
         while self.matched and char != self.pattern[self.matched]:
             self.matched = self._fallback[self.matched - 1]
         self.matched += char == self.pattern[self.matched]
@@ -145,10 +148,10 @@ class _Progress:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, and holds back whatever may be the beginning of one.
+    """Finds the stop string that ends first, and holds back text that may be the beginning of one.
 
-    The result depends on the text alone, never on how it was split into pieces. Of stop strings that end
-    at the same character the longest counts.
+    The result depends on the text alone, not on how it was split into pieces. Of stop strings that end at the
+    same character the longest counts.
 
     Attributes:
         stopped_by: the stop string that was found, or None.
@@ -160,7 +163,7 @@ class StopMatcher:
         self.stopped_by: str | None = None
 
     def add(self, text: str) -> str:
-        """Append text; returns what is certain to come before any stop string. None comes after a match."""
+        """Append text; returns what certainly precedes any stop string. After a match that is nothing."""
         if self.stopped_by is not None:
             return ""
         for end, char in enumerate(text, start=1):
@@ -171,7 +174,7 @@ class StopMatcher:
         return self._take(text, max((progress.matched for progress in self._progress), default=0))
 
     def flush(self) -> str:
-        """At the end of the output: the text held back, since no stop string came of it."""
+        """At the end of the output: the text held back, which did not become a stop string."""
         text, self._held = self._held, ""
         return text
 
@@ -198,25 +201,25 @@ class TextAssembler:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._matcher = StopMatcher(stop_strings)
         self._held: deque[Token] = deque()
-        self._num_certain = 0  # characters of the held tokens that come before any stop string
+        self._num_certain = 0  # characters of the held tokens that precede any stop string
 
     @property
     def stopped_by(self) -> str | None:
         return self._matcher.stopped_by
 
     def waiting(self, num_latest: int) -> list[Token]:
-        """Of the latest tokens, those that are not released yet, without their text."""
+        """Those of the latest tokens that are not released yet, without their text."""
         latest = [replace(token, text="") for token in islice(reversed(self._held), num_latest)]
         return latest[::-1]
 
     def add(self, token: Token, silent: bool = False) -> list[Token]:
         """Append a token (its own `text` is ignored) and return those that are now certain.
 
-        On a stop string these are all up to this token, with their texts cut before the match; what is
-        added after that returns nothing.
+        On a stop string these are all up to this token, with their texts cut before the match; later calls
+        return nothing.
 
         Args:
-            silent: the token ends the generation: it counts, and adds no text.
+            silent: the token ends the generation: it counts, but adds no text.
         """
         if self.stopped_by is not None:
             return []
@@ -230,16 +233,16 @@ class TextAssembler:
         return self._release() if self.stopped_by is None else self._release_all()
 
     def finish(self) -> list[Token]:
-        """At the end of the generation: the tokens that still wait. Nothing after a stop string."""
+        """At the end of the generation: the tokens that still wait; none after a stop string."""
         if self.stopped_by is None:
             self._complete_character()
         self._num_certain += len(self._matcher.flush())
         return self._release_all()
 
     def _complete_character(self) -> None:
-        """No byte will follow: what an incomplete character decodes to is text of the latest token."""
+        """No byte will follow: an incomplete character becomes text of the latest token, as it decodes."""
         piece = self._detokenizer.flush()
-        if piece and self._held:  # none is held if the prompt itself ended within a character
+        if piece and self._held:  # none is held if the prompt ended within a character
             last = self._held[-1]
             self._held[-1] = replace(last, text=last.text + piece)
             self._num_certain += len(self._matcher.add(piece))

@@ -1,4 +1,4 @@
-"""What the draft does with its logits: draw a token, note what it was drawn from and what else was likely.
+"""From the draft's logits to draft tokens, the supports they were drawn from, and likely alternatives.
 
 Knows no grpc.
 """
@@ -30,12 +30,13 @@ class DraftJob(Job):
     The last draft token is never run: its keys and values are computed in the next round, if it was
     accepted. That is why a round that accepts everything commits two tokens that the cache lacks.
 
-    Where the draft's logits are no numbers the proposal ends, with all that was drafted before. The passes go
-    on to the end all the same: how long a proposal takes must not depend on its tokens.
+    The proposal ends before the first position whose logits are not finite. All passes are run nevertheless:
+    the time that a proposal takes must not depend on its tokens.
 
     Attributes:
-        num_candidates: likeliest tokens to note at each position, beside the one that is drafted.
-        num_usable: draft tokens before logits that were no numbers; None where all were.
+        vocab_limit: token ids from here on are never drafted; 0 for no limit.
+        num_candidates: likeliest tokens to record at each position, besides the drafted one.
+        num_usable: draft tokens before the first logits that were not finite; None where all were finite.
         candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
 
@@ -52,7 +53,7 @@ class DraftJob(Job):
         self.num_rows = 1 if self.num_draft_tokens else 0
 
     def row(self) -> Row:
-        """The next position: that of the token to be drawn."""
+        """How to sample the next position."""
         tokens = self.sequence.tokens
         return Row(
             params=self.sequence.params,
@@ -63,7 +64,7 @@ class DraftJob(Job):
         )
 
     def add(self, drawn: Drawn) -> None:
-        """Take one draft token; unless it is the last, it is run next, as the cache lacks it."""
+        """Append one draft token; unless it is the last, the next pass runs it."""
         if drawn.token_id < 0 and self.num_usable is None:
             self.num_usable = len(self.drafted)
         token_id = max(0, drawn.token_id)
@@ -85,24 +86,24 @@ class DraftJob(Job):
 
 @dataclass(eq=False)
 class PeekJob(DraftJob):
-    """What may follow all tokens of a sequence: notes `num_candidates`, drafts nothing."""
+    """Finds `num_candidates` tokens that may follow all tokens of a sequence; drafts nothing."""
 
     def start(self) -> None:
         super().start()
         self.num_rows = 1
 
     def add(self, drawn: Drawn) -> None:
-        """Take the candidates; the draw is left where it is."""
+        """Keep the candidates; the drawn token is not appended."""
         self.result = drawn.ranked[: self.num_candidates]
 
 
 class Drawn(NamedTuple):
-    """What came of one row.
+    """The token drawn from one row of logits.
 
     Attributes:
-        token_id: -1 where the logits are no numbers.
-        support: what it was drawn from; None where tokens are matched.
-        ranked: likely tokens, likeliest first, the drawn one included or not.
+        token_id: -1 where the logits are not finite.
+        support: the support it was drawn from; None where tokens are matched.
+        ranked: likeliest tokens, best first; the drawn one may be among them.
     """
 
     token_id: int
@@ -114,8 +115,8 @@ class Question(NamedTuple):
     """One row for each job.
 
     Attributes:
-        limits: [num_rows] tokens from here on cannot be said; 0 for no limit.
-        num_ranked: likely tokens wanted of each row.
+        limits: [num_rows] token ids from here on are excluded; 0 for no limit.
+        num_ranked: likeliest tokens wanted of each row.
     """
 
     rows: list[Row]
@@ -174,7 +175,7 @@ class DraftDecider:
     def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
 
-        A row that is no law has an empty support, and -1 is its token.
+        A row without finite logits has an empty support and the token -1.
         """
         if not places:
             return []
@@ -186,7 +187,7 @@ class DraftDecider:
 
 
 def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray) -> Iterator[Drawn]:
-    """Of rows where tokens are matched; ranked [num_rows, num_ranked] by score, so many of them possible."""
+    """For rows where tokens are matched; ranked [num_rows, num_ranked] by score, lengths [num_rows]."""
     for token_id, ids, n in zip(token_ids.tolist(), ranked.tolist(), lengths.tolist(), strict=True):
         yield Drawn(token_id, None, ids[:n])
 
@@ -194,14 +195,14 @@ def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray) -> Iterat
 def _supports(
     token_ids: IntArray, ids: IntArray, probs: FloatArray, lengths: IntArray, *, num_ranked: int
 ) -> Iterator[Drawn]:
-    """Of rows that were sampled from a support, which is sorted, likeliest first."""
+    """For rows that were sampled from a support, which is sorted by probability, highest first."""
     for row, (token_id, n) in enumerate(zip(token_ids.tolist(), lengths.tolist(), strict=True)):
         ranked = ids[row, : min(n, num_ranked)].tolist()
         yield Drawn(token_id, Support(ids[row, :n], probs[row, :n]), ranked)
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
-    """Never propose what the target cannot say (a draft whose vocabulary is padded further)."""
+    """Exclude tokens that the target lacks, where the draft's vocabulary is padded further."""
     width = logits.shape[1]
     if all(not 0 < limit < width for limit in limits):
         return logits

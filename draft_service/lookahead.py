@@ -1,15 +1,15 @@
-"""One stream of the draft service: proposals when they are asked for, and others before that.
+"""One stream of the draft service: proposals on request, and others prepared ahead of requests.
 
 While the target verifies a proposal the stream works ahead: it forks its sequence for the likeliest outcomes
-of the round, drafts what would follow them, all together, and hands over each proposal as it is ready. When
-it gets ahead of the target, it goes on with the likeliest outcomes of those.
+of the round, drafts what would follow each, all in the same forward passes, and hands over each proposal when
+it is ready. When it gets ahead of the target, it continues with the likeliest outcomes of those proposals.
 
     root        committed tokens, and the proposal that is being verified
     branches    an outcome of the root or of another branch, and the proposal that follows it
 
-The next request commits tokens. If a branch was made for them, it is the root from then on and keeps its
-own branches; every other one is closed, and its memory is free before the next forward pass. Proposals are
-the same as if they had been asked for: a draft token depends on seed, position and the tokens before alone.
+The next request commits tokens. If a branch was made for them, it becomes the root and keeps its own
+branches; every other branch is closed, and its memory is free before the next forward pass. Proposals are the
+same as if they had been requested: a draft token depends only on seed, position and the tokens before it.
 Knows no grpc.
 """
 
@@ -25,18 +25,18 @@ from specwire.core import Preparation, Proposal
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.errors import SpecwireError
-from specwire.estimate.forecast import NUM_RANKS, Forecast, Likely
+from specwire.estimate.forecast import NUM_RANKS, Forecast, LikelyOutcome
 
 MIN_WORTH = 0.005
-"""Outcomes less likely than this are not worth the work."""
+"""Outcomes less likely than this are not prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBranch:
-    """A proposal for whoever commits `path` after the tokens that the stream's last request committed.
+    """A proposal for the case that `path` follows the tokens which the stream's last request committed.
 
     Attributes:
-        num_wanted: draft tokens that it was to have.
+        num_wanted: draft tokens that were asked for; the proposal may have fewer.
         started_ns, finished_ns: when it was worked on, by the stopwatch.
     """
 
@@ -48,12 +48,12 @@ class PreparedBranch:
 
 
 class DraftAnswer(NamedTuple):
-    """To one request.
+    """The answer to one request.
 
     Attributes:
-        job: what committed its tokens.
+        job: the job that committed its tokens.
         proposal: None when no tokens were wanted.
-        was_prepared: whether the work began before the request came.
+        was_prepared: whether the work began before the request arrived.
     """
 
     job: DraftJob
@@ -62,18 +62,21 @@ class DraftAnswer(NamedTuple):
 
 
 Push = Callable[[int, Sequence[PreparedBranch]], Awaitable[None]]
-"""Takes the committed length that the paths begin at, and proposals, likeliest first."""
+"""Sends prepared proposals, given the committed length that their paths begin at; likeliest first."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """A proposal, finished or in the making, and the tokens between the root's committed ones and it.
+    """A proposal, finished or in progress, and the tokens between the root's committed ones and it.
 
     Attributes:
-        worth: estimated probability that it will be asked for.
-        peek: what may follow its whole proposal, when known.
-        after_all: worth of each of those, the likeliest first.
-        outcomes: of its own proposal, the likeliest last; those that were taken have branches, or had.
+        path: these tokens; empty for the root.
+        worth: estimated probability that the proposal will be requested.
+        peek: the job that finds the candidates after the whole proposal, once it was submitted.
+        bonus_worths: worth of each of these candidates, likeliest first.
+        outcomes: outcomes of its own proposal without a branch, likeliest last.
+        taken: (num_accepted, next_token) of the outcomes that have a branch, or had one.
+        num_listed: positions whose candidates are in `outcomes`.
     """
 
     job: DraftJob
@@ -82,14 +85,14 @@ class Branch:
     worth: float = 1.0
     pushed: bool = False
     peek: asyncio.Future[list[int]] | None = None
-    after_all: list[float] = field(default_factory=list)
-    outcomes: list[Likely] = field(default_factory=list)
+    bonus_worths: list[float] = field(default_factory=list)
+    outcomes: list[LikelyOutcome] = field(default_factory=list)
     taken: set[tuple[int, int]] = field(default_factory=set)
     num_listed: int = 0
 
     @property
     def proposal(self) -> Proposal | None:
-        """None while it is in the making, or when that failed."""
+        """None while it is in progress, or when it failed."""
         found: Proposal | None = _result(self.future)
         return found
 
@@ -100,33 +103,39 @@ class Branch:
 
     @property
     def candidates(self) -> list[list[int]]:
-        """By position of its proposal; and after all of it, where that is known."""
-        after = _result(self.peek) if self.peek else None
-        return self.job.candidates if after is None else [*self.job.candidates, after]
+        """By position of its proposal, and for the position after it where that is known."""
+        bonus = _result(self.peek) if self.peek else None
+        return self.job.candidates if bonus is None else [*self.job.candidates, bonus]
 
     @property
     def next_worth(self) -> float:
-        """Of its likeliest outcome without a branch."""
+        """Worth of its likeliest outcome without a branch."""
         return self.worth * self.outcomes[-1].probability if self.outcomes else 0.0
 
     @property
-    def expected(self) -> list[float]:
-        """Worth of each outcome that a peek under way will name."""
-        return [] if self.peek is None or self.peek.done() else self.after_all
+    def worths_to_come(self) -> list[float]:
+        """Worth of each outcome that a running peek will list."""
+        return [] if self.peek is None or self.peek.done() else self.bonus_worths
 
     def list_outcomes(self, forecast: Forecast) -> None:
-        """Anew whenever candidates at another position are known."""
+        """List the outcomes again if candidates of another position are known by now."""
         candidates = self.candidates
         if self.proposal and len(candidates) > self.num_listed:
             self.num_listed = len(candidates)
             likely = forecast.outcomes(len(self.proposal.token_ids), candidates, MIN_WORTH / self.worth)
             self.outcomes = [o for o in reversed(likely) if (o.num_accepted, o.next_token) not in self.taken]
 
-    def take_outcome(self) -> Likely:
-        """The likeliest without a branch."""
+    def take_outcome(self) -> LikelyOutcome:
+        """Remove the likeliest outcome, to make a branch for it."""
         likely = self.outcomes.pop()
         self.taken.add((likely.num_accepted, likely.next_token))
         return likely
+
+    def move_to_root(self, root_path_len: int, root_worth: float) -> None:
+        """Measure path and worth from a branch that is the root from now on, given its own path and worth."""
+        self.path = self.path[root_path_len:]
+        self.worth = self.job.worth = self.worth / root_worth
+        self.num_listed = 0  # outcomes below the minimum worth may be above it now
 
 
 class Lookahead:
@@ -134,8 +143,9 @@ class Lookahead:
 
     Args:
         sequence: the stream's own, which lives as long as the stream.
+        vocab_limit: token ids from here on are never proposed; 0 for no limit.
         forecast: of this stream's rounds.
-        push: hands over what was prepared.
+        push: sends prepared proposals.
     """
 
     def __init__(
@@ -148,9 +158,9 @@ class Lookahead:
         self._push = push
         self._root: Branch | None = None
         self._branches: list[Branch] = []
-        self._preparation: Preparation | None = None  # what the root asks for; None while a request is served
+        self._preparation: Preparation | None = None  # for the root; None while a request is served
         self._work: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def draft(
         self,
@@ -164,51 +174,55 @@ class Lookahead:
         Args:
             base_len: committed length that the sequence is rolled back to.
             token_ids: committed tokens after it.
-            num_draft_tokens: wanted; 0 with a preparation when the proposal was handed over before.
+            num_draft_tokens: wanted; 0 with a preparation when the proposal was pushed before.
+            preparation: what to prepare ahead of the next request; None for nothing.
 
         Raises:
             SpecwireError: the request cannot be served.
         """
         if self._work is not None and self._work.done():
-            self._work.result()  # a defect: it ends with the stream
+            self._work.result()  # it only ends with an exception, a defect, which ends the stream too
         self._preparation = None
-        root = self._follow(base_len, token_ids)
-        was_prepared = root is not None and await self._comes(root)
+        path = self._path_from_root(base_len, token_ids)
+        if path:
+            self._learn(path)
+        root = self._follow(path)
+        was_prepared = root is not None and await self._finishes(root)
         if root is None or not was_prepared:
-            root = self._begin(base_len, token_ids, num_draft_tokens, preparation)
+            root = self._draft_unprepared(base_len, token_ids, num_draft_tokens, preparation)
         self._root = root
         proposal: Proposal | None = await root.future
         if proposal is not None and preparation is not None:
-            self._go_ahead(preparation)
+            self._start_working_ahead(preparation)
         if proposal is not None:
             proposal = proposal.first(num_draft_tokens) if num_draft_tokens else None
         return DraftAnswer(root.job, proposal, was_prepared)
 
     def close(self) -> None:
-        """End the work and close all forks; the stream's own sequence is its opener's."""
+        """Stop working ahead and close all forks; the stream's own sequence belongs to the caller."""
         if self._work is not None and not self._work.cancel() and not self._work.cancelled():
-            self._work.exception()  # of a stream that has ended, most likely
+            self._work.exception()  # retrieved: most likely the stream it pushed to has ended
         self._close(self._branches)
         self._branches = []
 
-    async def _comes(self, branch: Branch) -> bool:
-        """Whether a branch that somebody waits for now gets its proposal.
+    async def _finishes(self, branch: Branch) -> bool:
+        """Wait for the proposal of a branch that was requested; False if it fails.
 
-        Memory to work ahead in may have run out just before the engine heard that it is waited for.
+        It may fail for lack of memory to work ahead in, just before the engine promotes its job.
         """
         if not branch.future.done():
-            self._engine.hurry(branch.job)
+            self._engine.promote(branch.job)
             await asyncio.wait([branch.future])
         return not branch.failed
 
-    def _begin(
+    def _draft_unprepared(
         self,
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
         preparation: Preparation | None,
     ) -> Branch:
-        """Draft on the stream's own sequence, since nothing was prepared for these tokens."""
+        """Draft on the stream's own sequence, where nothing was prepared for these tokens."""
         job = DraftJob(
             self._sequence,
             base_len,
@@ -219,27 +233,6 @@ class Lookahead:
         )
         return Branch(job, self._engine.submit(job, extra_len=num_draft_tokens))
 
-    def _follow(self, base_len: int, token_ids: Sequence[int]) -> Branch | None:
-        """The branch that was made for these tokens, as the new root; all that is out of date is closed."""
-        path = self._path_from_root(base_len, token_ids)
-        if path is not None:
-            self._learn(path)
-        found = next((b for b in self._branches if b.path == path and not b.failed), None)
-        alive: list[Branch] = []
-        if found is not None:
-            num = len(found.path)
-            alive = [b for b in self._branches if b is not found and b.path[:num] == found.path]
-        self._close(b for b in self._branches if b is not found and b not in alive)
-        self._branches = alive
-        if found is not None:
-            self._engine.adopt(self._sequence, found.job.sequence)
-            root_path, root_worth = found.path, found.worth
-            for branch in (found, *alive):
-                branch.path = branch.path[len(root_path) :]
-                branch.worth = branch.job.worth = branch.worth / root_worth
-                branch.num_listed = 0  # what was not worth listing may be now
-        return found
-
     def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens committed after the root's own; None where they do not build on the root."""
         root = self._root
@@ -248,8 +241,23 @@ class Lookahead:
             return None
         return (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
 
+    def _follow(self, path: tuple[int, ...] | None) -> Branch | None:
+        """Make the branch of this path the new root, if there is one; close all that do not continue it."""
+        found = next((b for b in self._branches if b.path == path and not b.failed), None)
+        kept: list[Branch] = []
+        if found is not None:
+            kept = [b for b in self._branches if b is not found and b.path[: len(found.path)] == path]
+        self._close(b for b in self._branches if b is not found and b not in kept)
+        self._branches = kept
+        if found is not None:
+            self._engine.replace_with_fork(self._sequence, found.job.sequence)
+            path_len, worth = len(found.path), found.worth
+            for branch in (found, *kept):
+                branch.move_to_root(path_len, worth)
+        return found
+
     def _learn(self, path: tuple[int, ...]) -> None:
-        """Teach the forecast how the root's round ended, if the path is one round's outcome."""
+        """Tell the forecast how the root's round ended, if the path is an outcome of that one round."""
         assert self._root is not None
         proposal, candidates = self._root.proposal, self._root.candidates
         assert proposal is not None
@@ -266,28 +274,28 @@ class Lookahead:
 
     # --- ahead of the next request ---
 
-    def _go_ahead(self, preparation: Preparation) -> None:
+    def _start_working_ahead(self, preparation: Preparation) -> None:
         self._preparation = preparation
         if self._work is None:
             self._work = asyncio.create_task(self._work_ahead())
-        self._news.set()
+        self._changed.set()
 
     async def _work_ahead(self) -> None:
-        """As long as the stream lives, whenever there is news: branch out, and hand over what is ready.
+        """For the life of the stream: whenever something changed, branch out, and push what is ready.
 
-        One task for all roots, which reads root and branches anew after every wait. A task for each root that
-        outlived its root branched out from tokens that were not committed: it drafted with random numbers
-        that had been judged, and bent the distribution.
+        One task serves all roots, and reads root and branches again after every await. A task for each root
+        that outlived its root branched out from tokens that were not committed: it drafted with random
+        numbers that had been judged already, which biases the output distribution.
         """
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             self._branch_out()
             while (root := self._root) and (prepared := self._take_ready()):
                 await self._push(root.job.committed_len, prepared)
 
     def _take_ready(self) -> list[PreparedBranch]:
-        """What is ready and was not handed over yet, likeliest first; nothing while a request is served."""
+        """Finished proposals, each once, likeliest first; nothing while a request is served."""
         if self._preparation is None:
             return []
         prepared = []
@@ -303,46 +311,53 @@ class Lookahead:
         return prepared
 
     def _branch_out(self) -> None:
-        """Begin with the likeliest outcomes that have no branch; nothing while a request is served."""
+        """Add branches for the likeliest outcomes without one; nothing while a request is served."""
         root, preparation = self._root, self._preparation
         if root is None or preparation is None:
             return
-        failed = [branch for branch in self._branches if branch.failed]
-        self._close(failed)
-        self._branches = [branch for branch in self._branches if branch not in failed]
+        self._close_failed()
         for branch in (root, *self._branches):
             self._peek(branch)
             branch.list_outcomes(self._forecast)
-        expected = [worth for branch in (root, *self._branches) for worth in branch.expected]
-        while True:
-            parent = max((root, *self._branches), key=lambda branch: branch.next_worth)
-            # What a peek will show in a moment has its place kept, where it is worth more.
-            num_kept = sum(worth > parent.next_worth for worth in expected)
-            is_full = len(self._branches) + num_kept >= preparation.num_outcomes
-            if is_full or parent.next_worth < MIN_WORTH:
-                return
+        worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.worths_to_come]
+        while parent := self._next_parent(root, preparation.num_outcomes, worths_to_come):
             self._add_branch(parent, preparation.num_draft_tokens)
 
+    def _close_failed(self) -> None:
+        failed = [branch for branch in self._branches if branch.failed]
+        self._close(failed)
+        self._branches = [branch for branch in self._branches if branch not in failed]
+
+    def _next_parent(self, root: Branch, max_branches: int, worths_to_come: list[float]) -> Branch | None:
+        """The branch whose next outcome is the likeliest; None when no further branch is worth it or fits.
+
+        Outcomes that running peeks will list have places reserved, where they are worth more.
+        """
+        parent = max((root, *self._branches), key=lambda branch: branch.next_worth)
+        num_reserved = sum(worth > parent.next_worth for worth in worths_to_come)
+        is_full = len(self._branches) + num_reserved >= max_branches
+        return None if is_full or parent.next_worth < MIN_WORTH else parent
+
     def _sequence_of(self, branch: Branch) -> TokenSequence:
-        """Where a branch's tokens are: the root's are those of the stream's own sequence."""
+        """The sequence of a branch's tokens; that of the root is the stream's own."""
         return self._sequence if branch is self._root else branch.job.sequence
 
     def _peek(self, branch: Branch) -> None:
-        """Find out what may follow a whole proposal, once it is there."""
+        """Once a proposal is finished, find the candidates that may follow all of it."""
         proposal = branch.proposal
         if proposal is None or branch.peek is not None:
             return
-        shares = self._forecast.after_all(len(proposal.token_ids))
-        branch.after_all = [branch.worth * share for share in shares]
+        shares = self._forecast.bonus_probabilities(len(proposal.token_ids))
+        branch.bonus_worths = [branch.worth * share for share in shares]
         job = PeekJob(
             self._sequence_of(branch),
             branch.job.committed_len + len(proposal.token_ids),
             [],
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
-            worth=sum(branch.after_all),
+            worth=sum(branch.bonus_worths),
         )
-        if branch.after_all[0] >= MIN_WORTH:
+        if branch.bonus_worths[0] >= MIN_WORTH:
             branch.peek = self._submit(job, 0)
 
     def _add_branch(self, parent: Branch, num_draft_tokens: int) -> None:
@@ -364,22 +379,22 @@ class Lookahead:
         self._branches.append(Branch(job, self._submit(job, num_draft_tokens), path, worth))
 
     def _submit(self, job: DraftJob, extra_len: int) -> asyncio.Future[Any]:
-        """A background job; what it fails with concerns nobody, since the stream goes on without it."""
+        """Submit a background job; its errors are not reported, since the stream works without it."""
         try:
             future = self._engine.submit(job, extra_len, background=True)
         except SpecwireError as error:  # the end of the context, or of the service
             future = asyncio.get_running_loop().create_future()
             future.set_exception(error)
-        future.add_done_callback(self._note_end)
+        future.add_done_callback(self._ended)
         return future
 
-    def _note_end(self, done: asyncio.Future[Any]) -> None:
+    def _ended(self, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
             done.exception()
-        self._news.set()
+        self._changed.set()
 
 
 def _result(future: asyncio.Future[Any]) -> Any:
-    """What came of it; None as long as nothing did, or when it failed."""
+    """None while it is pending, or when it failed."""
     failed = not future.done() or future.cancelled() or future.exception() is not None
     return None if failed else future.result()

@@ -1,4 +1,4 @@
-"""One draft service: model, engine and server put together."""
+"""One draft service: model, engine and server assembled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 @contextlib.asynccontextmanager
 async def serving(config: DraftConfig) -> AsyncIterator[str]:
-    """A running service; yields its `HOST:PORT`, and ends gracefully.
+    """A running service; yields its `HOST:PORT`, and shuts down gracefully.
 
     Raises:
         ModelLoadError: the model cannot be served.

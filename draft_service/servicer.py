@@ -23,7 +23,7 @@ from specwire.wire import model as wire
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One stream is one sequence; its KV cache goes when the stream goes, however it ends."""
+    """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
 
     def __init__(
         self, service: ModelService, tracer: tracing.Tracing, *, max_outcomes: int, max_support: int
@@ -72,7 +72,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return lookahead
 
     def _preparation(self, request: draft_pb2.DraftRequest) -> Preparation | None:
-        """What the request asks to prepare, within what this service does."""
+        """What the request asks to prepare, limited to what this service allows."""
         if not request.HasField("prepare"):
             return None
         if not self._max_outcomes:
@@ -96,13 +96,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 class _Answers:
-    """The stream's way back: answers, and between them what was prepared; one message at a time.
+    """Writes the stream's responses, one at a time: answers, and prepared proposals between them.
 
     Args:
-        support_len: that all supports are filled up to.
+        support_len: length that all supports are padded to.
 
     Attributes:
-        traceparent: of the last request.
+        traceparent: that of the last request.
     """
 
     def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing, *, support_len: int) -> None:
@@ -110,11 +110,11 @@ class _Answers:
         self._incarnation = incarnation
         self._tracer = tracer
         self._support_len = support_len
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self.traceparent = ""
 
     async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer) -> None:
-        """Of a request; what was prepared before it came cost it nothing."""
+        """Answer a request; a proposal that was prepared before it arrived has no timings."""
         job, proposal, was_prepared = answer
         proposals = [self._message(proposal, (), request.num_draft_tokens)] if proposal else []
         await self._write(
@@ -129,7 +129,7 @@ class _Answers:
         )
 
     async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
-        """Ahead of a request."""
+        """Send proposals ahead of a request."""
         if self.traceparent:
             self._tracer.record(
                 "draft.prepare",
@@ -147,10 +147,10 @@ class _Answers:
         return wire.proposal_to_proto(proposal, path, num_tokens=num_tokens, support_len=self._support_len)
 
     async def _write(self, message: draft_pb2.DraftResponse) -> None:
-        async with self._turn:
+        async with self._write_lock:
             await self._context.write(message)
 
 
 def _kind(params: SamplingParams) -> str:
-    """Streams whose rounds end alike learn together."""
+    """Key of the forecast shared by streams that sample in the same way."""
     return "greedy" if params.greedy else str(params.rule)

@@ -1,7 +1,7 @@
-"""`specwire verify --replicas N`: so many verify services, each a child process with a port of its own.
+"""`specwire verify --replicas N`: N verify services, each a child process with a port of its own.
 
-One that dies is started again where it was, after a pause that grows as long as it does not stay. One that
-cannot start at all is the end of the command: the next one would fail like it.
+A replica that dies is restarted at the same address, after a pause that grows with each failure in a row. If
+a replica cannot start the first time, the command ends: restarting it would fail in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specwire.cli.supervisor import Service, check_free, device_of, wait_ready
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_words
 from specwire.config.services import VerifyConfig
-from specwire.engine.group.instance import Instance, alone
+from specwire.engine.group.instance import Instance, isolated_environ
 from specwire.engine.group.placement import require_ray
 from specwire.errors import ConfigError, ServiceUnavailableError
 
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0
-"""Who has served for so long did not die of its start."""
+"""A replica that served for this long did not fail because of its start."""
 _STOP_MARGIN_S = 5.0
 
 
 @contextlib.asynccontextmanager
 async def serving(config: VerifyConfig) -> AsyncIterator[str]:
-    """Running replicas, kept running; yields their addresses with commas between, and ends all gracefully.
+    """Supervised replicas; yields their addresses, separated by commas, and shuts all down gracefully.
 
     Raises:
         ConfigError: one of them cannot start, with its own reason.
-        ServiceUnavailableError: the Ray instance that they share was lost.
+        ServiceUnavailableError: the Ray instance that they share has ended.
     """
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_shared_instance(config))
@@ -46,7 +46,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         replicas: list[LocalReplica] = []
         stack.callback(lambda: [replica.service.kill() for replica in replicas])
         for index in range(config.replicas):
-            replicas.append(LocalReplica(_config_of(config, index, ray_address), alone() if instance else {}))
+            replicas.append(
+                LocalReplica(_config_of(config, index, ray_address), isolated_environ() if instance else {})
+            )
         await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
         try:
             async with asyncio.TaskGroup() as group:
@@ -79,7 +81,7 @@ class LocalReplica:
         self.service = Service("verify_service", [*chain(*words)], self._environ)
 
     async def keep(self) -> None:
-        """Start it again whenever it ended."""
+        """Restart it whenever it ends, until cancelled."""
         self._config = replace(self._config, address=self.service.address)
         while True:
             served_s = await self._ended()
@@ -92,12 +94,12 @@ class LocalReplica:
             log.warning("verify service %s serves again", self._config.address)
 
     async def stop(self) -> None:
-        """End it gracefully, by force after its grace."""
+        """Shut it down gracefully; kill it after its grace period."""
         self.service.terminate()
         await asyncio.to_thread(self.service.stop, self._config.grace_s + _STOP_MARGIN_S)
 
     async def _ended(self) -> float:
-        """Wait until it has; returns the seconds that it served."""
+        """Wait until it ends; returns for how many seconds it served."""
         started_s = time.monotonic()
         while self.service.process.poll() is None:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(_POLL_S)
@@ -109,7 +111,7 @@ class LocalReplica:
         await asyncio.sleep(seconds)
 
     async def _try(self) -> ConfigError | None:
-        """Start it; why that failed, or None when it serves."""
+        """Start it; the reason if that failed, None when it serves."""
         self._start()
         try:
             await asyncio.to_thread(wait_ready, [self.service])
@@ -119,7 +121,7 @@ class LocalReplica:
 
 
 def pause_s(num_failures: int) -> float:
-    """Seconds before the next start, after so many ends one soon after the other; at least one.
+    """Seconds before the next start, after `num_failures` failures in a row, at least 1.
 
     >>> [pause_s(n) for n in (1, 2, 3, 100)]
     [0.5, 1.0, 2.0, 30.0]
@@ -128,7 +130,7 @@ def pause_s(num_failures: int) -> float:
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:
-    """Ray for all groups: instances that know nothing of each other would hand out the same devices."""
+    """One Ray instance for all replicas: separate instances would assign the same devices."""
     if config.tensor_parallel_size == 1 or config.ray_address:
         return contextlib.nullcontext()
     require_ray(config.tensor_parallel_size)
@@ -136,10 +138,10 @@ def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | 
 
 
 def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConfig:
-    """What makes a replica one of its own.
+    """The config of one replica: its own ports, device and share of memory.
 
     Raises:
-        ConfigError: its address is taken.
+        ConfigError: its address is in use.
     """
     address, metrics_address = _follow(config.address, index), _follow(config.metrics_address, index)
     check_free("address", address)
@@ -158,7 +160,7 @@ def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConf
 
 
 def _follow(address: str, index: int) -> str:
-    """Ports follow each other, unless any will do."""
+    """Consecutive ports; 0, which lets the system choose, stays 0."""
     if not address:
         return ""
     host, port = split_address("address", address)

@@ -1,4 +1,4 @@
-"""One verify service: model, engine and server put together."""
+"""One verify service: model, engine and server assembled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verify_service.verifier import VerifyDecider
 
 @contextlib.asynccontextmanager
 async def serving(config: VerifyConfig) -> AsyncIterator[str]:
-    """A running service; yields its `HOST:PORT`, and ends gracefully.
+    """A running service; yields its `HOST:PORT`, and shuts down gracefully.
 
     Raises:
         ModelLoadError: the model cannot be served.

@@ -20,7 +20,7 @@ from verify_service.verifier import VerifyJob
 
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
-    """One stream is one sequence; its KV cache goes when the stream goes, however it ends."""
+    """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
 
     def __init__(self, service: ModelService, tracer: tracing.Tracing) -> None:
         self._service = service
@@ -77,7 +77,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
 
 def _supports(request: verify_pb2.VerifyRequest, params: SamplingParams, vocab_size: int) -> list[IntArray]:
-    """One set of distinct, known ids a draft token: the residual outside it would be wrong otherwise."""
+    """One support per draft token, checked: unknown or repeated ids would make the residual wrong."""
     wanted = 0 if params.matches_tokens else len(request.draft_token_ids)
     if len(request.support_token_ids) != wanted:
         raise InvalidRequestError("support_token_ids", len(request.support_token_ids), f"must be {wanted}")

@@ -1,6 +1,6 @@
-"""What the target does with its logits: say, at every draft position, what it would have written.
+"""From the target's logits to verdicts: its probabilities and its own token at every draft position.
 
-Nothing here decides: the accept rule runs in the coordinator (`specwire.rule.acceptance`). Knows no grpc.
+The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Knows no grpc.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)
 
 @dataclass(eq=False)
 class VerifyJob(Job):
-    """Commit tokens, then judge draft tokens after them, in one forward pass."""
+    """Commit tokens, then verify draft tokens after them, in one forward pass."""
 
     draft_token_ids: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
@@ -40,7 +40,7 @@ class VerifyJob(Job):
         self.num_rows = len(self.draft_token_ids) + 1
 
     def case(self) -> Case:
-        """What is to be judged, and all that it takes to judge it."""
+        """What to judge, and the parameters needed for it."""
         sequence, params = self.sequence, self.sequence.params
         return Case(
             params=params,
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     """One sequence's rows: one for each draft position, and one for the position after them.
 
     Attributes:
-        history: int64, all of its tokens, drafts included; empty where the parameters do not ask for them.
+        history: int64, all of its tokens, drafts included; empty where the parameters do not need them.
         committed_len: position of its first row.
         supports: one for each draft token; empty where tokens are matched.
     """
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits that it is about."""
+        """Rows of logits."""
         return len(self.draft_token_ids) + 1
 
     def rows(self) -> list[Row]:
@@ -89,16 +89,16 @@ class Case(NamedTuple):
         ]
 
     def row_supports(self) -> list[IntArray]:
-        """The support at each row; at the last one nothing was proposed, so everything is outside it."""
+        """The support at each row; empty at the last row, where nothing was proposed."""
         return [*(self.supports or [_NO_IDS] * len(self.draft_token_ids)), _NO_IDS]
 
 
 class Judged(NamedTuple):
-    """What came of a case, one entry a row; probabilities and masses for draft positions only.
+    """The result for a case, one entry a row; probabilities and masses for draft positions only.
 
     Attributes:
-        is_finite: whether the logits were numbers; nothing else counts if not.
-        token_ids: the target's own, or the one outside the support.
+        is_finite: whether the logits are finite; if not, the other fields are meaningless.
+        token_ids: the target's own token where tokens are matched, else one drawn outside the support.
     """
 
     is_finite: bool
@@ -122,7 +122,7 @@ class VerifyDecider:
         rows = [row for case in cases for row in case.rows()]
         supports = [support for case in cases for support in case.row_supports()]
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        found = _find(log_probs, rows, supports)
+        found = _evaluate(log_probs, rows, supports)
         judged, start = [], 0
         for case in cases:
             here = slice(start, start + case.num_rows)
@@ -147,12 +147,12 @@ class VerifyDecider:
                 job.result = _not_finite()
 
 
-class _Found(NamedTuple):
-    """One entry a row; `target_probs` and `tail_mass` mean nothing where tokens are matched.
+class _RowResults(NamedTuple):
+    """One entry a row; `target_probs` and `tail_mass` are unset where tokens are matched.
 
     Attributes:
-        maxima: of log probabilities, or of a greedy row's logits; not finite where logits are no numbers,
-            or became none by the parameters. -inf among them may occur.
+        maxima: of the log probabilities, or of a greedy row's logits. Not finite where the logits are not,
+            or where the parameters made them so; single entries of -inf do not show here.
     """
 
     token_ids: IntArray
@@ -161,14 +161,14 @@ class _Found(NamedTuple):
     target_probs: list[FloatArray]
 
 
-def _find(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _Found:
-    """All that is asked of the device, in one copy back."""
+def _evaluate(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _RowResults:
+    """Compute all results on the device, and copy them to the host at once."""
     matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
     sampled = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
     chosen = _chosen(log_probs, rows, matched)
     on_support, tail_mass, tail_tokens = _judge(log_probs, rows, supports, sampled)
     host = to_host(chosen, on_support, tail_mass, tail_tokens, log_probs.amax(dim=1))
-    found = _Found(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
+    found = _RowResults(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
     found.token_ids[matched], found.token_ids[sampled] = host[0], host[3]
     found.tail_mass[sampled] = host[2]
     for i, row_probs in zip(sampled, host[1], strict=True):
@@ -186,7 +186,7 @@ def _chosen(log_probs: Tensor, rows: list[Row], places: list[int]) -> Tensor:
 def _judge(
     log_probs: Tensor, rows: list[Row], supports: list[IntArray], places: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection: probabilities on the support, and one token drawn from outside it; `judge_support`'s own."""
+    """Rejection sampling: the results of `sampling.judge_support` for some rows."""
     if not places:
         none = torch.zeros(0, device=log_probs.device)
         return none, none, none
@@ -196,7 +196,7 @@ def _judge(
     return sampling.judge_support(probs, padded, uniforms)
 
 
-def _judged(case: Case, found: _Found, here: slice, logits: Tensor) -> Judged:
+def _judged(case: Case, found: _RowResults, here: slice, logits: Tensor) -> Judged:
     is_finite = bool(np.isfinite(found.maxima[here]).all())
     token_ids = found.token_ids[here].tolist()
     logprobs = _logprobs(case, logits, token_ids)
@@ -208,7 +208,7 @@ def _judged(case: Case, found: _Found, here: slice, logits: Tensor) -> Judged:
 
 
 def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs]:
-    """Before warps and penalties: for every token that may be emitted, then for the likeliest."""
+    """Log probabilities before warps and penalties, of every token that may be emitted and the likeliest."""
     num_top = case.params.logprobs
     if num_top is None:
         return []

@@ -131,7 +131,7 @@ class _Replica(Replica):
     def __init__(self, role: str, info: ModelInfo, open_call: Callable[[], Call]) -> None:
         super().__init__(role, role)
         self._open_call = open_call
-        self.came(info)
+        self.mark_ready(info)
 
     def open_stream(self, timeout_s: float | None) -> Call:
         return self._open_call()
@@ -139,15 +139,15 @@ class _Replica(Replica):
 
 def _verify_pool(info: ModelInfo, open_call: Callable[[], Call]) -> VerifyPool:
     pool = VerifyPool("", Names())
-    pool.adopt(_Replica("verify", info, open_call))
-    pool.note(info)
+    pool.add(_Replica("verify", info, open_call))
+    pool.check_info(info)
     return pool
 
 
 def _draft_pool(target: ModelInfo, info: ModelInfo | None, open_call: Callable[[], Call]) -> DraftPool:
     pool = DraftPool("", Names(), PLAINTEXT, target)
     if info:
-        pool.adopt(_Replica("draft", info, open_call))
+        pool.add(_Replica("draft", info, open_call))
     return pool
 
 

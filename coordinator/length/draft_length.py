@@ -41,7 +41,7 @@ class FixedLength:
         self._own.add(len(done.proposal.token_ids), done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
-        if self.limit and settled is not None and not done.draft_cost.away:
+        if self.limit and settled is not None and not done.draft_cost.draft_unavailable:
             num_drafted = min(len(done.proposal.token_ids), MAX_CHOSEN)
             self._shared.add_settled(*settled, num_drafted, elapsed_ns)
 
@@ -91,7 +91,7 @@ class AdaptiveLength:
         self._own.add(num_drafted, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
-        if settled is not None and not done.draft_cost.away:
+        if settled is not None and not done.draft_cost.draft_unavailable:
             self._shared.add_settled(*settled, num_drafted, elapsed_ns)
 
 

@@ -228,12 +228,14 @@ class SharedMeasurements:
             self._num_proposals += 1
             self._num_drafted += _RATE * (num_drafted - self._num_drafted)
             if draft_cost.forward_ns:
-                self._draft_costs.add((num_drafted, draft_cost.num_new_tokens), max(1, draft_cost.wall_ns))
+                self._draft_costs.add(
+                    (num_drafted, draft_cost.num_prefill_tokens), max(1, draft_cost.wall_ns)
+                )
             else:
                 self._hit_wait_ns += _RATE * (draft_cost.wall_ns - self._hit_wait_ns)
                 expected_ns = self._late_ns(num_drafted, self._pass_ns(num_drafted))
                 self._hit_expected_ns += _RATE * (expected_ns - self._hit_expected_ns)
-        self._add_hit(num_drafted > 0, not draft_cost.forward_ns, draft_cost.given_up)
+        self._add_hit(num_drafted > 0, not draft_cost.forward_ns, draft_cost.timed_out)
         self._add_verify(done.verify_cost, num_drafted)
         if self._is_new and self._is_known:
             self._first_cap = self._modelled_cap()
@@ -254,12 +256,12 @@ class SharedMeasurements:
         if cap is not None and not self._outcomes.on_trial(num_streams):
             self._caps.add(cap, num_streams, num_drafted, elapsed_ns)
 
-    def _add_hit(self, is_there: bool, was_begun: bool, given_up: bool) -> None:
+    def _add_hit(self, is_there: bool, was_begun: bool, timed_out: bool) -> None:
         """A proposal had been begun before it was asked for, or not, where that was wanted."""
         if is_there and (was_begun or self.num_outcomes):
             self._hit_rate.add(was_begun)
             self._hit_chance.add(was_begun)
-        elif given_up and self.num_outcomes:
+        elif timed_out and self.num_outcomes:
             self._hit_chance.add(False)
 
     def _tokens(self) -> list[float]:

@@ -1,1 +1,1 @@
-"""Draft and verify services: which there are, which one serves a stream, and what they send."""
+"""Draft and verify services: discovery, placement of streams, and their messages."""

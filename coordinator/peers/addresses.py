@@ -1,4 +1,4 @@
-"""Where the replicas of a service are: a list, or a DNS name that is looked up again and again."""
+"""Where the replicas of a service are: a list, or a DNS name that is resolved periodically."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def resolve_by_system(name: str, port: int) -> Sequence[str]:
-    """`HOST:PORT` for every address of a name, each once.
+    """`HOST:PORT` for each distinct address of a name.
 
     Raises:
-        OSError: the name is not known, or nobody who might know it answers.
+        OSError: the name is unknown, or no name server answers.
     """
     found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     hosts = {str(address[0]) for *_, address in found}
@@ -28,17 +28,17 @@ async def resolve_by_system(name: str, port: int) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How names are looked up: by what, and how often, in seconds."""
+    """How names are resolved, and how often."""
 
     resolve: Resolve = resolve_by_system
     every_s: float = 3.0
 
 
 async def follow(entry: str, update: Callable[[Sequence[str]], None], names: Names) -> None:
-    """Look a `dns:///NAME:PORT` up again and again, and pass on what is found.
+    """Resolve `dns:///NAME:PORT` periodically, and pass the addresses to `update`.
 
-    A look-up that fails changes nothing: a DNS server that is down must not take the replicas along, and
-    those that are gone are known by their health.
+    A failed look-up changes nothing: replicas must survive an outage of the DNS server, and the loss of a
+    replica shows in its health.
     """
     name, port = split_address("address", entry.removeprefix(DNS))
     found: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""How often, how long and where one request is tried again after its stream has failed. Pure."""
+"""How often, how long and where a request is retried after its stream has failed. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specwire.estimate import clock
 
 RETRY_AFTER_MS = 1000
 MAX_FAILURES = 4
-"""Streams that may fail in a row without a single answer; more, and the request may be the cause."""
+"""Streams that may fail in a row for one request; after that many the request may be the cause."""
 
 
 class Attempts:
-    """What came of one request so far.
+    """The failed attempts of one request.
 
     Attributes:
-        failed: replicas whose stream failed under it, to be taken again only where there is no other.
+        failed: replicas whose stream failed, to be used again only if there is no other.
         full: replicas that have no room at the moment.
     """
 
@@ -37,11 +37,11 @@ class Attempts:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a stream has."""
+        """Whether a stream has failed."""
         return self._num_failures > 0
 
     def wait_s(self) -> float:
-        """How long to wait for a replica; 0 or less when it is over."""
+        """How long to wait for a replica, in seconds; 0 or less when the time is up."""
         now_ns = clock.stopwatch_ns()
         if self._first_ns is None:
             self._first_ns = now_ns
@@ -50,10 +50,10 @@ class Attempts:
         return left_s if remaining_s is None else min(left_s, remaining_s)
 
     def add(self, replica: Replica, error: SpecwireError) -> None:
-        """A stream there ended.
+        """A stream failed there.
 
         Raises:
-            SpecwireError: too many did, or room there will never be.
+            SpecwireError: too many streams have failed, or the replica can never have room.
         """
         self.wait_s()
         self._last_error = error
@@ -71,7 +71,7 @@ class Attempts:
             )
 
     def give_up(self, reason: str) -> SpecwireError:
-        """What the client is told when there is nowhere to go."""
+        """The error for the client when no replica is left to try."""
         if isinstance(self._last_error, ResourceExhaustedError):
             return self._last_error
         return ServiceUnavailableError(reason or f"verify service: {self._last_error}", RETRY_AFTER_MS)

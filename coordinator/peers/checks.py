@@ -1,7 +1,7 @@
-"""Whether what a model service sent can be what it claims to be. Pure.
+"""Checks of what a model service sends. Pure.
 
-A service may be broken, or something else may listen at its address. What it sends is checked before it is
-judged: token ids reach the client, and a distribution that is none would bend the output.
+A service may be broken, or something else may listen at its address. Messages are checked before the rule
+judges them: token ids reach the client, and an invalid distribution would bias the output.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def check_proposal(proposal: Proposal, vocab_size: int, *, matches_tokens: bool)
 
     Args:
         vocab_size: of the target, in tokens.
-        matches_tokens: no supports are wanted.
+        matches_tokens: whether tokens are matched, without supports.
 
     Raises:
-        InternalError: naming what is wrong with it.
+        InternalError: naming what is wrong.
     """
     _check_range("draft token", proposal.token_ids, vocab_size)
     wanted = 0 if matches_tokens else len(proposal.token_ids)
@@ -51,13 +51,13 @@ def check_proposal(proposal: Proposal, vocab_size: int, *, matches_tokens: bool)
 
 
 def check_verdict(verdict: Verdict, proposal: Proposal, vocab_size: int, *, matches_tokens: bool) -> None:
-    """Refuse a verdict that cannot be one on this proposal.
+    """Refuse a verdict that cannot be about this proposal.
 
     Args:
         vocab_size, matches_tokens: as for `check_proposal`.
 
     Raises:
-        InternalError: naming what is wrong with it.
+        InternalError: naming what is wrong.
     """
     num_drafted = len(proposal.token_ids)
     if verdict.base_len != proposal.base_len:
@@ -83,7 +83,7 @@ def check_verdict(verdict: Verdict, proposal: Proposal, vocab_size: int, *, matc
 
 
 def _sums(probs: FloatArray, lengths: Sequence[int]) -> FloatArray:
-    """Of stretches of these lengths, none of them empty, one after the other."""
+    """Sums of consecutive segments of these lengths, none of them empty."""
     return np.add.reduceat(probs.astype(np.float64), np.cumsum([0, *lengths[:-1]]))
 
 
@@ -95,7 +95,7 @@ def _check_range(name: str, token_ids: Sequence[int] | IntArray, vocab_size: int
 
 
 def _check_logprobs(verdict: Verdict, proposal: Proposal) -> None:
-    """Whichever token is emitted, its log probability is there."""
+    """The log probability of any token that may be emitted must be there."""
     if not verdict.logprobs:
         return
     if len(verdict.logprobs) != len(verdict.target_token_ids):

@@ -1,4 +1,4 @@
-"""The two model services as peers over gRPC: handshake, health, and whether they are there."""
+"""The two model services as peers over gRPC: handshake, health and availability."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
 
 _RETRY_S = 0.25
-_ASK_EVERY_S = 1.0
+_POLL_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
-_SAYS_NOTHING = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
-"""Of its health: it knows no such thing, or others watch it already, as many as may."""
+_NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""The service does not implement health checks, or has as many watches of its health as it allows."""
 
 
 def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
-    """Refuse a draft whose tokens do not mean what the target's do.
+    """Refuse a draft whose token ids do not mean the same as the target's.
 
-    Vocabularies of one family may be padded to different sizes; different tokenizers may not meet.
+    Vocabularies of one family may be padded to different sizes, but the tokenizers must be the same.
 
     Raises:
         HandshakeError: naming both.
@@ -70,11 +70,11 @@ _SAME = (
     *("name", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_len", "dtype"),
     *("eos_token_ids", "batch_invariant"),
 )
-"""What a text depends on: a generation may begin at one replica and go on at another."""
+"""What a text depends on: a generation may begin at one replica and continue at another."""
 
 
 def check_same(first: ModelInfo, other: ModelInfo) -> None:
-    """Refuse a target that is another model than the one that generations run on, or computes it otherwise.
+    """Refuse a target that is not the model that generations run on, or computes it differently.
 
     Raises:
         HandshakeError: naming both.
@@ -89,7 +89,7 @@ def check_same(first: ModelInfo, other: ModelInfo) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What is different between draft and verify service, seen from outside."""
+    """How the APIs of draft and verify service differ."""
 
     name: str
     stub: Callable[[Any], Any]
@@ -112,21 +112,21 @@ DRAFT = Role(
 
 
 class RemoteReplica(Replica):
-    """A service at an address: its channel, and a watch over whether streams may be opened there.
+    """A service at an address: its channel, and a task that monitors whether streams may be opened there.
 
-    The watch shakes hands, follows the service's health (`grpc.health.v1`), and asks for its load every
-    second. It knows at once when the process dies (its connection is reset) or drains (NOT_SERVING), and
-    within two seconds when the process or the way to it falls silent (keepalive).
+    The task does the handshake, watches the service's health (`grpc.health.v1`), and polls its load every
+    second. It notices at once when the process dies (the connection is reset) or drains (NOT_SERVING), and
+    within two seconds when the process or the network stops responding (keepalive).
     """
 
     def __init__(
         self, role: Role, address: str, credentials: Credentials, check: Callable[[ModelInfo], None]
     ) -> None:
-        """Begins to watch.
+        """Begins to monitor.
 
         Args:
-            credentials: shown there, and expected.
-            check: raises HandshakeError for a service that does not fit.
+            credentials: of both sides of the connection.
+            check: raises HandshakeError for an incompatible service.
         """
         super().__init__(role.name, address)
         self._role = role
@@ -134,68 +134,68 @@ class RemoteReplica(Replica):
         self._channel = channel.open_channel(address, credentials=credentials)
         self._stub = role.stub(self._channel)
         self._health_stub = health_pb2_grpc.HealthStub(self._channel)
-        self._news = asyncio.Event()
-        self._is_doubted = False
-        self._watching = asyncio.create_task(self._watch())
+        self._change = asyncio.Event()
+        self._is_suspect = False
+        self._monitoring = asyncio.create_task(self._monitor())
 
     def open_stream(self, timeout_s: float | None) -> Call:
         """See `Replica`."""
         return GrpcCall(getattr(self._stub, self._role.stream)(timeout=timeout_s))
 
-    def lost(self, reason: str) -> None:
-        """See `Replica`; it is asked again at once."""
-        super().lost(reason)
-        self._is_doubted = True
-        self._news.set()
+    def mark_lost(self, reason: str) -> None:
+        """See `Replica`; the next handshake follows at once."""
+        super().mark_lost(reason)
+        self._is_suspect = True
+        self._change.set()
 
     async def close(self) -> None:
-        """Stop watching and close the channel."""
-        self._watching.cancel()
+        """Stop monitoring and close the channel."""
+        self._monitoring.cancel()
         await self._channel.close()
 
-    async def _watch(self) -> None:
+    async def _monitor(self) -> None:
         while True:
-            self._is_doubted = False
-            health = _Health(self._health_stub.Watch(health_pb2.HealthCheckRequest()), self._news)
+            self._is_suspect = False
+            health = _Health(self._health_stub.Watch(health_pb2.HealthCheckRequest()), self._change)
             try:
                 await self._while_serving(health)
             except HandshakeError as error:
-                self.misfits(error)
+                self.mark_incompatible(error)
             except SpecwireError as error:
-                super().lost(str(error))
+                super().mark_lost(str(error))
             finally:
                 health.close()
-            if not self._is_doubted:
+            if not self._is_suspect:
                 await asyncio.sleep(_RETRY_S)
 
     async def _while_serving(self, health: _Health) -> None:
-        """Until it drains, or a stream there failed.
+        """Poll it until it drains, or one of its streams fails.
 
         Raises:
-            SpecwireError: it is gone, or does not fit.
+            SpecwireError: it is unavailable or incompatible.
         """
-        await self._next_news(_HANDSHAKE_TIMEOUT_S)
+        await self._next_change(_HANDSHAKE_TIMEOUT_S)
         if not health.is_known:
             raise ServiceUnavailableError(f"no answer within {_HANDSHAKE_TIMEOUT_S:g} s")
-        while not self._is_doubted:
+        while not self._is_suspect:
             if health.error:
                 raise health.error
             if not health.is_serving:
-                await self._note_why_not()
+                await self._mark_not_serving()
                 return
             await self._shake_hands()
-            await self._next_news(_ASK_EVERY_S)
+            await self._next_change(_POLL_S)
 
-    async def _next_news(self, timeout_s: float) -> None:
-        """Of its health, or that a stream there failed; at most so long."""
+    async def _next_change(self, timeout_s: float) -> None:
+        """Until its health changes or one of its streams fails, or for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        self._news.clear()
+                await self._change.wait()
+        self._change.clear()
 
     async def _shake_hands(self) -> None:
         """Raises:
-        SpecwireError: it is gone, does not fit, or hangs.
+        SpecwireError: it is unavailable, incompatible, or hangs.
         """
         try:
             response = await self._stub.GetModelInfo(self._role.info_request, timeout=_HANDSHAKE_TIMEOUT_S)
@@ -206,114 +206,118 @@ class RemoteReplica(Replica):
         info = wire.model_info_from_proto(response.model)
         check_version(info)
         self._check(info)
-        self.num_others = max(0, response.status.num_sequences - self.num_streams)
-        self.came(info)
+        self.num_other_streams = max(0, response.status.num_sequences - self.num_streams)
+        self.mark_ready(info)
 
-    async def _note_why_not(self) -> None:
-        """It says that it does not serve: its device hangs, or it drains and refuses to say more."""
+    async def _mark_not_serving(self) -> None:
+        """Its health is NOT_SERVING: its device hangs, or it drains and refuses further calls."""
         try:
             await self._shake_hands()
         except _DeviceHangsError as error:
-            super().lost(str(error))
+            super().mark_lost(str(error))
         except SpecwireError:
-            self.left("takes no new streams")
+            self.mark_unavailable("takes no new streams")
         else:
-            self.left("takes no new streams")
+            self.mark_unavailable("takes no new streams")
 
 
 class _DeviceHangsError(ServiceUnavailableError):
-    """The service is there, and does not compute."""
+    """The service answers, but its device does not compute."""
 
 
 class _Health:
-    """What a service says of its health. One that says nothing of it counts as healthy while it answers.
+    """A watch of a service's health. A service without health checks counts as healthy while it answers.
 
     Attributes:
-        is_known: it has said something.
-        is_serving: what it said last.
-        error: why nothing more will come.
+        is_known: whether it has reported, or the watch has failed.
+        is_serving: the last report.
+        error: why the watch has failed.
     """
 
-    def __init__(self, call: Any, news: asyncio.Event) -> None:
+    def __init__(self, call: Any, change: asyncio.Event) -> None:
         self.is_known = self.is_serving = False
         self.error: SpecwireError | None = None
         self._call = call
-        self._news = news
+        self._change = change
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                self._note(response.status == health_pb2.HealthCheckResponse.SERVING)
+                self._set(response.status == health_pb2.HealthCheckResponse.SERVING)
             self.error = ServiceUnavailableError("the service ended")
         except grpc.RpcError as error:
-            if error.code() in _SAYS_NOTHING:
-                self._note(is_serving=True)
+            if error.code() in _NO_HEALTH:
+                self._set(is_serving=True)
                 return
             self.error = peer_error(error)
         self.is_known = True
-        self._news.set()
+        self._change.set()
 
-    def _note(self, is_serving: bool) -> None:
+    def _set(self, is_serving: bool) -> None:
         self.is_known, self.is_serving = True, is_serving
-        self._news.set()
+        self._change.set()
 
     def close(self) -> None:
-        """A server that drains waits for its last stream, which must not be this one."""
+        """Cancel the watch, since a draining server waits for all its streams to end."""
         self._call.cancel()
         self._following.cancel()
 
 
 class VerifyPool(Pool):
-    """The replicas of the verify service; without any nothing can be generated."""
+    """The replicas of the verify service; at least one is needed to generate."""
 
     def __init__(self, addresses: str, names: Names, credentials: Credentials = PLAINTEXT) -> None:
         """As `Pool`."""
 
         def make(address: str) -> Replica:
-            return RemoteReplica(VERIFY, address, credentials, self.note)
+            return RemoteReplica(VERIFY, address, credentials, self.check_info)
 
         super().__init__("verify", addresses, make, names, is_needed=True)
         self._info: ModelInfo | None = None
 
     @property
     def info(self) -> ModelInfo:
-        """What the first target said in the handshake, and all others must say; `connect` comes first."""
+        """Of the first target that answered, which all others must equal; known after `connect`."""
         assert self._info is not None
         return self._info
 
     async def connect(self, timeout_s: float) -> None:
-        """Meet all replicas, and wait for one of them to come up.
+        """Contact all replicas, and wait until one is available.
 
         Raises:
-            ServiceUnavailableError: none is there in time; names the addresses.
-            HandshakeError: another protocol version.
+            ServiceUnavailableError: none is in time; names the addresses.
+            HandshakeError: none is available, and one is incompatible.
         """
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.met()
+                await self.all_contacted()
                 while not self.available:
-                    await self._changed()
-                    await self.met()
+                    await self._wait_for_change()
+                    await self.all_contacted()
         if self._info is None:
             raise ServiceUnavailableError(self.unavailable)
 
-    def note(self, info: ModelInfo) -> None:
-        """What a target says of itself; the first one's word counts.
+    def check_info(self, info: ModelInfo) -> None:
+        """Check a target against the first one, or make it the first one.
 
         Raises:
-            HandshakeError: it is another model.
+            HandshakeError: it is a different model.
         """
         self._info = self._info or info
         check_same(self._info, info)
 
 
 class DraftPool(Pool):
-    """The replicas of the draft service; generation goes on without them, and takes up those that come."""
+    """The replicas of the draft service; generations run without them, and use those that appear."""
 
     def __init__(self, addresses: str, names: Names, credentials: Credentials, target: ModelInfo) -> None:
-        """As `Pool`; `target` is what they must fit."""
+        """As `Pool`.
+
+        Args:
+            target: what the drafts must be compatible with.
+        """
         check = functools.partial(check_pair, target)
 
         def make(address: str) -> Replica:
@@ -323,16 +327,16 @@ class DraftPool(Pool):
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the draft says of itself; None while there is none."""
+        """Of the first available draft; None while there is none."""
         return next((replica.info for replica in self.available), None)
 
     async def connect(self) -> None:
-        """Try the handshake once with each; whoever is not there in 5 s is looked for in the background.
+        """Try one handshake with each; those that take over 5 s continue in the background.
 
         Raises:
-            HandshakeError: those that are there do not fit the target.
+            HandshakeError: none is available, and one is incompatible with the target.
         """
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                await self.met()
+                await self.all_contacted()

@@ -1,4 +1,4 @@
-"""The replicas of one model service: who is there, and who takes the next stream. Knows no grpc."""
+"""All replicas of one model service: discovery, availability and placement. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Pool:
         """Nothing happens before `start`.
 
         Args:
-            is_needed: nothing can be generated without one of them.
             addresses: as the coordinator's flags take them: `HOST:PORT` or `dns:///NAME:PORT`, with commas.
-            make: a replica for an address; it looks by itself whether the service is there.
-            names: how names are looked up.
+            make: makes the replica for an address, which monitors its service by itself.
+            names: how names are resolved.
+            is_needed: nothing can be generated without one of them.
         """
         self.role = role
         self.replicas: list[Replica] = []
@@ -46,15 +46,15 @@ class Pool:
         self._names = names
         self._listed: dict[str, Sequence[str]] = {}
         self._prefixes = SentPrefixes()
-        self._num_taken = 0
-        self._news = asyncio.Event()
+        self._num_opened = 0
+        self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- who is there -------------------------------------------------------------------------------
+    # --- discovery and availability -----------------------------------------------------------------
 
     @property
     def available(self) -> list[Replica]:
-        """Those that a new stream may go to."""
+        """The replicas that a new stream may go to."""
         return [replica for replica in self.replicas if not replica.unavailable and not replica.is_leaving]
 
     @property
@@ -68,7 +68,7 @@ class Pool:
         return "; ".join(reasons) or f"{self.role} service {', '.join(self._entries)}: no such name"
 
     def start(self) -> None:
-        """Look for the replicas from now on."""
+        """Discover replicas from now on."""
         listed = [entry for entry in self._entries if not entry.startswith(DNS)]
         if listed:
             self._update("", listed)
@@ -76,94 +76,95 @@ class Pool:
             update = functools.partial(self._update, name)
             self._spawn(follow(name, update, self._names))
 
-    async def met(self) -> None:
-        """Wait until all names were looked up and all replicas asked once. One that does not fit is left out.
+    async def all_contacted(self) -> None:
+        """Wait until all names were resolved and all first handshakes have ended.
 
         Raises:
-            HandshakeError: one does not fit, and none is there that does.
+            HandshakeError: a replica is incompatible, and none is available.
         """
         sources = {entry if entry.startswith(DNS) else "" for entry in self._entries}
-        while len(self._listed) < len(sources) or not all(replica.was_asked for replica in self.replicas):
-            await self._changed()
-        refused = [replica.refused for replica in self.replicas if replica.refused]
-        if refused and not self.available:
-            raise refused[0]
+        while len(self._listed) < len(sources) or not all(replica.was_contacted for replica in self.replicas):
+            await self._wait_for_change()
+        errors = [replica.incompatibility for replica in self.replicas if replica.incompatibility]
+        if errors and not self.available:
+            raise errors[0]
 
     async def wait(self, timeout_s: float) -> None:
-        """Until a replica is available, at most so long."""
+        """Until a replica is available, or for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 while not self.available:
-                    await self._changed()
+                    await self._wait_for_change()
 
-    def adopt(self, replica: Replica) -> None:
-        """Another replica."""
-        replica.on_change = self._news.set
+    def add(self, replica: Replica) -> None:
+        """Use another replica."""
+        replica.on_change = self._change.set
         self.replicas.append(replica)
 
     def _update(self, source: str, addresses: Sequence[str]) -> None:
-        """What an entry of the list stands for now. Replicas that are not listed any more drain away."""
+        """Set the addresses of one source (a DNS name, or "" for the list). Replicas that no source lists any
+        more are closed after their last streams."""
         self._listed[source] = addresses
         wanted = {address: None for found in self._listed.values() for address in found}
         for replica in list(self.replicas):
             replica.is_leaving = replica.address not in wanted
             wanted.pop(replica.address, None)
-            self._close_if_over(replica)
+            self._close_if_drained(replica)
         for address in wanted:
-            self.adopt(self._make(address))
-        self._news.set()
+            self.add(self._make(address))
+        self._change.set()
 
-    async def _changed(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    async def _wait_for_change(self) -> None:
+        self._change.clear()
+        await self._change.wait()
 
-    # --- who takes a stream -------------------------------------------------------------------------
+    # --- placement ----------------------------------------------------------------------------------
 
     def choose(
         self, token_ids: Sequence[int], avoid: Collection[Replica] = (), salt: str = ""
     ) -> Replica | None:
-        """The available replica that a stream beginning with these tokens is best opened at, if any.
+        """The available replica at which to open a stream of a sequence with these tokens, if any.
 
-        One that was lost and has not answered since is tried by one stream at a time; by more only where
-        nothing can be done without it.
+        A replica that was lost and has not answered since gets one stream at a time; more only if the service
+        is needed and no other replica is available.
 
         Args:
-            salt: only streams of the same one share prefixes.
+            salt: only streams of the same salt share prefixes.
         """
         candidates = [replica for replica in self.available if replica not in avoid]
-        tried = [replica for replica in candidates if replica.is_proven or not replica.num_streams]
-        if tried or not self._is_needed:
-            candidates = tried
+        usable = [replica for replica in candidates if replica.is_proven or not replica.num_streams]
+        if usable or not self._is_needed:
+            candidates = usable
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         incarnations = {replica.info.incarnation for replica in candidates if replica.info}
         return choose(candidates, self._prefixes.holder(token_ids, incarnations, salt))
 
     def opened(self, replica: Replica, token_ids: Sequence[int], salt: str = "") -> None:
-        """A stream was opened there, and will be sent these tokens."""
-        self._num_taken += 1
+        """A stream was opened there, for a sequence with these tokens."""
+        self._num_opened += 1
         replica.num_streams += 1
-        replica.last_taken = self._num_taken
+        replica.last_used = self._num_opened
         if replica.info and len(self.replicas) > 1:
             self._prefixes.note(token_ids, replica.info.incarnation, salt)
 
     def closed(self, replica: Replica) -> None:
         """A stream there has ended."""
         replica.num_streams -= 1
-        self._close_if_over(replica)
+        self._close_if_drained(replica)
 
-    def _close_if_over(self, replica: Replica) -> None:
+    def _close_if_drained(self, replica: Replica) -> None:
         if replica.is_leaving and not replica.num_streams and replica in self.replicas:
             self.replicas.remove(replica)
             self._spawn(replica.close())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Let go of all of them."""
+        """Close all replicas."""
         for task in list(self._tasks):
             task.cancel()
         for replica in self.replicas:

@@ -1,45 +1,69 @@
-"""Proposals at hand, found by the tokens that they follow. Pure."""
+"""Proposals that have arrived, found by the tokens that they follow. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from specwire.core import Proposal
+from specwire.core import Proposal, Support
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A path and the draft tokens after it.
+
+    Attributes:
+        base_len: committed length that it extends, in tokens.
+        path_len: how many of its tokens are the path.
+        token_ids: path and draft tokens.
+        supports: of the draft tokens; empty where tokens are matched.
+    """
+
+    base_len: int
+    path_len: int
+    token_ids: list[int]
+    supports: Sequence[Support]
+
+    def agrees(self, committed: Sequence[int]) -> bool:
+        """Whether all tokens committed since `base_len` are on the chain."""
+        since = list(committed[self.base_len :])
+        return self.base_len <= len(committed) and self.token_ids[: len(since)] == since
+
+    def is_reached(self, committed: Sequence[int]) -> bool:
+        """Whether its path is committed."""
+        return len(committed) >= self.base_len + self.path_len
+
+    def rest(self, committed: Sequence[int]) -> Proposal:
+        """The draft tokens that are not committed yet."""
+        num_since = len(committed) - self.base_len
+        supports = self.supports[num_since - self.path_len :]
+        return Proposal(len(committed), self.token_ids[num_since:], supports)
 
 
 class PreparedProposals:
-    """What the draft has proposed and nobody has used yet.
+    """Proposals of the draft that no round has used yet.
 
-    Every proposal is a chain of tokens from some committed length on: the path that it was prepared for, then
-    its draft tokens. It can be used as soon as the committed tokens have reached the end of the path, and for
-    as long as they follow the chain: a draft that comes late may have guessed tokens that are committed by
-    now. What is left of it is what the draft would propose there, since a draft token depends on seed,
-    position and the tokens before alone.
+    Each is a chain of tokens from some committed length on: the path that it was prepared for, then its draft
+    tokens. It is usable once the committed tokens have reached the end of the path, and for as long as they
+    follow the chain: a late proposal may contain tokens that are committed by now. What is left of it is what
+    the draft would propose there, since a draft token depends only on seed, position and the tokens before.
     """
 
     def __init__(self) -> None:
-        self._chains: list[tuple[Sequence[int], Proposal]] = []
+        self._chains: list[_Chain] = []
 
     def add(self, path: Sequence[int], proposal: Proposal) -> None:
         """A proposal whose `base_len` is where the path begins."""
-        self._chains.append((path, proposal))
+        token_ids = [*path, *proposal.token_ids]
+        self._chains.append(_Chain(proposal.base_len, len(path), token_ids, proposal.supports))
 
     def take(self, committed: Sequence[int]) -> Proposal | None:
-        """The longest proposal that follows the committed tokens; those that never will are dropped."""
-        best: Proposal | None = None
-        kept = []
-        for path, proposal in self._chains:
-            if proposal.base_len > len(committed):
-                continue
-            since = list(committed[proposal.base_len :])
-            chain = [*path, *proposal.token_ids]
-            if len(since) < len(path):
-                if chain[: len(since)] == since:
-                    kept.append((path, proposal))
-            elif chain[: len(since)] == since:
-                num_used = len(since) - len(path)
-                left = Proposal(len(committed), chain[len(since) :], proposal.supports[num_used:])
-                if left.token_ids and (best is None or len(left.token_ids) > len(best.token_ids)):
-                    best = left
-        self._chains = kept
-        return best
+        """The longest proposal that follows the committed tokens; None if there is none.
+
+        Keeps only those whose path may still be committed.
+        """
+        agreeing = [chain for chain in self._chains if chain.agrees(committed)]
+        self._chains = [chain for chain in agreeing if not chain.is_reached(committed)]
+        usable = [chain.rest(committed) for chain in agreeing if chain.is_reached(committed)]
+        longest = max(usable, key=lambda proposal: len(proposal.token_ids), default=None)
+        return longest if longest and longest.token_ids else None

@@ -1,4 +1,4 @@
-"""Several processes of one model service, and which of them a new stream goes to. Knows no grpc."""
+"""The replicas of a model service, and which of them a new stream goes to. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ class Replica(abc.ABC):
         address: HOST:PORT.
         info: what it said in the last handshake; None before the first.
         unavailable: why no new stream goes there; empty when one may.
-        refused: whether that is because it does not fit.
-        was_asked: whether the first handshake has ended, either way.
-        is_leaving: whether its address is not listed any more: it is closed with its last stream.
+        incompatibility: why it cannot be used at all; None if it can, or that is not known yet.
+        was_contacted: whether the first handshake has ended, successfully or not.
+        is_leaving: whether its address is no longer listed; it is closed after its last stream.
         num_streams: streams that this coordinator has open there.
-        num_others: streams of others, as the service said last.
-        num_lost: how often it was there and then was not.
+        num_other_streams: streams of other coordinators, as the service last reported.
+        num_lost: how often it was lost after it had been available.
         num_failures: how often it was lost since it last answered a request.
-        costs: of a proposal there, in nanoseconds: its tokens, and committed ones that were new.
-        on_change: called when `unavailable` has become or ceased to be empty, and after the first handshake.
+        last_used: number of the last stream opened there, among all of its pool.
+        costs: of a proposal, in nanoseconds, by draft tokens and tokens to prefill.
+        on_change: called when `unavailable` becomes empty or non-empty, and after the first handshake.
     """
 
     def __init__(self, role: str, address: str) -> None:
@@ -49,72 +50,76 @@ class Replica(abc.ABC):
         self.address = address
         self.info: ModelInfo | None = None
         self.unavailable = "has not answered yet"
-        self.refused: Exception | None = None
-        self.was_asked = self.is_leaving = False
-        self.num_streams = self.num_others = self.num_lost = self.num_failures = 0
+        self.incompatibility: Exception | None = None
+        self.was_contacted = self.is_leaving = False
+        self.num_streams = self.num_other_streams = self.num_lost = self.num_failures = 0
         self.costs = CostModel(2)
         self._not_before_s = 0.0
-        self.last_taken = 0
+        self.last_used = 0
         self.on_change: Callable[[], None] = lambda: None
 
     @property
     def load(self) -> int:
-        """Streams open there, of this coordinator and of others."""
-        return self.num_streams + self.num_others
+        """Streams open there, of all coordinators."""
+        return self.num_streams + self.num_other_streams
 
     @property
     def is_proven(self) -> bool:
-        """Whether it has answered since it was lost, if it ever was. A handshake proves no device."""
+        """Whether it has answered a request since it was last lost. A handshake does not prove its device."""
         return not self.num_failures
 
     @abc.abstractmethod
     def open_stream(self, timeout_s: float | None) -> Call:
-        """One sequence's stream; `timeout_s` is its deadline, None for none."""
+        """Open one sequence's stream.
 
-    async def close(self) -> None:  # noqa: B027 - not every kind holds something
-        """Let go of it."""
+        Args:
+            timeout_s: its deadline, in seconds from now; None for none.
+        """
 
-    def came(self, info: ModelInfo) -> None:
-        """A handshake succeeded: new streams may go there, at the end of its pause."""
+    async def close(self) -> None:  # noqa: B027 - not every kind holds resources
+        """Release what it holds."""
+
+    def mark_ready(self, info: ModelInfo) -> None:
+        """A handshake succeeded: new streams may go there, after its pause if it has one."""
         if clock.stopwatch_ns() / 1e9 < self._not_before_s:
             return
-        was_away = bool(self.unavailable)
-        if was_away and self.was_asked:
+        was_unavailable = bool(self.unavailable)
+        if was_unavailable and self.was_contacted:
             log.warning("%s service %s is back", self.role, self.address)
-        self.info, self.unavailable, self.refused, self.was_asked = info, "", None, True
-        if was_away:
+        self.info, self.unavailable, self.incompatibility, self.was_contacted = info, "", None, True
+        if was_unavailable:
             self.on_change()
 
-    def left(self, reason: str) -> None:
-        """It takes no new streams and finishes those that it has; or it is not there yet."""
-        if not self.unavailable or not self.was_asked:
+    def mark_unavailable(self, reason: str) -> None:
+        """It takes no new streams, but may finish those that it has; or it is not up yet."""
+        if not self.unavailable or not self.was_contacted:
             log.warning("%s service %s: %s", self.role, self.address, reason)
-        self.unavailable, self.was_asked = reason, True
+        self.unavailable, self.was_contacted = reason, True
         self.on_change()
 
-    def lost(self, reason: str) -> None:
-        """It failed, and its streams with it; it is used again after the next handshake.
+    def mark_lost(self, reason: str) -> None:
+        """It failed with all its streams; it is used again after the next handshake.
 
-        One that was lost again before it had answered anything pauses first, longer each time.
+        If it is lost again before it has answered a request, it pauses first, longer each time.
         """
         if not self.unavailable:
             self.num_lost += 1
             self.num_failures += 1
             pause_s = _FIRST_PAUSE_S * 2 ** (self.num_failures - 2) if self.num_failures > 1 else 0.0
             self._not_before_s = clock.stopwatch_ns() / 1e9 + min(pause_s, _LONGEST_PAUSE_S)
-        self.left(reason)
+        self.mark_unavailable(reason)
 
-    def answered(self) -> None:
-        """It answered a request: its device computes."""
+    def mark_proven(self) -> None:
+        """It answered a request, so its device works."""
         if self.num_failures:
             self.num_failures = 0
             self.on_change()
 
-    def misfits(self, error: Exception) -> None:
-        """It is there, and cannot be used."""
-        is_news = str(error) != str(self.refused)
-        self.refused, self.unavailable, self.was_asked = error, str(error), True
-        if is_news:
+    def mark_incompatible(self, error: Exception) -> None:
+        """It is up, and cannot be used with the target."""
+        is_new = str(error) != str(self.incompatibility)
+        self.incompatibility, self.unavailable, self.was_contacted = error, str(error), True
+        if is_new:
             log.warning("%s service %s is left out: %s", self.role, self.address, error)
             self.on_change()
 
@@ -125,18 +130,17 @@ AnyReplica = TypeVar("AnyReplica", bound=Replica)
 def choose(replicas: Iterable[AnyReplica], holder: str | None = None) -> AnyReplica | None:
     """The replica that a new stream goes to; None if there is none.
 
-    The least loaded one, and of several the one that was taken longest ago; but the one that holds the
-    longest beginning of the sequence, unless it has over two more streams than one and a half times those
-    of the least loaded.
+    The one that caches the longest prefix of the sequence, unless it has over two more streams than one and a
+    half times those of the least loaded; else the least loaded one, among equals the least recently used.
 
     Args:
-        replicas: all that may take it.
-        holder: incarnation of the one that holds it.
+        replicas: all that it may go to.
+        holder: incarnation of the one that caches the longest prefix.
     """
     candidates = list(replicas)
     if not candidates:
         return None
-    least = min(candidates, key=lambda replica: (replica.load, replica.last_taken))
+    least = min(candidates, key=lambda replica: (replica.load, replica.last_used))
     most = _SLACK_RATIO * least.load + _SLACK_STREAMS
     holders = (
         replica
@@ -147,11 +151,11 @@ def choose(replicas: Iterable[AnyReplica], holder: str | None = None) -> AnyRepl
 
 
 class SentPrefixes:
-    """Which replica was last sent which beginning of a sequence, in pages of 64 tokens.
+    """Which replica was last sent which prefix of a sequence, in pages of 64 tokens.
 
-    Bounded: what was not met for the longest time is forgotten first. Replicas are known by their
-    incarnation, since a restarted one holds nothing of what was sent before. A sequence of another salt finds
-    nothing there: so where it is placed tells its client nothing about the prompts of others.
+    Bounded: the least recently used pages are forgotten first. Replicas are identified by their incarnation,
+    since a restarted one has an empty cache. Sequences of different salts share no pages, so the placement of
+    a stream tells its client nothing about the prompts of others.
     """
 
     def __init__(self, capacity: int = _MAX_KNOWN_PAGES) -> None:
@@ -159,7 +163,7 @@ class SentPrefixes:
         self._incarnations: OrderedDict[int, str] = OrderedDict()
 
     def note(self, token_ids: Sequence[int], incarnation: str, salt: str = "") -> None:
-        """A sequence that begins with these tokens was sent there."""
+        """A sequence with this prefix was sent there."""
         for page in _pages(token_ids, salt):
             self._incarnations[page] = incarnation
             self._incarnations.move_to_end(page)
@@ -167,7 +171,7 @@ class SentPrefixes:
             self._incarnations.popitem(last=False)
 
     def holder(self, token_ids: Sequence[int], incarnations: Collection[str], salt: str = "") -> str | None:
-        """Of these incarnations, the one that was sent the longest beginning; None if none was."""
+        """The one of these incarnations that was sent the longest prefix; None if none was."""
         for page in reversed(_pages(token_ids, salt)):
             found = self._incarnations.get(page)
             if found in incarnations:
@@ -176,10 +180,10 @@ class SentPrefixes:
 
 
 def _pages(token_ids: Sequence[int], salt: str) -> list[int]:
-    """A name for each leading full page, which depends on the salt and all tokens up to its end. Two that
-    share a name by chance cost a stream that is placed badly, and nothing else."""
-    names: list[int] = []
+    """A hash for each leading full page, of the salt and all tokens up to its end. A collision can only cost
+    a badly placed stream."""
+    hashes: list[int] = []
     for start in range(0, min(len(token_ids) // _PAGE_LEN, _MAX_PAGES) * _PAGE_LEN, _PAGE_LEN):
         page = tuple(token_ids[start : start + _PAGE_LEN])
-        names.append(hash((names[-1] if names else salt, page)))
-    return names
+        hashes.append(hash((hashes[-1] if hashes else salt, page)))
+    return hashes

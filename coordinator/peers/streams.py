@@ -1,4 +1,4 @@
-"""What draft and verify have in common as peers of a sequence: one gRPC stream each, errors, costs."""
+"""What draft and verify share as peers of a sequence: one gRPC stream each, errors, costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specwire.telemetry import tracing
 
 
 def peer_error(error: grpc.RpcError) -> SpecwireError:
-    """Why a peer's stream failed; a cancel that is not ours is a service that shuts down."""
+    """Why a peer's stream failed; a cancellation that is not ours means that the service shuts down."""
     ours = statuses.from_rpc_error(error)
     text = str(ours)
     if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
@@ -26,11 +26,11 @@ def peer_error(error: grpc.RpcError) -> SpecwireError:
 
 
 async def why_ended(call: Any) -> SpecwireError:
-    """Of a stream that has ended, from its own status."""
+    """Why a stream has ended, from its status."""
     if await call.code() is grpc.StatusCode.OK:
         return ServiceUnavailableError("the service ended the stream")
     try:
-        await call.read()  # of an ended call: raises its status
+        await call.read()  # raises the status of an ended call
     except grpc.RpcError as error:
         return peer_error(error)
     except asyncio.CancelledError:
@@ -42,14 +42,14 @@ class Call(Protocol):
     """One sequence's stream to a model service, as its coordinator uses it."""
 
     async def send(self, request: Any) -> None:
-        """Send a message; if the stream has ended, its reader learns why."""
+        """Send a message; if the stream has ended, `read` raises why."""
         ...
 
     async def read(self) -> Any:
         """The next message.
 
         Raises:
-            SpecwireError: what the peer raised, or what the transport's failure stands for.
+            SpecwireError: as the peer raised it, or for a failure of the transport.
         """
         ...
 
@@ -86,7 +86,7 @@ class GrpcCall:
 
 
 def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
-    """Of a request that was sent at `started_ns` and is answered now."""
+    """The cost of a request that was sent at `started_ns` and is answered now."""
     return Cost(
         queue_ns=response.timings.queue_ns,
         forward_ns=response.timings.forward_ns,
@@ -98,7 +98,7 @@ def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
 
 
 def attributes(proposal: Proposal, cost: Cost) -> dict[str, int]:
-    """Of the span around a call to a model service."""
+    """For the span around a call to a model service."""
     return {
         tracing.BASE_LEN: proposal.base_len,
         tracing.NUM_DRAFT_TOKENS: len(proposal.token_ids),

@@ -1,4 +1,4 @@
-"""The verify service of one sequence."""
+"""The verify service for one sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from coordinator.peers.checks import check_verdict
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import Call, attributes, cost_of
-from specwire.core import Proposal, SamplingParams, Verdict
+from coordinator.requests import GenerationRequest
+from specwire.core import Proposal, Verdict
 from specwire.errors import (
     InternalError,
     InvalidRequestError,
@@ -30,22 +31,22 @@ log = logging.getLogger(__name__)
 
 
 class _VerifyStream:
-    """A request, its answer, the next request.
+    """Sends one request at a time, and waits for its answer.
 
     Attributes:
-        num_told: committed tokens that the peer was told.
+        num_sent_tokens: committed tokens that the peer was sent.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._num_requests = 0
-        self.num_told = 0
+        self.num_sent_tokens = 0
 
     async def exchange(self, request: verify_pb2.VerifyRequest) -> tuple[verify_pb2.VerifyResponse, Cost]:
-        """Send one request and wait for its answer; late answers to earlier requests are dropped.
+        """Send one request and wait for its answer; answers to earlier requests are dropped.
 
         Raises:
-            SpecwireError: what the peer raised, or what the transport's failure stands for.
+            SpecwireError: as the peer raised it, or for a failure of the transport.
         """
         self._num_requests += 1
         request.request_id = self._num_requests
@@ -64,21 +65,19 @@ class _VerifyStream:
 class RemoteVerifier:
     """The verify service: one stream to one of its replicas, and to another one when that is lost.
 
-    Why a stream that is opened again changes nothing about the text. A verdict counts when `verify` has
-    returned it, and then its tokens are committed before anything else is asked; so the new stream begins
-    with exactly the tokens that the client has or will get, and no index comes twice or is left out. What a
-    failure can cost is an answer that nobody has used. Its proposal is verified again, as it is: target
-    tokens are drawn with noise that is a function of (seed, position, purpose), and so are acceptance and
-    residual in the coordinator. The second verdict is therefore the first one, up to rounding, and not a
-    second draw that would favour what is quick to fail. An answer that comes too late finds no reader: each
-    stream has a call of its own, which was cancelled.
+    Why reopening a stream does not change the text. A verdict counts once `verify` has returned it, and its
+    tokens are committed before the next request; so the new stream begins with exactly the tokens that the
+    client has or will get, and no index is repeated or skipped. A failure can only lose an answer that was
+    not used. Its proposal is verified again unchanged: target tokens are drawn with noise that is a function
+    of (seed, position, purpose), and so are acceptance and residual in the coordinator. The second verdict
+    therefore equals the first one, up to rounding, and is not a second draw that would favour outcomes which
+    fail quickly. A late answer is never read: each stream has its own call, which was cancelled.
     """
 
     def __init__(
         self,
         pool: Pool,
-        params: SamplingParams,
-        prompt_len: int,
+        request: GenerationRequest,
         *,
         remaining_s: Callable[[], float | None],
         timeout_s: float,
@@ -88,11 +87,11 @@ class RemoteVerifier:
 
         Args:
             remaining_s: until the deadline of the request; None without one.
-            timeout_s: longest wait for a replica, when none is there.
+            timeout_s: longest wait for a replica when none is available.
         """
         self._pool = pool
-        self._params = params
-        self._prompt_len = prompt_len
+        self._params = request.keyed_params
+        self._prompt_len = request.prompt_len
         self._remaining_s = remaining_s
         self._timeout_s = timeout_s
         self._tracer = tracer
@@ -104,7 +103,7 @@ class RemoteVerifier:
         """See `generation.Verifier`.
 
         Raises:
-            SpecwireError: the target is gone, or refused the request.
+            SpecwireError: no target is available, or it refused the request.
         """
         with self._tracer.span("verify", parent=parent) as span:
             verdict, cost = await self._until_answered(committed, proposal, span.traceparent)
@@ -123,16 +122,15 @@ class RemoteVerifier:
                 log.warning("verify stream at %s: %s", replica.address, error)
                 self.close()
                 if isinstance(error, ServiceUnavailableError):
-                    replica.lost(str(error))
+                    replica.mark_lost(str(error))
                 attempts.add(replica, error)
             else:
                 self._has_begun = True
-                replica.answered()
+                replica.mark_proven()
                 return answer
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
-        """A replica for a new stream. Who has begun waits for one; who has not is told at once that all are
-        full."""
+        """A replica for a new stream. If all are full, only a generation that has begun waits for one."""
         while True:
             salt = self._params.cache_salt
             replica = self._pool.choose(committed, attempts.failed | attempts.full, salt)
@@ -157,7 +155,7 @@ class RemoteVerifier:
             self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
             self._replica = replica
             self._pool.opened(replica, committed, self._params.cache_salt)
-        base_len, self._stream.num_told = self._stream.num_told, len(committed)
+        base_len, self._stream.num_sent_tokens = self._stream.num_sent_tokens, len(committed)
         request = verify_pb2.VerifyRequest(
             open=wire.open_sequence(self._params, self._prompt_len) if opening else None,
             base_len=base_len,
@@ -171,7 +169,7 @@ class RemoteVerifier:
 
     def _checked(self, response: verify_pb2.VerifyResponse, proposal: Proposal) -> Verdict:
         """Raises:
-        ServiceUnavailableError: no target would answer this; another replica may be one.
+        ServiceUnavailableError: the answer is invalid; another replica may give a valid one.
         """
         assert self._replica is not None
         assert self._replica.info is not None
@@ -188,7 +186,7 @@ class RemoteVerifier:
         return verdict
 
     def close(self) -> None:
-        """End the stream."""
+        """End the stream; a later round opens another one."""
         if self._stream is not None and self._replica is not None:
             self._stream.close()
             self._pool.closed(self._replica)

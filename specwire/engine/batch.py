@@ -1,7 +1,7 @@
-"""What a forward pass is made of, and the bookkeeping that makes it: no torch, no device.
+"""The contents of a forward pass, and the bookkeeping that assembles them: no torch, no device.
 
-The caches' books are kept in one place, by the `Packer`. Whoever computes needs no more than a `Batch`:
-it can be in the same process, or be many processes that all get the same one.
+The bookkeeping of the caches is done in one place, the `Packer`. A `Batch` is all that the computation needs,
+whether it runs in the same process or in several that all receive the same batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
         query_offset: its first token's index in the row.
         num_query: its tokens in the row, at least 1.
         cache_len: tokens in its cache, those of the row included.
-        runs: where its cache lies, in token order.
+        runs: the slots of its cache, in token order.
         pages: its page table.
     """
 
@@ -57,8 +57,8 @@ class Batch(NamedTuple):
     Attributes:
         token_ids, positions, slots: int64 [num_tokens].
         segments: the sequences in row order; their `num_query` add up to num_tokens.
-        rows: indices in the row whose logits are wanted.
-        copies: to be done in this order, before any slot is written.
+        rows: indices in the packed row whose logits are wanted.
+        copies: page copies, in this order, before any slot is written.
     """
 
     token_ids: IntArray
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     copies: list[PageCopy]
 
     def split(self, max_tokens: int) -> list[Batch]:
-        """The same work in batches of at most so many tokens each, to be run in this order."""
+        """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
         starts = range(0, len(self.token_ids), max_tokens)
         return [self._between(start, start + max_tokens) for start in starts]
 
@@ -91,24 +91,24 @@ class Batch(NamedTuple):
 
 
 class Packer:
-    """Reserves slots for what sequences contribute, and says where everything goes.
+    """Reserves slots for the tokens of sequences, and assembles batches.
 
     Args:
         pool: the pages.
-        num_embeddings: token ids lie below.
-        context_len: most tokens of one sequence; None for no limit.
+        num_embeddings: exclusive upper bound of token ids.
+        context_len: maximum tokens of one sequence; None for no limit.
     """
 
     def __init__(self, pool: PagePool, num_embeddings: int, context_len: int | None) -> None:
         self.pool = pool
         self._num_embeddings = num_embeddings
         self._context_len = context_len
-        # Of feeds that failed together with another one too: their pages stand for the shared ones already.
+        # Kept over failed passes: the page tables already refer to the copies.
         self._copies: list[PageCopy] = []
 
     @contextmanager
     def packed(self, feeds: Sequence[Feed]) -> Iterator[Batch]:
-        """The batch of these feeds, at least one; an error within leaves all caches with their old lengths.
+        """The batch of these feeds, at least one; an error in the body restores the lengths of all caches.
 
         Raises:
             InvalidRequestError: an empty feed, a token outside the vocabulary, a sequence given twice.
@@ -126,7 +126,7 @@ class Packer:
             raise
 
     def forget_copies(self) -> None:
-        """What was to be copied is gone."""
+        """Drop pending copies, since the pages to copy are lost."""
         self._copies.clear()
 
     def _check(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> None:

@@ -1,4 +1,4 @@
-"""From a config to a running engine: what draft and verify service do alike at start and per stream."""
+"""From a config to a running engine: start-up and stream handling that draft and verify service share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ModelService:
             self.engine.close_sequence(sequence)
 
     def close(self) -> None:
-        """End the engine after the running step, and whatever computes for it."""
+        """End the engine after the running step, then its runner."""
         self.engine.close()
         self.runner.close()
 
@@ -83,9 +83,9 @@ class ModelService:
         )
 
     @contextlib.asynccontextmanager
-    async def watched(self, tell: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
-        """Look for a device that hangs while the body runs; see `Engine.watch`."""
-        watching = asyncio.create_task(self.engine.watch(tell))
+    async def watched(self, on_change: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
+        """Watch for a hung device while the body runs; see `Engine.watch`."""
+        watching = asyncio.create_task(self.engine.watch(on_change))
         try:
             yield
         finally:
@@ -106,7 +106,7 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
         raise ModelLoadError(f"--model {error}") from error
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
-    # What the cache cannot hold even alone is over the context: refused at once, not when it gets there.
+    # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_len)
     info = _model_info(config, source, description)
     engine = Engine(
@@ -128,23 +128,23 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         torch.set_num_threads(config.num_threads)
     if source.startswith(EMULATED):
         return _emulate(config, source)
-    from specwire.engine import models  # seconds of imports, of which emulated devices need nothing
+    from specwire.engine import models  # takes seconds to import, and emulated devices do not need it
 
     return models.make_runner(config, source)
 
 
 def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    pretended = emulated.EmulatedModel.parse(source)
-    torch.set_num_threads(1)  # others, asleep during the pass, take milliseconds to wake up for a sample
+    model = emulated.EmulatedModel.parse(source)
+    torch.set_num_threads(1)  # waking sleeping worker threads to sample would take milliseconds
     if config.kv_cache_memory:
         raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
     num_pages, page_size = config.num_pages, config.page_len
-    runner = emulated.EmulatedRunner(pretended, num_pages=num_pages, page_size=page_size)
-    return runner, pretended.describe()
+    runner = emulated.EmulatedRunner(model, num_pages=num_pages, page_size=page_size)
+    return runner, model.describe()
 
 
 def timings(job: Job) -> common_pb2.Timings:
-    """What a finished job cost."""
+    """Timings of a finished job."""
     return common_pb2.Timings(queue_ns=job.queue_ns, forward_ns=job.forward_ns)
 
 
@@ -163,7 +163,7 @@ def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> N
         start_ns=clock.epoch_ns(job.started_ns),
         end_ns=clock.epoch_ns(job.finished_ns),
         parent=parent,
-        attributes={**attributes, tracing.BATCH_SIZE: job.num_companions},
+        attributes={**attributes, tracing.BATCH_SIZE: job.batch_size},
     )
 
 
@@ -189,7 +189,7 @@ def _model_info(config: ModelServiceConfig, source: str, description: dict[str, 
 
 
 def _directory(source: str) -> Path:
-    """Where the files of a model that was loaded lie."""
+    """The directory with the files of a loaded model."""
     if Path(source).is_dir():
         return Path(source)
     from transformers.utils import cached_file

@@ -1,11 +1,11 @@
-"""The seam between the batching loop and whatever computes: a model in this process, a group of ranks.
+"""The interface between the batching loop and the device: a model in this process, or a group of ranks.
 
     loop                          device
     question = ask(jobs)  ──▶     logits = forward(feeds)
     apply(jobs, answer)   ◀──     answer = decide(question, logits)
 
-Logits stay where they are made. A question says of each row what `decide` must know, an answer is what came
-of it: both are small, and can be pickled, because the device may be in other processes.
+Logits stay on the device. A question holds what `decide` needs for each row, an answer holds its results:
+both are small and can be pickled, because the device may be in other processes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Decide = Callable[[Any, Tensor], Any]
 
 
 class Decider(Protocol):
-    """What a service makes of logits."""
+    """How a service turns logits into results."""
 
     def ask(self, jobs: Sequence[Job]) -> Any:
-        """The question for jobs whose rows are complete; changes nothing."""
+        """The question for jobs whose rows are complete; has no side effects."""
 
     def decide(self, question: Any, logits: Tensor) -> Any:
         """See `Decide`."""
 
     def apply(self, jobs: Sequence[Job], answer: Any) -> None:
-        """Set `result` of each job, or append to its sequence's tokens and so ask for another pass."""
+        """Set `result` of each job, or append to its sequence's tokens, which requests another pass."""
 
 
 class Runner(Protocol):
-    """What the loop needs of a device."""
+    """A device, as the loop uses it."""
 
     pool: PagePool
     vocab_size: int
     on_loss: Callable[[], None]
-    """To be called, from any thread, when `check` began to raise while nobody ran anything."""
+    """Set by the engine; called from any thread when the device is lost between passes."""
     longest_pause_s: float
-    """What a pass may take beside its work, seldom: to record a graph, to notice that a rank is lost."""
+    """Rare extra time of a pass, in seconds: to record a graph, or to detect a lost rank."""
 
     def new_sequence(self) -> SequenceCache: ...
 
@@ -52,11 +52,11 @@ class Runner(Protocol):
         """One forward pass; the answer, or None when the question is None.
 
         Raises:
-            DeviceLostError: what all caches held is gone.
+            DeviceLostError: the contents of all caches are lost.
         """
 
     def end_step(self) -> None:
-        """Wait for what the device still does of the step, once its answer was applied."""
+        """Wait until the device has finished the step; called after its answer was applied."""
 
     def check(self) -> None:
         """Raises:
@@ -64,25 +64,25 @@ class Runner(Protocol):
         """
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Bring an empty device back after a DeviceLostError, as long as it is wanted.
+        """Restart the device, with empty caches, after a DeviceLostError; gives up once it is not wanted.
 
         Raises:
-            SpecwireError: it cannot be had; the next call tries again.
+            SpecwireError: it did not start; the next call tries again.
         """
 
     def close(self) -> None:
-        """Give everything back; called once, from any thread, while nothing runs or waits."""
+        """Free all resources; called once, from any thread, while nothing runs or waits."""
 
 
 class DeviceLostError(Exception):
-    """A part of the device died; its memory is lost, and the jobs of the step are not to blame."""
+    """A part of the device died and its memory is lost; not an error of the jobs of the step."""
 
 
 class LogitsDecider:
-    """Hands over the logits themselves: for consumers that look at all of them, in tests and simulations.
+    """Passes on the logits themselves, for tests and simulations.
 
     Args:
-        consume: takes the jobs of a step whose rows are complete, and their logits.
+        consume: called with the jobs of a step whose rows are complete, and their logits.
     """
 
     def __init__(self, consume: Callable[[list[Job], Any], None]) -> None:

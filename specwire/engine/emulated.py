@@ -1,18 +1,18 @@
-"""Emulated devices: models with a known law and set costs, which take time without taking the processor.
+"""Emulated devices: models with known distributions and fixed costs, which take time but no processor time.
 
-`--model emulated:step_ms=30` is a target, `--model emulated:step_ms=2,alpha=0.8` a draft for it. The
-engine, the cache's bookkeeping and everything around are the real ones; only the forward pass is replaced
-by a sleep and a table. For measuring the system rather than a model, and for planning.
+`--model emulated:step_ms=30` is a target, `--model emulated:step_ms=2,alpha=0.8` a draft for it. The engine,
+the cache's bookkeeping and all services are the real ones; only the forward pass is replaced by a sleep and a
+table. For measuring the system rather than a model, and for capacity planning.
 
-The law at a position depends on (position, token before it), through a hash: four tokens of the lower
-half of the vocabulary with probabilities 0.4, 0.3, 0.2, 0.1. The draft agrees with the target exactly with
-probability alpha, independently at each position, and else prefers tokens the target never says: so every
-rule accepts each draft token with probability alpha, as the closed forms of Leviathan et al. (2023) assume.
+The distribution at a position depends on (position, token before it), through a hash: four tokens of the
+lower half of the vocabulary with probabilities 0.4, 0.3, 0.2, 0.1. The draft's distribution equals the
+target's with probability alpha, independently at each position, and otherwise prefers tokens that the target
+never emits: so every rule accepts each draft token with probability alpha, as the closed forms of Leviathan
+et al. (2023) assume.
 
-Where the draft does not agree and tokens are matched, what the target says is the draft's second choice with
-probability `runner_up`, else the third one with the same probability, and so on: 0.55 comes near a trained
-pair under Gumbel coupling. With `period`, stretches of so many tokens alternate between `alpha` and
-`hard_alpha`.
+Where the two differ and tokens are matched, the target's token is the draft's second choice with probability
+`runner_up`, else the third choice with the same probability, and so on: 0.55 is close to a trained pair under
+Gumbel coupling. With `period`, stretches of that many tokens alternate between `alpha` and `hard_alpha`.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _NEVER = -1e9
 _OVERSLEEP_RATE = 0.1
 _MAX_OVERSLEEP_S = 0.0005
 _BEHIND = -60.0
-"""Nats: further than Gumbel noise carries."""
+"""In nats: more than Gumbel noise can make up for."""
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulatedModel:
-    """What `emulated:name=value,...` says.
+    """The parameters of `emulated:name=value,...`.
 
     Attributes:
         step_ms: time of a forward pass, sampling included, in milliseconds.
-        token_us: time it takes longer for each token after the first, in microseconds.
-        alpha: probability that the law is the target's, in [0, 1].
+        token_us: additional time for each token after the first, in microseconds.
+        alpha: probability that the distribution is the target's, in [0, 1].
         runner_up: where it is not, probability that the next choice is the target's, in [0, 1].
-        period: of stretches with another alpha, in tokens; 0 for none.
+        period: length of the stretches with alternating alpha, in tokens; 0 for none.
         hard_alpha: alpha in every other stretch, beginning with the second one.
         vocab_size: even, at least 16.
         context_len: in tokens.
-        seed: of the law; the same for target and draft.
+        seed: of the distributions; the same for target and draft.
     """
 
     step_ms: float = 30.0
@@ -99,7 +99,7 @@ class EmulatedModel:
         return model
 
     def describe(self) -> dict[str, object]:
-        """What the handshake tells about it."""
+        """The description for the handshake."""
         return {
             "context_len": self.context_len,
             "vocab_size": self.vocab_size,
@@ -109,14 +109,14 @@ class EmulatedModel:
         }
 
     def agrees(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.bool_]:
-        """Where the law is the target's, bool [n]."""
+        """Where the distribution is the target's, bool [n]."""
         alphas = np.full(len(positions), self.alpha)
         if self.period:
             alphas[positions // self.period % 2 == 1] = self.hard_alpha
         return _unit(self._hash(positions, tokens_before, 1)) < alphas
 
     def num_wrong(self, positions: IntArray, tokens_before: IntArray) -> IntArray:
-        """How many tokens the draft prefers to the target's where it does not agree, int64 [n]: geometric."""
+        """How many tokens the draft prefers to the target's where they differ, int64 [n]: geometric."""
         units = _unit(self._hash(positions, tokens_before, 3))
         missed = max(1 - self.runner_up, 1e-9)
         more: IntArray = np.floor(np.log(np.maximum(units, 1e-300)) / np.log(missed)).astype(np.int64)
@@ -127,7 +127,7 @@ class EmulatedModel:
         half = np.uint64(self.vocab_size // 2)
         return (self._hash(positions, tokens_before, 2) % half).astype(np.int64)
 
-    def laws(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
+    def log_probs(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
         """Log probabilities [n, vocab_size] of the tokens at `positions`, given the ones before."""
         half = self.vocab_size // 2
         start = self.likeliest(positions, tokens_before)
@@ -146,7 +146,7 @@ class EmulatedModel:
         return out
 
     def _hash(self, positions: IntArray, tokens_before: IntArray, salt: int) -> Words:
-        """64 well mixed bits of each (position, token) (Steele, Lea, Flood 2014: SplitMix64)."""
+        """64 hashed bits of each (position, token), by SplitMix64 (Steele, Lea, Flood 2014)."""
         words = positions.astype(np.uint64) << np.uint64(24) | tokens_before.astype(np.uint64)
         words += np.uint64((self.seed * 2 + 1) * 0x9E3779B97F4A7C15 * (salt + 1) % 2**64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -164,7 +164,7 @@ class EmulatedRunner:
     def __init__(self, model: EmulatedModel, *, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.vocab_size = model.vocab_size
-        self.on_loss: Callable[[], None] = lambda: None  # never
+        self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = LEAST_LIMIT_S
         self._model = model
         self._due_s = self._oversleep_s = 0.0
@@ -179,7 +179,7 @@ class EmulatedRunner:
         positions, tokens = self._append(feeds)
         num_tokens = sum(len(feed.token_ids) for feed in feeds)
         self._due_s = started_s + self._model.step_ms / 1e3 + (num_tokens - 1) * self._model.token_us / 1e6
-        return torch.from_numpy(self._model.laws(positions, tokens))
+        return torch.from_numpy(self._model.log_probs(positions, tokens))
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`."""
@@ -187,16 +187,16 @@ class EmulatedRunner:
         return None if question is None else decide(question, logits)
 
     def check(self) -> None:
-        """It is there."""
+        """An emulated device is never lost."""
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Nothing can be lost."""
+        """Nothing to do: it is never lost."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
     def _append(self, feeds: Sequence[Feed]) -> tuple[IntArray, IntArray]:
-        """The cache's part of a pass; returns the position of each row and the token before it, int64 [n]."""
+        """Append to the caches; returns the position of each row and the token before it, int64 [n]."""
         positions: list[int] = []
         tokens: list[int] = []
         for feed in feeds:
@@ -207,11 +207,11 @@ class EmulatedRunner:
         return np.array(positions, np.int64), np.array(tokens, np.int64)
 
     def end_step(self) -> None:
-        """The rest of the time that the model's costs add up to."""
+        """Sleep for the rest of the step's emulated time."""
         self._sleep_until(self._due_s)
 
     def _sleep_until(self, due_s: float) -> None:
-        """To within some microseconds: a sleep is longer than asked for, by about as much as the last one."""
+        """Sleep, precise to a few microseconds: how much sleeps overrun is measured and subtracted."""
         asleep_s = due_s - time.perf_counter() - self._oversleep_s
         if asleep_s > 0:
             time.sleep(asleep_s)

@@ -9,11 +9,16 @@ from typing import Any
 
 from specwire.core import SamplingParams, num_in_common
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.errors import PrefixMismatchError, RequestCancelledError
+from specwire.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    PrefixMismatchError,
+    RequestCancelledError,
+)
 from specwire.estimate import clock
 
 _MAX_CATCH_UP_TOKENS = 8
-"""A round leaves one or two tokens that the cache lacks; a draft that was passed over, a few more."""
+"""A round leaves one or two tokens that the cache lacks; a draft that was skipped leaves a few more."""
 
 
 @dataclass(eq=False)
@@ -26,9 +31,9 @@ class TokenSequence:
     cache   ├── computed ──────────┤                     cache.length <= len(tokens)
 
     Attributes:
-        is_fork: it belongs to the stream of another one.
+        is_fork: it belongs to the stream of another sequence.
         answered_ns: when its last job ended; 0 before the first one.
-        away_ns: how long it then took until the next job arrived, the last time.
+        turnaround_ns: time from there to the arrival of the next job, as last measured.
     """
 
     params: SamplingParams
@@ -39,7 +44,7 @@ class TokenSequence:
     is_fork: bool = False
     closed: bool = False
     answered_ns: int = 0
-    away_ns: int = 0
+    turnaround_ns: int = 0
 
     @property
     def seed(self) -> int:
@@ -50,8 +55,8 @@ class TokenSequence:
     def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
         """Roll back to `base_len` tokens, then commit `token_ids` after them.
 
-        What the sequence holds of these already, drafts that were accepted say, stays in its cache, but for
-        the last committed token, whose logits are what the next draft position needs.
+        Tokens that the sequence already holds, such as accepted drafts, stay in its cache. The exception is
+        the last committed token: its logits are needed for the next draft position, so it is run again.
 
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
@@ -78,8 +83,8 @@ class TokenSequence:
         self.cache.truncate(min(self.cache.length, length))
         self.tokens = parent.tokens[:length]
 
-    def adopt(self, fork: TokenSequence) -> None:
-        """Hold what a fork holds; the fork is closed."""
+    def replace_with_fork(self, fork: TokenSequence) -> None:
+        """Take over a fork's tokens and cache; the fork is closed."""
         self.cache.release()
         self.tokens, self.cache = fork.tokens, fork.cache
         fork.closed = True
@@ -87,19 +92,19 @@ class TokenSequence:
 
 @dataclass(eq=False)
 class Job:
-    """A few forward passes on one sequence, then a result. Subclasses say which.
+    """One or more forward passes on a sequence, then a result; subclasses define both.
 
-    What is to be run next follows from the sequence: its tokens that the cache lacks. So a sequence
-    that lost its cache to another one just runs them again.
+    What to run next follows from the sequence: its tokens that the cache lacks. So a sequence that lost its
+    cache to another one simply runs its tokens again.
 
     Attributes:
-        num_rows: of the tokens to run, how many of the last need logits.
-        num_cached_tokens: tokens that a cached prefix held, instead of running them.
-        num_companions: sequences in its last forward pass, its own included.
-        num_losses: forward passes that the device did not survive.
-        parent: what its new sequence is to be forked from, if anything.
-        worth: of a background job: the more, the earlier it runs.
-        result: set by the service's decider when it has seen enough logits.
+        num_rows: how many of the last tokens to run need logits.
+        num_cached_tokens: tokens that were found in the prefix cache instead of being run.
+        batch_size: sequences in its last forward pass, its own included.
+        num_losses: forward passes during which the device was lost.
+        parent: the sequence that this job's new sequence is forked from, if any.
+        worth: priority of a background job; higher runs earlier.
+        result: set by the service's decider once it has seen enough logits.
     """
 
     sequence: TokenSequence
@@ -111,7 +116,7 @@ class Job:
     finished_ns: int = 0
     forward_ns: int = 0
     num_cached_tokens: int = 0
-    num_companions: int = 0
+    batch_size: int = 0
     num_losses: int = 0
     parent: TokenSequence | None = None
     worth: float = 0.0
@@ -136,7 +141,7 @@ class Job:
 
     @property
     def is_prefill(self) -> bool:
-        """True while much text is to be run whose logits nobody wants: a prompt, or a cache that was lost."""
+        """True while many tokens must be run without logits: a prompt, or a cache that was lost."""
         num_pending = len(self.sequence.tokens) - self.sequence.cache.length
         return num_pending - self.num_rows > _MAX_CATCH_UP_TOKENS
 
@@ -149,3 +154,32 @@ class Job:
     def queue_ns(self) -> int:
         """From arrival to the start of the first forward pass."""
         return self.started_ns - self.arrived_ns
+
+
+def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) -> None:
+    """Refuse a job that cannot be run.
+
+    Args:
+        extra_len: tokens that may be added to the sequence while it runs.
+
+    Raises:
+        InvalidRequestError: no committed token, or one outside the vocabulary.
+        ContextLengthError: the sequence would outgrow `context_len`.
+    """
+    length = job.base_len + len(job.token_ids)
+    if job.base_len < 0:
+        raise InvalidRequestError("base_len", job.base_len, "must be at least 0")
+    if length == 0:
+        raise InvalidRequestError("token_ids", [], "at least one token must be committed")
+    if length + extra_len > context_len:
+        raise ContextLengthError("token_ids", length + extra_len, f"over the context of {context_len}")
+    for i, token_id in enumerate(job.token_ids):
+        check_token(f"token_ids[{i}]", token_id, vocab_size)
+
+
+def check_token(name: str, token_id: int, vocab_size: int) -> None:
+    """Raises:
+    InvalidRequestError: the token is outside the vocabulary.
+    """
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {vocab_size}")

@@ -1,4 +1,4 @@
-"""The metrics of draft and verify service: what their engines count. Labels say which of the two it is."""
+"""The metrics of draft and verify service, from the counts of their engines; a label names the service."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from specwire.engine.boot import ModelService
 from specwire.engine.cache.kv_cache import PagePool
-from specwire.engine.loop import NUM_STEP_SIZES, EngineStatus
+from specwire.engine.counts import NUM_STEP_SIZES, EngineStatus
 from specwire.telemetry.metrics import Group, HistogramData, Labelled, Metric, MetricKind
 
 
 class EngineSnapshot(NamedTuple):
-    """An engine and its memory at one moment."""
+    """The state of an engine and its memory at one moment."""
 
     engine: EngineStatus
     pool: PagePool

@@ -13,13 +13,13 @@ from specwire.config.services import EMBEDDED, ModelServiceConfig
 from specwire.engine.device import Runner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
-from specwire.engine.model.loading import describe, load_model, naming, read_config
+from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
 from specwire.engine.model.memory import pages_in_memory
 from specwire.engine.model.runner import ModelRunner
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    """Load the model where it is to run; returns what `loading.describe` says of it, too.
+    """Load the model on its devices; also returns its `loading.describe`.
 
     Raises:
         ModelLoadError: naming the model and the reason.
@@ -46,7 +46,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
 
 
 def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
-    """How passes are repeated, None where each is run as it is."""
+    """How passes of a few fixed sizes are repeated; None to run each pass as it is."""
     if device.type != "cuda":
         return None
     if config.cuda_graphs:
@@ -61,14 +61,14 @@ def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
     from specwire.engine.group.runner import GroupRunner
     from specwire.engine.group.sharding import check_shardable
 
-    with naming(source):  # here, where it takes no time, rather than in every rank
+    with errors_naming(source):  # checked before any rank starts
         check_shardable(read_config(source), config.tensor_parallel_size)
     runner = GroupRunner(config, source, _dtype(config))
     return runner, runner.description
 
 
 def _dtype(config: ModelServiceConfig) -> str:
-    """The embedded pair is stored in bfloat16 to be small, and computed in float32, faster on a CPU."""
+    """The embedded pair is stored in bfloat16, which is smaller, and runs in float32, faster on a CPU."""
     if config.model == EMBEDDED and config.dtype == "auto" and config.device == "cpu":
         return "float32"
     return config.dtype

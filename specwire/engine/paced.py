@@ -1,8 +1,8 @@
-"""A model at the pace of a bigger one's device: real logits, and passes that take at least so long.
+"""Paces a model: real logits, and a minimum time for every pass, like that of a larger model on its device.
 
-What a pass computes is untouched; when it was faster than asked for, the rest of the time is slept, and the
-processor is free for others. So a small machine can show what speculation makes of a large target's passes.
-They take the same time whatever is in them, as where reading the weights is what takes the time.
+A pass computes the same as without it. If it is faster than the minimum the rest of the time is slept, and
+the processor is free for other work. So a small machine can show the effect of speculation on a large target.
+All passes take the same time, as they do where reading the weights dominates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PacedRunner:
     """A `device.Runner` around another one.
 
     Args:
-        least_pass_s: what a pass takes at least, what is made of its logits included, in seconds.
+        least_pass_s: minimum time of a pass, deciding on its logits included, in seconds.
     """
 
     def __init__(self, runner: Runner, least_pass_s: float) -> None:
@@ -50,7 +50,7 @@ class PacedRunner:
         return self._runner.run(feeds, question, decide)
 
     def end_step(self) -> None:
-        """The rest of the time."""
+        """Sleep until the minimum time has passed."""
         self._runner.end_step()
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
 

@@ -1,23 +1,33 @@
-"""Whether an engine gets on with its work: a pass far longer than passes cost is a device that hangs.
+"""Detects a device that hangs: a pass that takes far longer than passes cost.
 
-The engine's thread notes what it begins; the event loop looks at it now and then. Time counts only as far as
-the loop itself was running: a process that was stopped as a whole has not seen its device hang.
+The engine's thread notes when it begins something; the event loop checks periodically. Time counts only while
+the loop itself is running: a process that was stopped as a whole has not seen its device hang.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from specwire.engine.replies import Replies
+from specwire.errors import ServiceUnavailableError
+from specwire.estimate import clock
+
+log = logging.getLogger(__name__)
+
 LOOK_EVERY_S = 0.25
 LEAST_LIMIT_S = 2.0
 _TIMES_USUAL = 20.0
-"""What is taken for a hang is never shorter than so many times what the work costs."""
+"""A pass counts as hung after this many times its usual cost at the earliest."""
 
 
 class Heartbeat:
-    """Written by the engine's thread, and looked at from the event loop.
+    """Written by the engine's thread, read by the event loop.
 
     Attributes:
-        limit_s: longest time that what is under way may take.
-        silent_s: how long there was work and nothing was begun or ended.
+        limit_s: longest time that the current operation may take.
+        silent_s: how long there has been work and no beat.
     """
 
     def __init__(self) -> None:
@@ -26,11 +36,11 @@ class Heartbeat:
         self._num_beats = self._num_seen = 0
 
     def beat(self, usual_s: float = 0.0, least_s: float = LEAST_LIMIT_S) -> None:
-        """Something begins that usually takes so long, or has ended.
+        """An operation begins or has ended.
 
         Args:
-            usual_s: 0 for what takes no time to speak of.
-            least_s: a hang takes longer than that in any case.
+            usual_s: what it usually takes; 0 if its time is negligible.
+            least_s: lower bound of `limit_s`.
         """
         self.limit_s = max(least_s, _TIMES_USUAL * usual_s)
         self._num_beats += 1
@@ -39,12 +49,63 @@ class Heartbeat:
         """Called from the event loop every `LOOK_EVERY_S`; a late call counts for no longer than that."""
         if self._num_beats != self._num_seen:
             self._num_seen, self.silent_s = self._num_beats, 0.0
-        elif has_work or self.hangs:  # what waited for a device that hangs has failed
+        elif has_work or self.hangs:  # the work of a device that hangs has been failed
             self.silent_s += min(elapsed_s, LOOK_EVERY_S)
         else:
             self.silent_s = 0.0
 
     @property
     def hangs(self) -> bool:
-        """Whether it was silent for longer than what is under way may take."""
+        """Whether it has been silent for longer than the current operation may take."""
         return self.silent_s > self.limit_s
+
+
+class Watchdog:
+    """Fails pending replies while the device hangs; event loop only."""
+
+    def __init__(self, heartbeat: Heartbeat, replies: Replies) -> None:
+        self._heartbeat = heartbeat
+        self._replies = replies
+
+    async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
+        """Check the heartbeat until cancelled.
+
+        Args:
+            on_change: called with whether the device makes progress, whenever that has changed.
+        """
+        looked_ns, was_hung = clock.stopwatch_ns(), False
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now_ns = clock.stopwatch_ns()
+            self._heartbeat.look(self._replies.num_pending > 0, (now_ns - looked_ns) / 1e9)
+            looked_ns, hangs = now_ns, self._heartbeat.hangs
+            if hangs:
+                self._fail_pending(was_hung)
+            if hangs != was_hung:
+                was_hung = hangs
+                await on_change(not hangs)
+
+    def _fail_pending(self, was_hung: bool) -> None:
+        error = self._error()
+        if not was_hung:
+            log.error("%s: failing %d requests", error, self._replies.num_pending)
+        self._replies.fail_pending(error)
+
+    def check(self) -> None:
+        """Raises:
+        ServiceUnavailableError: the device hangs.
+        """
+        if self._heartbeat.hangs:
+            raise self._error()
+
+    def _error(self) -> ServiceUnavailableError:
+        """What the requests on a device that hangs fail with."""
+        silent_s, limit_s = self._heartbeat.silent_s, self._heartbeat.limit_s
+        return ServiceUnavailableError(
+            f"the device hangs: one pass takes over {silent_s:.1f} s, {limit_s:.1f} allowed"
+        )
+
+    @property
+    def silent_s(self) -> float:
+        """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
+        return self._heartbeat.silent_s if self._heartbeat.hangs else 0.0

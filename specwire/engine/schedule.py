@@ -1,11 +1,12 @@
-"""What goes into the next step: pure choice, no thread, no model.
+"""Chooses what goes into the next step: pure, no thread, no model.
 
     step  | oldest sequence | rounds of running streams | prompts, in chunks | background |  <= max_num_tokens
 
 Rounds come before prompts, and prompts get at most `max_prefill_tokens` beside them, so that a long prompt
-does not hold up running streams, those included that will be back in a moment; without any, prompts get the
-whole step. The oldest sequence that has work comes first whatever it has, and takes memory from all others:
-so somebody always gets on. Background jobs get what costs the others next to nothing, and nobody's memory.
+does not delay running streams, those included that will send their next round in a moment; without running
+streams, prompts get the whole step. The oldest sequence that has work always comes first, and may evict the
+caches of all others, which guarantees progress. Background jobs get the time that costs the others next to
+nothing, and evict no cache.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from dataclasses import dataclass, field
 from specwire.engine.batch import Feed
 from specwire.engine.jobs import Job, TokenSequence
 
-_BACK_WITHIN_NS = 1_000_000_000
+_ACTIVE_WITHIN_NS = 1_000_000_000
+"""A stream answered within this time is likely to send its next round during the step."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Jobs and what each contributes, side by side.
+    """Jobs, and what each contributes; parallel lists.
 
     Attributes:
         budget: tokens that still fit.
-        num_pages: pages that the feeds will take from the pool.
+        num_pages: pages that the feeds will allocate.
     """
 
     budget: int
@@ -44,9 +46,9 @@ class Scheduler:
 
     Args:
         sequences: all open ones; the caller's own, and it may change.
-        max_num_tokens: in one step.
-        max_prefill_tokens: of prompts, in a step that has rounds of running streams too.
-        prefix_sharing: begin an empty cache with pages that are known.
+        max_num_tokens: limit of a step.
+        max_prefill_tokens: limit of prompt tokens in a step while other streams are running.
+        prefix_sharing: fill an empty cache with known pages first.
 
     Attributes:
         num_preemptions: sequences that lost their cache to another one.
@@ -77,8 +79,8 @@ class Scheduler:
         oldest = min(jobs, key=lambda job: job.sequence.order)
         rounds = [job for job in jobs if job is not oldest and not job.is_prefill]
         prompts = [job for job in jobs if job is not oldest and job.is_prefill]
-        disturbs = bool(rounds) or not oldest.is_prefill or self._anyone_runs(waiting, now_ns)
-        prefill = self._max_prefill_tokens if disturbs else self._max_num_tokens
+        delays_others = bool(rounds) or not oldest.is_prefill or self._others_active(waiting, now_ns)
+        prefill = self._max_prefill_tokens if delays_others else self._max_num_tokens
         self._add(step, oldest, prefill if oldest.is_prefill else step.budget, waiting)
         if oldest.is_prefill:
             prefill -= step.num_tokens
@@ -88,12 +90,12 @@ class Scheduler:
         for job in prompts:
             left = step.budget
             if prefill <= 0 or not self._add(step, job, prefill, waiting):
-                break  # those behind it would only be looked up in the cache in vain, step after step
+                break  # looking the later ones up in the prefix cache would be wasted work in every step
             prefill -= left - step.budget
         return step
 
     def fill(self, step: Step, background: Sequence[Job], num_tokens: int) -> None:
-        """Add background jobs, the worthiest first, up to so many tokens; an empty step takes one anyway."""
+        """Add background jobs by worth, up to `num_tokens`; an empty step takes at least one."""
         waiting = {job.sequence.order for job in step.jobs}
         for job in sorted(background, key=lambda job: -job.worth):
             limit = min(step.budget, num_tokens if step.jobs else step.budget)
@@ -102,16 +104,16 @@ class Scheduler:
                 break
             num_tokens -= left - step.budget
 
-    def _anyone_runs(self, waiting: Set[int], now_ns: int) -> bool:
-        """Whether a stream was answered of late, and is likely to be back during the step."""
-        sequences = list(self._sequences)  # at once: others are opened and closed meanwhile
-        since_ns = now_ns - _BACK_WITHIN_NS
+    def _others_active(self, waiting: Set[int], now_ns: int) -> bool:
+        """Whether a stream without a job was answered recently, and is likely to return during the step."""
+        sequences = list(self._sequences)  # a copy, since the event loop opens and closes sequences meanwhile
+        since_ns = now_ns - _ACTIVE_WITHIN_NS
         return any(s.answered_ns > since_ns and s.order not in waiting for s in sequences)
 
     def _add(self, step: Step, job: Job, limit: int, waiting: Set[int], *, may_evict: bool = True) -> bool:
-        """Put the job, or a piece of it, into the step; False when there is no budget or no memory for it."""
-        cache, num_found = job.sequence.cache, self._adopt_prefix(job)
-        if num_found:  # a page that a job before was to write in place may be shared since
+        """Add the job, or a chunk of it, to the step; False when there is no budget or no memory for it."""
+        cache, num_found = job.sequence.cache, self._reuse_prefix(job)
+        if num_found:  # an earlier job may have to copy a page that is shared from now on
             step.num_pages = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in step.feeds)
         feed = _next_feed(job, min(limit, step.budget))
         num_pages = cache.pages_needed(len(feed.token_ids)) if feed else 0
@@ -129,27 +131,27 @@ class Scheduler:
         self.num_hit_tokens += num_found
         return True
 
-    def _adopt_prefix(self, job: Job) -> int:
-        """Begin an empty cache with what is known of its tokens; returns how many were found.
+    def _reuse_prefix(self, job: Job) -> int:
+        """Fill an empty cache with the known pages of its tokens; returns how many tokens were found.
 
-        The rows whose logits are wanted are run in any case, and so is at least one token.
+        The rows whose logits are wanted are always run, and at least one token is.
         """
         sequence = job.sequence
         if not self._prefix_sharing or sequence.cache.length:
             return 0
-        return sequence.cache.adopt(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
+        return sequence.cache.reuse_prefix(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
 
     def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Set[int]) -> bool:
-        """Free pages by taking the cache of others, youngest first; they run their tokens again later.
+        """Free pages by evicting the caches of other sequences, youngest first; they run their tokens again.
 
-        A sequence gives way to older ones only, unless it idles between rounds. So the oldest one that
-        has work always gets on, and nobody waits for a stream that does nothing.
+        A sequence is evicted for older ones only, unless it has no job at the moment. So the oldest sequence
+        with work always makes progress, and no job waits for a stream that is idle.
         """
         pool, wanted = sequence.cache.pool, step.num_pages + num_pages
         running = {job.sequence.order for job in step.jobs}
         for victim in sorted(self._sequences, key=lambda other: -other.order):
-            gives_way = victim.order > sequence.order or victim.order not in waiting
-            if victim is sequence or victim.order in running or not gives_way or not victim.cache.length:
+            is_evictable = victim.order > sequence.order or victim.order not in waiting
+            if victim is sequence or victim.order in running or not is_evictable or not victim.cache.length:
                 continue
             victim.cache.truncate(0)
             self.num_preemptions += 1
@@ -159,7 +161,7 @@ class Scheduler:
 
 
 def _next_feed(job: Job, budget: int) -> Feed | None:
-    """The job's next piece within the budget: all of it, or a chunk that leaves the wanted rows whole."""
+    """The job's next feed within the budget: all its tokens, or a chunk before the rows that need logits."""
     pending = job.pending
     if len(pending) <= budget:
         return Feed(job.sequence.cache, pending, job.num_rows)

@@ -1,1 +1,1 @@
-"""What things cost and how proposals fare, from what was observed; and the clocks that observe it."""
+"""Estimates from observation: what operations cost, how likely proposals are accepted; and the clock."""

@@ -1,4 +1,4 @@
-"""Costs learnt while they are paid: time as a linear function of what was done. Pure: no clock, no I/O."""
+"""Cost models fitted online: time as a linear function of the work done. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_JUMP = 4.0
 _OLD = 0.99
 _MIN_WEIGHT = 0.02
 _REFIT_EVERY = 32
-_WORTH_A_TERM = 1e-4
+_MIN_IMPROVEMENT = 1e-4
 
 
 class _Sample:
-    """Similar observations, averaged: the last ones count most."""
+    """An exponential moving average of similar observations."""
 
     __slots__ = ("cost", "features", "last")
 
@@ -26,19 +26,19 @@ class _Sample:
         self.features, self.cost, self.last = list(features), cost, number
 
     def add(self, features: Sequence[float], cost: float, number: int) -> None:
-        cost = min(cost, _MAX_JUMP * self.cost)  # one pause of the machine is no trend
+        cost = min(cost, _MAX_JUMP * self.cost)  # a single pause of the machine is an outlier
         self.features = [old + _RATE * (new - old) for old, new in zip(self.features, features, strict=True)]
         self.cost += _RATE * (cost - self.cost)
         self.last = number
 
 
 class CostModel:
-    """cost = base + sum of (rate_i * feature_i), with nothing negative, fitted to relative errors.
+    """cost = base + sum of (rate_i * feature_i), all terms non-negative, fitted to relative errors.
 
-    Observations of about the same size (to a power of two) are one sample, so that what is done all the time
-    does not drown what was seen once, such as a long prompt; older samples count less. As long as all samples
-    are alike nothing tells a rate from the base: then everything is base, the optimistic view, and whoever
-    acts on it will see.
+    Observations of similar size (to a power of two) form one sample, so that frequent operations do not
+    outweigh rare ones, such as a long prompt; older samples weigh less. While all samples are alike the rates
+    cannot be told from the base: then all cost is base, which is optimistic about larger operations, and the
+    first of those corrects it.
 
     Attributes:
         base, rates: in the unit of the costs; 0 before the first observation.
@@ -51,7 +51,7 @@ class CostModel:
         self.rates = (0.0,) * num_features
 
     def add(self, features: Sequence[float], cost: float) -> None:
-        """Learn what one thing cost; features must not be negative, a cost must be over 0."""
+        """Add an observation; features must be at least 0, the cost greater than 0."""
         key = tuple(int(1 + feature).bit_length() for feature in features)
         self._num_added += 1
         sample = self._samples.get(key)
@@ -63,14 +63,14 @@ class CostModel:
             self._fit()
 
     def predict(self, features: Sequence[float]) -> float:
-        """What this would cost; 0 before the first observation."""
+        """Expected cost; 0 before the first observation."""
         return self.base + sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))
 
     def bound(self, features: Sequence[float]) -> float:
-        """What this may cost at the most, by what was seen; 0 before the first observation.
+        """An upper estimate of the cost from the observations; 0 before the first one.
 
-        No less than the cheapest of what was at least as large. What is larger than anything seen is taken to
-        cost in proportion, for each feature that is larger.
+        At least the cost of the cheapest sample that is at least as large in every feature. Beyond the
+        largest samples the estimate grows in proportion, for each feature that is larger.
         """
         samples = self._samples.values()
         if not samples:
@@ -82,7 +82,7 @@ class CostModel:
         return ratio * max(self.predict(features), seen)
 
     def _fit(self) -> None:
-        """Non-negative least squares: of all sets of terms, the best whose coefficients are all positive."""
+        """Non-negative least squares: the best subset of terms without a negative coefficient."""
         samples = self._samples.values()
         weights = np.array([max(_MIN_WEIGHT, _OLD ** (self._num_added - s.last)) for s in samples])
         costs = np.array([s.cost for s in samples])
@@ -95,7 +95,7 @@ class CostModel:
             if (found < 0).any():
                 continue
             error = float(np.square(rows[:, terms] @ found - wanted).sum() / weights.sum())
-            if error < best - _WORTH_A_TERM:
+            if error < best - _MIN_IMPROVEMENT:
                 best, coefficients = error, np.zeros(rows.shape[1])
                 coefficients[list(terms)] = found
         self.base, *rates = coefficients.tolist()
@@ -103,6 +103,6 @@ class CostModel:
 
 
 def _term_sets(num_terms: int) -> list[list[int]]:
-    """All sets of terms, small ones first, and of those the ones with the base first."""
+    """All subsets of terms, smaller ones first, and among those of one size the ones with the base first."""
     every = range(num_terms)
     return [list(terms) for size in range(1, num_terms + 1) for terms in itertools.combinations(every, size)]

@@ -1,1 +1,1 @@
-"""Accept, recover, sample: the exact rule and what is drawn for it; no network, no clock."""
+"""The exact acceptance rule, the samplers and the random numbers they use; no network, no clock."""

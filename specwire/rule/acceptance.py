@@ -1,9 +1,9 @@
-"""The accept rules: what of a proposal is kept, and which token follows. numpy only.
+"""The acceptance rules: how much of a proposal is kept, and which token follows. numpy only.
 
 Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3; Chen et al. 2023, arXiv
-2302.01318, algorithm 2) is applied to a draft law that is zero outside a small support S. There the
-residual equals the target, so the target's mass outside S and one token drawn from it are all that the
-rule needs of the rest of the vocabulary: the full rule, at the price of the support.
+2302.01318, algorithm 2) is applied to a draft distribution that is zero outside a small support S. Outside
+S the residual equals the target, so the target's mass there and one token drawn from it are all that the rule
+needs of the rest of the vocabulary: the full rule, in O(support) bytes.
 
 Matching (greedy decoding; Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv 2408.07978, algorithm 2)
 compares token ids: the emitted token is always the target's own.
@@ -27,18 +27,18 @@ def acceptance_probability(token_prob_draft: float, token_prob_target: float) ->
     """min(1, target / draft): how likely a draft token is kept (Leviathan et al., section 2.3).
 
     Args:
-        token_prob_draft: probability of the token under the law it was sampled from, positive.
+        token_prob_draft: probability of the token under the distribution it was sampled from, positive.
         token_prob_target: its probability under the target.
     """
     return min(token_prob_target / token_prob_draft, 1.0)  # in this order NaN stays NaN, which rejects
 
 
 def residual(draft_support: Support, target_probs: _Probs, tail_mass: float) -> tuple[DoubleArray, float]:
-    """The law after a rejection, unnormalised: max(0, target - draft) (Leviathan et al., section 2.3).
+    """The residual distribution, unnormalised: max(0, target - draft) (Leviathan et al., section 2.3).
 
     Args:
-        draft_support: the draft's law; normalised here in float64.
-        target_probs: [support_size], the target's law on the support.
+        draft_support: the draft's distribution; normalised here in float64.
+        target_probs: [support_size], the target's probabilities on the support.
         tail_mass: the target's mass outside the support, where the draft is zero.
 
     Returns:
@@ -51,10 +51,10 @@ def residual(draft_support: Support, target_probs: _Probs, tail_mass: float) -> 
 
 
 def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
-    """Apply the rule that `params` name; draw its numbers by absolute position.
+    """Apply the rule that `params` names, with random numbers addressed by absolute position.
 
     Raises:
-        InternalError: proposal and verdict do not fit each other.
+        InternalError: proposal and verdict do not match.
     """
     if params.matches_tokens:
         return accept_by_match(proposal, verdict)
@@ -71,7 +71,7 @@ def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
     """Keep the longest prefix that equals the target's own tokens, then take the target's next one.
 
     Raises:
-        InternalError: proposal and verdict do not fit each other.
+        InternalError: proposal and verdict do not match.
     """
     _check_fit(proposal, verdict)
     num_accepted = 0
@@ -88,16 +88,16 @@ def accept_by_rejection(
     """Keep draft tokens until one is rejected, then draw the recovered token; else add the bonus token.
 
     Token x is kept if u · draft_probs[x] < target_probs[x], written as u < `acceptance_probability`:
-    strictly, for u may be 0 and a token that the target excludes must go.
+    strictly, since u may be 0 and a token that the target excludes must be rejected.
 
     Args:
         proposal: γ draft tokens, each with the support it was sampled from.
         verdict: the target on these supports, with its tail tokens and the bonus token.
-        accept_uniforms: float64 [γ] in [0, 1), independent of what sampled the draft tokens.
+        accept_uniforms: float64 [γ] in [0, 1), independent of those that sampled the draft tokens.
         residual_uniforms: float64 [γ] in [0, 1), independent of both.
 
     Raises:
-        InternalError: proposal and verdict do not fit each other, or are not probabilities.
+        InternalError: proposal and verdict do not match, or are not probabilities.
     """
     _check_fit(proposal, verdict)
     num_draft_tokens = len(proposal.token_ids)
@@ -125,7 +125,7 @@ def _keeps(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> bool
     slot = (support.token_ids == token_id).argmax()
     if support.token_ids[slot] != token_id or not support.probs[slot] > 0:
         raise InternalError(f"draft token {token_id} is not in the support it was sampled from")
-    # The draft drew from its float32 numbers over their sum, so these quotients are its exact law.
+    # The draft drew from its float32 numbers over their sum, so these quotients are its exact distribution.
     token_prob_draft = float(support.probs[slot]) / float(support.probs.sum(dtype=np.float64))
     return bool(uniform < acceptance_probability(token_prob_draft, float(target_probs[slot])))
 
@@ -135,12 +135,12 @@ def _recover(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> in
     support, target_probs = proposal.supports[i], verdict.target_probs[i]
     tail_token = int(verdict.target_token_ids[i])
     weights, tail_weight = residual(support, target_probs, verdict.tail_mass[i] if tail_token >= 0 else 0.0)
-    law = np.append(weights, tail_weight)
-    if not law.any():
-        # Draft and target agree to the last bit, up to rounding. A rejection then has a probability of
-        # the order of that rounding (1e-7 in float32); the target's own law is right within it.
-        law = np.append(target_probs, tail_weight)
-    slot = _draw(law, uniform)
+    weights_and_tail = np.append(weights, tail_weight)
+    if not weights_and_tail.any():
+        # Draft and target are equal up to rounding. A rejection then has a probability of the order of that
+        # rounding (1e-7 in float32), and drawing from the target's own distribution is right within it.
+        weights_and_tail = np.append(target_probs, tail_weight)
+    slot = _draw(weights_and_tail, uniform)
     return tail_token if slot == len(weights) else int(support.token_ids[slot])
 
 

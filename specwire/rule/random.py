@@ -2,15 +2,15 @@
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
 1, 2, 3", section 3.3). It has no state: a draw is addressed, never consumed, so a service that
-restarts, a draft that comes late or a batch of another shape sees the same numbers. One body serves
+restarts, a draft that is late or a batch of another shape sees the same numbers. One implementation serves
 Python integers, numpy and torch, and its words agree bit for bit on every machine and device.
 
 An address is a 64-bit key, the request's seed, and four 32-bit counter words:
 
     (position, low half) (position, high half) (block of token ids) (stream)
 
-A position that was drafted and then thrown away is drafted again later with the same numbers. That is
-sound as long as nothing that was thrown away decides how the position is treated the next time.
+A position that was drafted and then discarded is drafted again later with the same numbers. That is sound as
+long as nothing that was discarded affects how the position is treated the next time.
 
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
 """
@@ -39,29 +39,29 @@ _NUM_ROUNDS = 10
 _MAX_PACKED_LANES = 96
 """Above this many numbers numpy is faster than packed integers."""
 _NUMPY_BLOCKS = 16_384
-"""Blocks worked on at a time by numpy: temporaries stay in the cache of a core."""
+"""Blocks that numpy computes at a time: temporaries stay in the cache of a core."""
 _DEVICE_BLOCKS = 1 << 24
-"""Blocks worked on at a time on a device: bounds temporaries to 128 MiB each."""
+"""Blocks that a device computes at a time: bounds temporaries to 128 MiB each."""
 
 
 class Purpose(enum.IntEnum):
-    """What a random number is for. Uses of one position must never share a stream.
+    """What a random number is used for. Uses at one position must never share a stream.
 
-    The accept rule is exact only if its coin is independent of the draft token it judges, and the
-    recovered token independent of both: a draft token and its coin drawn from the same number make
-    acceptance depend on *which* token came up, and the output is no longer the target's.
+    The acceptance rule is exact only if its uniform number is independent of the draft token it judges, and
+    the recovered token independent of both. If the draft token and its acceptance were drawn from the same
+    number, acceptance would depend on *which* token was drawn, and the output would not follow the target.
     """
 
     DRAFT = 0
     """Sampling a draft token."""
     ACCEPT = 1
-    """The coin that accepts or rejects it."""
+    """Accepting or rejecting it."""
     RESIDUAL = 2
     """Drawing the recovered token."""
     TARGET = 3
     """The target's own draws in verify: tail tokens and the bonus token."""
     GUMBEL = 4
-    """Noise of the Gumbel coupling, shared by draft and target on purpose."""
+    """Noise of the Gumbel coupling, shared by draft and target by design."""
 
 
 def philox(counter: Words, key: tuple[Any, Any], *, mask: int = _MASK32, ones: int = 1) -> Words:
@@ -104,7 +104,7 @@ def uniforms(seeds: int | Sequence[int], stream: Purpose, positions: Sequence[in
 
     Args:
         seeds: one seed in [0, 2**63) for all, or [n].
-        stream: what they are for.
+        stream: what the numbers are used for.
         positions: [n] absolute token positions, from 0.
 
     Returns:
@@ -160,7 +160,7 @@ def gumbel_noise(
     vocab_size: int,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Standard Gumbel noise, -log(-log(u)), for every token id at some positions.
+    """Standard Gumbel noise, -log(-log(u)), for every token id at each position.
 
     u lies strictly inside (0, 1): 52 random bits and a half, so that the noise spans [-3.6, 36.7] in
     steps a float64 can tell apart. With 32-bit numbers it would end at 22.9, and tokens rarer than
@@ -172,7 +172,7 @@ def gumbel_noise(
         seeds: one seed in [0, 2**63) for all, or [n].
         positions: [n] absolute token positions, from 0.
         vocab_size: in tokens.
-        device: None for numpy, or the torch device the noise is made on.
+        device: None for numpy, or the torch device to compute on.
 
     Returns:
         float64 [n, vocab_size], a numpy array or a tensor on `device`.
@@ -189,7 +189,7 @@ def gumbel_noise(
 
 
 def _gumbel_words(rows: Any, blocks: Any, zeros: Any) -> Words:
-    """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; each lane serves two token ids."""
+    """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; each lane is used for two token ids."""
     key, position = rows[0][:, None], rows[1][:, None]
     counter = position & _MASK32, position >> 32, blocks[None, :], zeros + int(Purpose.GUMBEL)
     return philox(counter, (key & _MASK32, key >> 32))

@@ -1,4 +1,4 @@
-"""What draft and verify decide alike, row by row of a step's logits."""
+"""Sampling steps that draft and verify share, over the rows of a step's logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specwire.rule.sampling import Row
 
 
 def take_rows(rows: Tensor, indices: Sequence[int]) -> Tensor:
-    """Rows of a tensor; the tensor itself when all are wanted."""
+    """Some rows of a tensor; the tensor itself when all are wanted."""
     return rows if len(indices) == len(rows) else rows[transfer.indices(indices, rows.device)]
 
 
@@ -25,7 +25,7 @@ def uniforms_for(rows: Sequence[Row], stream: random.Purpose, device: torch.devi
 
 
 def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The token each row chooses where tokens are matched: the likeliest, or the Gumbel-max draw.
+    """Each row's token where tokens are matched: the likeliest, or the Gumbel-max draw.
 
     Args:
         log_probs: [num_rows, vocab_size], after history and warps.
@@ -38,12 +38,12 @@ def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def matched_scores(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
-    """What `choose_matched` takes the highest of: log probabilities, with Gumbel noise where it is asked for.
+    """The scores that `choose_matched` maximises: log probabilities, plus Gumbel noise unless greedy.
 
-    Args, shapes as there.
+    Args, shapes: see there.
 
     Returns:
-        [num_rows, vocab_size]; float64 if any row has noise, which changes no order among the others.
+        [num_rows, vocab_size]; float64 if any row has noise, which keeps the order within the other rows.
     """
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     if not noisy:
@@ -63,12 +63,12 @@ def matched_scores(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:
-    """Log probabilities of each row's candidates and of its likeliest tokens, before warps and penalties.
+    """Log probabilities of each row's candidates and likeliest tokens, before warps and penalties.
 
     Args:
         logits: [num_rows, vocab_size], raw.
         candidates: [num_rows] arrays of token ids.
-        num_top: likeliest tokens wanted.
+        num_top: number of likeliest tokens to report.
     """
     padded = transfer.to_device(pad_ids(candidates), logits.device)
     values, top_ids, top_values = transfer.to_host(*sampling.top_logprobs(logits, padded, num_top))

@@ -1,12 +1,12 @@
 """From logits to tokens: processors, warps, draws and supports, for rows of many requests at once.
 
 Every function takes and returns tensors and draws no random numbers of its own. One row is one position
-of one sequence; the rows of a batch have different parameters, and a feature that no row asks for costs
-nothing. Nothing here waits for the device: no value is read back to the host.
+of one sequence; the rows of a batch have different parameters, and a feature that no row uses costs nothing.
+Nothing here waits for the device: no value is read back to the host.
 
 The order is that of transformers' `generate`: `apply_history` (logit bias, penalties), `apply_warps`
-(temperature, top-k, top-p, min-p), then a draw. The draft cuts its law down *before* it samples
-(`truncate_support`); the target is reported on that support (`judge_support`).
+(temperature, top-k, top-p, min-p), then a draw. The draft truncates its distribution *before* it samples
+(`truncate_support`); the target's is reported on that support (`judge_support`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specwire.errors import InvalidRequestError
 from specwire.rule.transfer import indices, to_device
 
 _MIN_TEMPERATURE = 1e-30
-"""Colder is the same law, but logits divided by it would overflow float32."""
+"""Below it the distribution is the same, but logits divided by the temperature would overflow float32."""
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ class Row(NamedTuple):
         history: all tokens before this position: prompt, output and earlier draft tokens. Read only
             where `params.needs_history`; an integer array is read faster than a list.
         position: absolute index of the token to be drawn.
-        seed: fixes the request's random choices.
+        seed: of the request; with the position it determines every random number.
     """
 
     params: SamplingParams
@@ -52,19 +52,19 @@ def apply_history(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Add logit biases, then apply the repetition, presence and frequency penalties.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
-    prompt and output; the other two count the output only. Tokens that the vocabulary lacks, which a
-    padded draft vocabulary may bring in, are skipped.
+    prompt and output; the other two count the output only. Tokens outside the vocabulary, which a padded
+    draft vocabulary may contain, are skipped.
 
     Args:
-        logits: [num_rows, vocab_size], left as it is.
+        logits: [num_rows, vocab_size], not modified.
         rows: [num_rows].
 
     Returns:
-        `logits` itself if no row asks for any of this, else a new float32 tensor.
+        `logits` itself if no row uses any of these, else a new float32 tensor.
 
     Raises:
-        InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request
-            when it opens, since an error here fails the whole batch.
+        InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request when its
+            stream opens, since an error here fails the whole batch.
     """
     if not any(row.params.logit_bias or row.params.needs_history for row in rows):
         return logits
@@ -118,7 +118,7 @@ def _apply_counts(scores: Tensor, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """A number for each of some tokens, distinct, of one row."""
+    """Values for distinct tokens of one row."""
 
     row: int
     token_ids: IntArray
@@ -141,16 +141,16 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
 def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
 
-    Greedy rows pass through: only their argmax counts, and log probabilities are rounded, so that close
-    logits would become equal.
+    Greedy rows pass through: only their argmax counts, and rounding in log_softmax could make close logits
+    equal.
 
     Args:
-        logits: [num_rows, vocab_size], left as it is.
+        logits: [num_rows, vocab_size], not modified.
         rows: [num_rows].
 
     Returns:
         float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
-        logits. A row has no finite maximum where its logits are no numbers, or too large for them.
+        logits. A row without a finite maximum had logits that are not finite, or overflowed.
     """
     scores = logits.float()
     params = [row.params for row in rows]
@@ -175,7 +175,7 @@ def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[num_rows, 1] in the device and type of `like`."""
+    """[num_rows, 1], of the device and type of `like`."""
     return to_device(np.array(values, dtype=np.float64), like.device).to(like.dtype)[:, None]
 
 
@@ -184,7 +184,7 @@ def _exclude(
     settings: Sequence[float | None],
     rule: Callable[[Tensor, Sequence[float]], Tensor],
 ) -> Tensor:
-    """Set to -inf what `rule` excludes in the rows that have a setting; the others are not looked at."""
+    """Set to -inf what `rule` excludes in the rows that have a setting; the other rows cost nothing."""
     used = [value for value in settings if value is not None]
     if not used:
         return scores
@@ -204,7 +204,7 @@ def _outside_top_k(scores: Tensor, top_ks: Sequence[float]) -> Tensor:
 
 
 def _outside_top_p(scores: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """The least likely tokens that together hold at most 1 - p; the likeliest one always stays."""
+    """The least likely tokens whose total mass is at most 1 - p; the likeliest token always stays."""
     ordered, order = torch.sort(scores, dim=-1)
     excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= _column([1 - p for p in top_ps], scores)
     excluded[:, -1] = False
@@ -237,10 +237,10 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def truncate_support(probs: Tensor, mass: float, max_support: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut each law down to few tokens; the draft samples afterwards, from exactly what this returns.
+    """Truncate each distribution to few tokens; the draft then samples from exactly what this returns.
 
-    Keeps the smallest set of likeliest tokens that holds `mass`, at most `max_support` of them. A
-    vocabulary no larger than `max_support` keeps all that is not zero.
+    Keeps the smallest set of likeliest tokens that holds `mass`, at most `max_support` of them. A vocabulary
+    no larger than `max_support` keeps every token of positive probability.
 
     Args:
         probs: float32 [num_rows, vocab_size].
@@ -267,14 +267,13 @@ def truncate_support(probs: Tensor, mass: float, max_support: int) -> tuple[Tens
 
 
 def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Report the target's law on a draft's support, and draw one token from what lies outside it.
+    """The target's probabilities on a draft's support, and one token drawn outside the support.
 
-    An empty support leaves everything outside: its tail token is a draw from the whole law, which is
-    the bonus token, so draft rows and the last row go through one call. Ids that the vocabulary lacks
-    have probability zero.
+    With an empty support the tail token is a draw from the whole distribution: the bonus token. So draft rows
+    and the last row take the same call. Ids outside the vocabulary have probability zero.
 
     Args:
-        probs: float32 [num_rows, vocab_size], the target's law.
+        probs: float32 [num_rows, vocab_size], the target's distribution.
         support_ids: int64 [num_rows, k], distinct, padded with -1.
         uniforms: float64 [num_rows] in [0, 1), of the stream `TARGET`.
 
@@ -290,14 +289,14 @@ def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple
     outside = F.pad(probs, (0, 1))  # the extra column takes the padding
     target_probs = outside.gather(1, slots).double() / total
     outside.scatter_(1, slots, 0)
-    # Summed over the tokens outside: 1 minus the mass inside would lose a small tail to cancellation.
+    # Summed over the tokens outside: 1 minus the mass inside would cancel a small tail.
     tail_mass = outside.sum(dim=-1, dtype=torch.float64) / total[:, 0]
     tail_token = draw(outside, uniforms).masked_fill(tail_mass <= 0, -1)
     return target_probs.float(), tail_mass, tail_token
 
 
 def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """What a Gumbel-max draw takes the highest of (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+    """The scores whose argmax is a Gumbel-max draw (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Args:
         log_probs: [num_rows, vocab_size]; -inf is never chosen.
@@ -310,7 +309,7 @@ def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [num_rows, vocab_size], int64 [num_rows]; the lowest id of equals."""
+    """The likeliest token of each row [num_rows, vocab_size], int64 [num_rows]; the lowest id among ties."""
     return logits.argmax(dim=-1)
 
 
@@ -320,7 +319,7 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tenso
     Args:
         logits: [num_rows, vocab_size], raw.
         token_ids: int64 [num_rows, k]; ids outside the vocabulary, such as padding, report -inf.
-        num_top: likeliest tokens wanted; 0 for none.
+        num_top: number of likeliest tokens to report; 0 for none.
 
     Returns:
         float32 [num_rows, k] for `token_ids`; then int64 ids and float32 values, both

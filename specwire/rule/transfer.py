@@ -1,8 +1,8 @@
-"""Small arrays between host and device: to it without waiting, back in one piece.
+"""Copies of small arrays: to the device without waiting, back to the host all at once.
 
-A copy from ordinary memory may wait until the device is done with everything before, which in the middle of
-a step costs as much as the step. Pinned memory does not, and torch gives it out again only when the copies
-from it are done. Each copy back waits for the device, so all that a step has to say comes in one.
+A copy from pageable memory may wait until the device has finished all earlier work, which in the middle of a
+step costs as much as the step. A copy from pinned memory does not, and torch reuses pinned memory only once
+the copies from it are complete. Each copy back waits for the device, so all results of a step share one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
-    """The array on the device, in its own type; on a CPU the same memory."""
+    """The array on the device, with its own dtype; on a CPU it shares memory."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -25,7 +25,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
-    """The same arrays on the host, from one device, by one copy; on a CPU the same memory."""
+    """Tensors of one device as arrays on the host, in one copy; on a CPU they share memory."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.numpy() for tensor in tensors]
     packed = pack(tensors)
@@ -34,12 +34,12 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """uint8 [sum of bytes], on their device: the tensors one after another, the widest numbers first."""
+    """uint8 [sum of bytes], on their device: the tensors concatenated, the widest element types first."""
     return torch.cat([tensors[i].contiguous().flatten().view(torch.uint8) for i in _by_width(tensors)])
 
 
 def unpack(packed: npt.NDArray[np.uint8], like: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Arrays of the types and shapes of `like`, over the memory of what `pack` made of tensors like them."""
+    """Views of what `pack` returned, with the dtypes and shapes of `like`."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     start = 0
     for i in _by_width(like):
@@ -50,7 +50,7 @@ def unpack(packed: npt.NDArray[np.uint8], like: Sequence[Tensor]) -> list[npt.ND
 
 
 def _by_width(tensors: Sequence[Tensor]) -> list[int]:
-    """Every number then begins at a multiple of its own size."""
+    """Order by element size, so that every element is aligned to its own size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
 
 

@@ -44,12 +44,7 @@ NUM_FOR_A_PARAMETER = 3_000
 """Generations per sampling parameter, and per negative control."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Pair:
@@ -92,7 +87,7 @@ class Pair:
             if self.params.matches_tokens:
                 token_ids = self.choose(log_probs, seeds, positions).tolist()
             else:
-                coins = torch.from_numpy(uniforms(seeds, Purpose.DRAFT, positions))
+                coins = torch.from_numpy(uniforms(seeds.tolist(), Purpose.DRAFT, positions.tolist()))
                 sampled, *law = self.sample(log_probs.exp(), coins)
                 token_ids = sampled.tolist()
                 for held, support_ids, probs, length in zip(supports, *(x.numpy() for x in law), strict=True):
@@ -123,13 +118,9 @@ class Pair:
         if self.params.matches_tokens:
             chosen = self.choose(log_probs, row_seeds, positions).reshape(per_proposal).tolist()
             return [Verdict(p.base_len, ids) for p, ids in zip(proposals, chosen, strict=True)]
-        coins = torch.from_numpy(uniforms(row_seeds, Purpose.TARGET, positions))
+        coins = torch.from_numpy(uniforms(row_seeds.tolist(), Purpose.TARGET, positions.tolist()))
         probs, tail_mass, tails = judge_support(
             log_probs.exp(), torch.from_numpy(np.stack(support_ids)), coins
-        )
-        probs, tail_mass = (
-            probs.reshape(*per_proposal, VOCAB).numpy(),
-            tail_mass.reshape(per_proposal).tolist(),
         )
         return [
             Verdict(
@@ -139,7 +130,11 @@ class Pair:
                 masses[: len(proposal.token_ids)],
             )
             for proposal, token_ids, target_probs, masses in zip(
-                proposals, tails.reshape(per_proposal).tolist(), probs, tail_mass, strict=True
+                proposals,
+                tails.reshape(per_proposal).tolist(),
+                probs.reshape(*per_proposal, VOCAB).numpy(),
+                tail_mass.reshape(per_proposal).tolist(),
+                strict=True,
             )
         ]
 

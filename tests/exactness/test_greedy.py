@@ -1,4 +1,4 @@
-"""Greedy text, in float32, is token for token that of transformers' own `generate`, whatever the draft."""
+"""Greedy text, in float32, is token for token that of transformers' own `generate`, with any draft."""
 
 from __future__ import annotations
 

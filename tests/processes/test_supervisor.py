@@ -19,7 +19,7 @@ from specwire.config.services import UpConfig
 
 HANGS = """
 import signal, threading
-from specwire import stacks
+from specwire.telemetry import stacks
 stacks.show_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -58,6 +58,7 @@ def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.C
             for _ in range(2):
                 os.kill(pids[-1], signal.SIGKILL)
                 served.append(answer(address, old_pid=pids[-1], stack=stack))
+                assert stack.http is not None
                 pids.append(stack.http.process.pid)
             stack.coordinator.process.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import re
 import signal
@@ -17,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
-from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
+from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, Rule, SamplingParams
 from specwire.config.services import UpConfig, VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
-from specwire.engine.group import placement
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
@@ -48,7 +49,7 @@ PROMPT = np.random.default_rng(5).integers(3, 97, 40).tolist()
 PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
-    SamplingParams(seed=2, rule="gumbel", temperature=0.8),
+    SamplingParams(seed=2, rule=Rule.GUMBEL, temperature=0.8),
     SamplingParams(seed=3, repetition_penalty=1.2, presence_penalty=0.3, top_k=20),
     SamplingParams(seed=4, top_p=0.8, logprobs=3),
     SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={7: 2.0}),
@@ -132,12 +133,12 @@ class TestTwoRanks:
         assert [one.token_ids for one in done] == [one.token_ids for one in undisturbed]
         for one in done:
             assert 0 < one.speculation.num_accepted_tokens < one.speculation.num_draft_tokens
-        for one, other in zip(done[4].tokens, undisturbed[4].tokens, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            assert [v for _, v in one.top_logprobs] == pytest.approx(
+        for token, other in zip(done[4].tokens, undisturbed[4].tokens, strict=True):
+            assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [v for _, v in token.top_logprobs] == pytest.approx(
                 [v for _, v in other.top_logprobs], abs=1e-4
             )
-        nodes = {place.node_id for place in group_runner(service).places}
+        nodes = {place.node_id for place in group_runner(service).locations}
         assert len(nodes) == 1, "packed on one machine as long as it has room"
         stack.assert_idle_within(5.0)
 
@@ -147,7 +148,7 @@ class TestTwoRanks:
     ) -> None:
         """Killed, or stopped for ever: then only the limit of a step tells."""
         stack, service = started
-        before = [place.pid for place in group_runner(service).places]
+        before = [place.pid for place in group_runner(service).locations]
         done: list[list[Completion]] = []
         generating = threading.Thread(target=lambda: done.append(generate_all(stack.address, NUM_TOKENS)))
         with Client(stack.address) as client:
@@ -163,7 +164,7 @@ class TestTwoRanks:
         generating.join(START_S)
         assert token_ids == list(undisturbed[0].token_ids)
         assert [one.token_ids for one in done[0]] == [one.token_ids for one in undisturbed]
-        after = [place.pid for place in group_runner(service).places]
+        after = [place.pid for place in group_runner(service).locations]
         assert not set(before) & set(after), "all ranks start again"
         stack.assert_idle_within(5.0)
         group_runner(service).pool.check_integrity()
@@ -177,8 +178,8 @@ class TestFourRanks:
         )
         runner = GroupRunner(config, str(target), "float32")
         try:
-            assert len({place.node_id for place in runner.places}) == 2
-            assert len({place.pid for place in runner.places}) == 4
+            assert len({place.node_id for place in runner.locations}) == 2
+            assert len({place.pid for place in runner.locations}) == 4
             alone = ModelRunner(loading.load_model(target), num_pages=64)
             for found, expected in zip(_history(runner), _history(alone), strict=True):
                 np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -266,7 +267,7 @@ class TestWhatCannotStart:
             boot.start(VerifyConfig(model=str(model), tensor_parallel_size=2), "verify", VerifyDecider())
 
     def test_without_ray_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 2: needs Ray.*specwire\[ray\]"):
             boot.start(VerifyConfig(tensor_parallel_size=2), "verify", VerifyDecider())
 
@@ -368,7 +369,7 @@ def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[An
     rank, found = dist.get_rank(), []
     for name, ours in (("all record", EagerReplay()), ("one cannot", Broken() if rank else EagerReplay())):
         model, _ = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        part = dist.PrefixStore(name, dist.FileStore(store, num_ranks))
+        part = PrefixStore(name, FileStore(store, num_ranks))
         replay = AgreedReplay(ours, part, rank, num_ranks)
         runner = ModelRunner(model, num_pages=64, replay=replay)
         replay.warm(runner)

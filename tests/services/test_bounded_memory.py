@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.model.memory import _cgroup_bytes, free_bytes
+from specwire.engine.model.runner import ModelRunner
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyDecider
@@ -53,7 +55,7 @@ async def generate_all(address: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("short", ["verify", "draft", "both"])
 def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
-    options = {
+    options: dict[str, Any] = {
         "verify_options": FOR_FOUR if short in ("verify", "both") else None,
         "draft_options": FOR_FOUR if short in ("draft", "both") else None,
     }
@@ -70,6 +72,7 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
     service = boot.start(config, "verify", VerifyDecider())
     try:
+        assert isinstance(service.runner, ModelRunner)
         pool, per_token = service.runner.pool, service.runner.kv_bytes_per_token
         assert pool.num_pages * PAGE_SIZE * per_token == pytest.approx(0.01 * free, rel=0.2)
         assert service.info.context_len <= pool.num_pages * PAGE_SIZE

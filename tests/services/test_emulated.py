@@ -21,9 +21,9 @@ def test_the_draft_agrees_with_probability_alpha_and_else_never():
     positions, before = np.arange(20_000), np.random.default_rng(0).integers(0, 32, 20_000)
     agrees = draft.agrees(positions, before)
     assert stats.binomtest(int(agrees.sum()), len(agrees), 0.8).pvalue > FALSE_ALARM_RATE
-    target_laws, draft_laws = np.exp(target.laws(positions, before)), np.exp(draft.laws(positions, before))
-    np.testing.assert_allclose(target_laws.sum(axis=1), 1, atol=1e-6)
-    overlap = np.minimum(target_laws, draft_laws).sum(axis=1)
+    target_probs, draft_probs = (np.exp(model.log_probs(positions, before)) for model in (target, draft))
+    np.testing.assert_allclose(target_probs.sum(axis=1), 1, atol=1e-6)
+    overlap = np.minimum(target_probs, draft_probs).sum(axis=1)
     np.testing.assert_allclose(overlap[agrees], 1, atol=1e-6)
     np.testing.assert_array_equal(overlap[~agrees], 0)
 

@@ -53,7 +53,7 @@ def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
 
 
 def test_a_fixed_length_waits_until_the_timeout_and_no_longer():
-    """Who fixes the length wants the same text again, whatever the weather."""
+    """A request with a fixed length gets the same text again, however late the draft is."""
     options = {"num_draft_tokens": "4", "num_outcomes": "0", "draft_timeout_ms": 1000.0}
     params = SamplingParams(max_tokens=200, seed=1)
     with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:

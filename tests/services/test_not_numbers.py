@@ -20,22 +20,22 @@ HOT = 60
 
 @pytest.fixture(params=list(Rule), ids=lambda rule: rule.name.lower())
 def rule(request: pytest.FixtureRequest) -> Rule:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStack]:
-    laws = EmulatedModel.laws
+    log_probs = EmulatedModel.log_probs
 
     def strange(model: EmulatedModel, positions: IntArray, before: IntArray) -> npt.NDArray[np.float32]:
-        out = laws(model, positions, before)
+        out = log_probs(model, positions, before)
         if model.alpha < 1:
             out[:] = np.nan
         else:
             out[np.asarray(before) == HOT, HOT] = 1e37
         return out
 
-    monkeypatch.setattr(EmulatedModel, "laws", strange)
+    monkeypatch.setattr(EmulatedModel, "log_probs", strange)
     with local_stack("emulated:step_ms=0", "emulated:step_ms=0,alpha=0.8") as running:
         yield running
 

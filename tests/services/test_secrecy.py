@@ -75,29 +75,29 @@ def test_the_store_of_a_group_listens_where_its_ranks_reach_it_and_nowhere_else(
     store = control.open_store("127.0.0.1")
     listening = [each.laddr for each in psutil.Process().net_connections() if each.status == "LISTEN"]
     assert [each.ip for each in listening if each.port == store.port] == ["127.0.0.1"]
-    other = control.reach_store("127.0.0.1", store.port, 5.0)
+    other = control.connect_store("127.0.0.1", store.port, 5.0)
     other.set("a", "b")
     assert store.get("a") == b"b"
 
 
 def test_only_who_knows_the_token_is_a_rank_of_a_group() -> None:
-    lines = control.DriverLines("127.0.0.1")
+    lines = control.DriverConnections("127.0.0.1")
     listening = [each.laddr for each in psutil.Process().net_connections() if each.status == "LISTEN"]
     assert [each.ip for each in listening if each.port == lines.port] == ["127.0.0.1"]
-    stranger = control.RankLine("127.0.0.1", lines.port, b"?" * len(lines.token), 0, 5.0)
-    ranks = [control.RankLine("127.0.0.1", lines.port, lines.token, rank, 5.0) for rank in (1, 0)]
+    stranger = control.RankConnection("127.0.0.1", lines.port, b"?" * len(lines.token), 0, 5.0)
+    ranks = [control.RankConnection("127.0.0.1", lines.port, lines.token, rank, 5.0) for rank in (1, 0)]
     lines.accept(2, 5.0, 5.0)
     with pytest.raises(ConnectionError):
-        stranger.hear()
+        stranger.receive()
     long = bytes(range(256)) * 1000
-    lines.say(long)
-    assert [rank.hear() for rank in ranks] == [long, long]
+    lines.send(long)
+    assert [rank.receive() for rank in ranks] == [long, long]
     ranks[1].answer(b"")
-    assert lines.await_answer() == b""
+    assert lines.receive_answer() == b""
     ranks[0].close()
     with pytest.raises(ConnectionError, match="another rank hung up"):
-        lines.await_answer()
+        lines.receive_answer()
     lines.abort()
     with pytest.raises(ConnectionError):
-        ranks[1].hear()
+        ranks[1].receive()
     lines.close()

@@ -27,7 +27,7 @@ class Work:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(self.limits.get(client, Principal(name=client))):
+        async with self.admission.slot(self.limits.get(client, Principal(name=client))):
             self.started.append(name)
             await self.finish[name].wait()
 
@@ -167,10 +167,10 @@ class Reading:
         return asyncio.create_task(self._run(client, name))
 
     async def _run(self, client: str, name: str) -> None:
-        async with self.admission.place(Principal(name=client)) as place:
+        async with self.admission.slot(Principal(name=client)) as slot:
             self.log.append(f"{name} runs")
             await self.pause[name].wait()
-            async with place.left():
+            async with slot.released():
                 await self.read[name].wait()
             self.log.append(f"{name} goes on")
             await self.end[name].wait()

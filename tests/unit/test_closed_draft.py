@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.peers.drafter import _DraftStream
+from coordinator.peers.draft_stream import DraftStream
 from specwire.errors import ServiceUnavailableError
 from specwire.v1 import draft_pb2
 
@@ -31,10 +31,10 @@ class Unreached:
 
 async def test_closed_before_it_was_reached() -> None:
     before = asyncio.all_tasks()
-    stream = _DraftStream(Unreached())
+    stream = DraftStream(Unreached())
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await stream.ask([1, 2, 3], draft_pb2.DraftRequest(num_draft_tokens=2))
+            await stream.request([1, 2, 3], draft_pb2.DraftRequest(num_draft_tokens=2))
     left = asyncio.all_tasks() - before
     assert left
     stream.close()
@@ -63,21 +63,21 @@ class Scripted:
 async def test_the_rest_of_a_late_chain_is_not_taken_for_what_the_peer_holds() -> None:
     """The peer rolls back to what it is told; its late chain was no branch, and is gone then."""
     call = Scripted()
-    stream = _DraftStream(call)
+    stream = DraftStream(call)
     committed = [1, 2, 3]
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await stream.ask(committed, draft_pb2.DraftRequest(num_draft_tokens=4))
-    stream.give_up()
+            await stream.request(committed, draft_pb2.DraftRequest(num_draft_tokens=4))
+    stream.abandon()
     committed = [*committed, 10]  # a plain round, which comes to the chain's first token
     late = draft_pb2.Proposal(token_ids=[10, 11, 12, 13])
     call.answers.put_nowait(draft_pb2.DraftResponse(request_id=1, base_len=3, proposals=[late]))
     await stream._arrived.wait()
     rest = stream.prepared.take(committed)
     assert rest is not None
-    stream.tell(committed, rest, draft_pb2.DraftRequest())
+    stream.continue_from(committed, rest, draft_pb2.DraftRequest())
     committed = [*committed, 11, 12, 40]
-    asking = asyncio.create_task(stream.ask(committed, draft_pb2.DraftRequest(num_draft_tokens=4)))
+    asking = asyncio.create_task(stream.request(committed, draft_pb2.DraftRequest(num_draft_tokens=4)))
     held = 0
     for request in [await call.sent.get() for _ in range(3)]:
         assert request.base_len <= held

@@ -17,13 +17,13 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def lines() -> Iterator[control.DriverLines]:
-    opened = control.DriverLines(HOST)
+def lines() -> Iterator[control.DriverConnections]:
+    opened = control.DriverConnections(HOST)
     yield opened
     opened.close()
 
 
-def call(lines: control.DriverLines) -> socket.socket:
+def call(lines: control.DriverConnections) -> socket.socket:
     return socket.create_connection((HOST, lines.port), 5.0)
 
 
@@ -36,46 +36,46 @@ def has_hung_up(line: socket.socket) -> bool:
         return True
 
 
-def test_silent_strangers_delay_no_rank(lines: control.DriverLines) -> None:
+def test_silent_strangers_delay_no_rank(lines: control.DriverConnections) -> None:
     """Five seconds each, one after the other, without this."""
     strangers = [call(lines) for _ in range(3)]
     strangers[0].sendall(lines.token[:-1])  # and not a byte more
-    ranks = [control.RankLine(HOST, lines.port, lines.token, rank, 5.0) for rank in (1, 0)]
+    ranks = [control.RankConnection(HOST, lines.port, lines.token, rank, 5.0) for rank in (1, 0)]
     started_s = time.monotonic()
     lines.accept(2, 30.0, 5.0)
     assert time.monotonic() - started_s < 2.0
-    lines.say(b"go")
-    assert [rank.hear() for rank in ranks] == [b"go", b"go"]
+    lines.send(b"go")
+    assert [rank.receive() for rank in ranks] == [b"go", b"go"]
     assert all(has_hung_up(stranger) for stranger in strangers)
 
 
 def test_a_flood_of_strangers_leaves_room_for_ranks_that_are_not_waited_for_yet(
-    lines: control.DriverLines, monkeypatch: pytest.MonkeyPatch
+    lines: control.DriverConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks call before they load; more strangers than a backlog holds come before and after them."""
-    monkeypatch.setattr(control, "_MAX_STRANGERS", 16)
+    monkeypatch.setattr(control, "_MAX_UNAUTHENTICATED", 16)
     strangers = [call(lines) for _ in range(200)]
-    ranks = [control.RankLine(HOST, lines.port, lines.token, rank, 5.0) for rank in (0, 1)]
+    ranks = [control.RankConnection(HOST, lines.port, lines.token, rank, 5.0) for rank in (0, 1)]
     strangers += [call(lines) for _ in range(200)]
     assert all(has_hung_up(stranger) for stranger in strangers[:100]), (
         "no more than a few are heard at a time"
     )
     lines.accept(2, 30.0, 5.0)
-    lines.say(b"go")
-    assert [rank.hear() for rank in ranks] == [b"go", b"go"]
+    lines.send(b"go")
+    assert [rank.receive() for rank in ranks] == [b"go", b"go"]
 
 
 def test_a_stranger_has_so_long_and_no_longer(
-    lines: control.DriverLines, monkeypatch: pytest.MonkeyPatch
+    lines: control.DriverConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_GREETING_S", 0.05)
+    monkeypatch.setattr(control, "_HANDSHAKE_S", 0.05)
     assert has_hung_up(call(lines))
 
 
-def test_waiting_ends_with_its_time_and_with_the_group(lines: control.DriverLines) -> None:
+def test_waiting_ends_with_its_time_and_with_the_group(lines: control.DriverConnections) -> None:
     with pytest.raises(TimeoutError, match="0 of 2 ranks have called"):
         lines.accept(2, 0.05, 5.0)
-    control.RankLine(HOST, lines.port, lines.token, 0, 5.0)
+    control.RankConnection(HOST, lines.port, lines.token, 0, 5.0)
     ending = threading.Timer(0.1, lines.abort)
     ending.start()
     with pytest.raises(ConnectionError):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from specwire.engine import private
 from specwire.engine.model import packing
 from specwire.engine.model.packing import pack_linears
 from tests.support import tiny_models
 
-packs = pytest.mark.skipif(not packing.can_pack(), reason="this processor has no bfloat16 kernels")
+packs = pytest.mark.skipif(not private.can_pack_weights(), reason="this processor has no bfloat16 kernels")
 
 
 @packs
@@ -70,7 +71,7 @@ def test_other_formats_and_other_layers_are_left_alone() -> None:
 
 @torch.inference_mode()
 def test_where_nothing_is_packed_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "can_pack", lambda: False)
+    monkeypatch.setattr(packing, "can_pack_weights", lambda: False)
     plain = nn.Linear(8, 8, dtype=torch.bfloat16)
     assert pack_linears(plain) == 0
     assert plain(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 8)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from tests.support.tiny_models import VOCAB_SIZE, build
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Traced:
@@ -278,7 +272,7 @@ def test_sizes_of_buckets() -> None:
     assert buckets.fit(_row([5, 6, 1], num_pages=17)) == Bucket(16, 4, 8, 128)
     assert buckets.fit(_row([6] * 64)) == Bucket(384, 64, 8, 16)
     assert buckets.fit(_row([9] * 64)) is None
-    assert set(buckets.usual()) == {buckets.fit(_row([n])) for n in (1, 2, 3, 6, 12)}
+    assert set(buckets.single_stream()) == {buckets.fit(_row([n])) for n in (1, 2, 3, 6, 12)}
     gathering = Buckets(page_size=256, max_pages=8, gathers=True)
     assert gathering.fit(_row([6], num_pages=3)) == Bucket(8, 1, 8, 4)
     assert gathering.fit(_row([1] * 128, num_pages=8)) is None
@@ -365,7 +359,7 @@ def _refuses(*_: Any, **__: Any) -> Tensor:
 def _installed(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     kernel.__signature__ = inspect.signature(_documented)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "_varlen", lambda: kernel)
-    varlen._way.cache_clear()
+    varlen._variant.cache_clear()
 
 
 _GROUPS = ("enable_gqa", True)
@@ -375,10 +369,10 @@ _UNSPLIT = ("num_splits", 1)
 @pytest.mark.parametrize(
     ("kernel", "way"),
     [
-        (_documented, varlen.Way(True, (_GROUPS, _UNSPLIT))),
-        (_without_splits, varlen.Way(True, (_GROUPS,))),
-        (_without_pages, varlen.Way(False, (_GROUPS, _UNSPLIT))),
-        (_wrong_with_pages, varlen.Way(False, (_GROUPS, _UNSPLIT))),
+        (_documented, varlen.Variant(True, (_GROUPS, _UNSPLIT))),
+        (_without_splits, varlen.Variant(True, (_GROUPS,))),
+        (_without_pages, varlen.Variant(False, (_GROUPS, _UNSPLIT))),
+        (_wrong_with_pages, varlen.Variant(False, (_GROUPS, _UNSPLIT))),
         (_forgets_rows, None),
         (_refuses, None),
     ],
@@ -388,10 +382,10 @@ def test_a_kernel_is_used_as_far_as_it_is_right(
     kernel: Callable[..., Tensor], way: Any, windowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, kernel)
-    kind = varlen.KernelSetting(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 32, windowed)
-    assert varlen._way(kind) == way
-    assert varlen._way(kind._replace(dtype=torch.float32)) is None
-    varlen._way.cache_clear()
+    kind = varlen.LayerKind(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 32, windowed)
+    assert varlen._variant(kind) == way
+    assert varlen._variant(kind._replace(dtype=torch.float32)) is None
+    varlen._variant.cache_clear()
 
 
 @pytest.mark.parametrize(("family", "paged"), [("llama", True), ("gemma3", True), ("mistral", False)])
@@ -399,7 +393,7 @@ def test_padded_steps_through_torchs_kernel(
     family: str, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, _documented)
-    monkeypatch.setattr(varlen, "find_way", lambda *_: varlen.Way(paged, (_GROUPS,)))
+    monkeypatch.setattr(varlen, "find_variant", lambda *_: varlen.Variant(paged, (_GROUPS,)))
     twins = _Twins(family, EagerReplay(), page_size=16)
     assert twins.padded.attention_path == ("paged" if paged else "gathered")
     assert twins.plain.attention_path == "views"

@@ -18,7 +18,7 @@ def filled(pool: PagePool, tokens: list[int], salt: str = "") -> SequenceCache:
     """A sequence that adopted what is known of the tokens, computed the rest, and is known itself."""
     sequence = pool.new_sequence()
     sequence.root = root(salt)
-    sequence.adopt(tokens, len(tokens))
+    sequence.reuse_prefix(tokens, len(tokens))
     sequence.append(len(tokens) - sequence.length)
     sequence.remember(tokens)
     pool.check_integrity()
@@ -29,7 +29,7 @@ def found(pool: PagePool, tokens: list[int], salt: str = "") -> int:
     """Tokens that would be found; leaves no trace but their age."""
     with pool.new_sequence() as sequence:
         sequence.root = root(salt)
-        return sequence.adopt(tokens, len(tokens))
+        return sequence.reuse_prefix(tokens, len(tokens))
 
 
 def test_a_name_stands_for_everything_before() -> None:
@@ -42,7 +42,7 @@ def test_complete_pages_are_found_again_and_shared() -> None:
     pool = PagePool(8, SIZE)
     first = filled(pool, list(range(10)))
     second = pool.new_sequence()
-    assert second.adopt(list(range(12)), 12) == 8, "the third page is not complete"
+    assert second.reuse_prefix(list(range(12)), 12) == 8, "the third page is not complete"
     assert second.pages == first.pages[:2]
     assert second.runs() == [(0, 8)]
     assert (pool.num_held_pages, pool.num_cached_pages) == (3, 0)
@@ -80,14 +80,14 @@ def test_no_more_is_adopted_than_wanted(max_tokens: int, expected: int) -> None:
     pool = PagePool(8, SIZE)
     tokens = list(range(9))
     filled(pool, tokens)
-    assert pool.new_sequence().adopt(tokens, max_tokens) == expected
+    assert pool.new_sequence().reuse_prefix(tokens, max_tokens) == expected
 
 
 def test_only_an_empty_sequence_adopts() -> None:
     pool = PagePool(8, SIZE)
     sequence = filled(pool, [1])
     with pytest.raises(InternalError, match="empty"):
-        sequence.adopt([1, 2, 3, 4], 4)
+        sequence.reuse_prefix([1, 2, 3, 4], 4)
 
 
 def test_nothing_is_known_that_was_not_remembered() -> None:
@@ -230,7 +230,7 @@ def _random_operation(
     if action == "new" or not live:
         tokens = [rng.randint(0, 1) for _ in range(12)]
         sequence = pool.new_sequence()
-        length = sequence.adopt(tokens, 12)
+        length = sequence.reuse_prefix(tokens, 12)
         live.append((sequence, tokens[:length]))
         return length
     sequence, tokens = live[index := rng.randrange(len(live))]

@@ -83,7 +83,7 @@ class TestForecast:
         names = [range(8)] * 5
         assert easy.outcomes(4, names, 0.0)[0].num_accepted == 4
         assert hard.outcomes(4, names, 0.0)[0].num_accepted == 0
-        assert sum(easy.after_all(4)) > 5 * sum(hard.after_all(4))
+        assert sum(easy.bonus_probabilities(4)) > 5 * sum(hard.bonus_probabilities(4))
 
     def test_the_unlikely_is_left_out(self) -> None:
         forecast = Forecast(SharedForecast())

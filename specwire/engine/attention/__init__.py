@@ -1,1 +1,1 @@
-"""Attention of many sequences in one pass, over pages."""
+"""Attention of many sequences in one pass, over a paged KV cache."""

@@ -1,11 +1,11 @@
-"""Paged attention from plain tensor operations, for any device: pages are gathered side by side.
+"""Paged attention from plain tensor operations, for any device: pages are gathered into dense tensors.
 
     pages of a sequence   ──gather──▶  keys    [num_segments, num_kv_heads, max_keys, head_dim]
     its queries           ──gather──▶  queries [num_segments, num_kv_heads, group * max_query, head_dim]
 
-Nothing depends on a number that is only known on the device, so all of it can be recorded in a CUDA graph.
-That is what it is for: where torch's paged kernel (`varlen.py`) is not there or does not compute what a
-layer asks for. It copies keys and values once in every layer, which is little beside a large model's weights.
+Nothing depends on a value that is only known on the device, so all of it can be captured in a CUDA graph. It
+is used where torch's paged kernel (`varlen.py`) is missing or does not support a layer. It copies keys and
+values once in every layer, which is little compared with a large model's weights.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 _MAX_GATHERED_KEYS = 1 << 17
 _MAX_SCORES = 1 << 24
 _ALIGNMENT = 16
-"""Fused kernels want rows of the mask to be multiples of it."""
+"""Fused kernels need rows of the mask to be multiples of this."""
 
 
 def fits(num_segments: int, max_query: int, max_keys: int) -> bool:
-    """Whether the copies of a step of this size stay small; keys and scores are those of one head."""
+    """Whether the copies of a step of this size stay small, counting keys and scores of one head."""
     num_keys = num_segments * max_keys
     return num_keys <= _MAX_GATHERED_KEYS and num_keys * max_query <= _MAX_SCORES
 
 
 @dataclass
 class DenseStep:
-    """How the queries and keys of a step lie side by side; made once and shared by all layers.
+    """The dense layout of a step's queries and keys; made once and shared by all layers.
 
-    A token that no segment claims (padding) takes some other token's result; rows and keys that no token
-    stands for are computed like the others, and nobody reads them.
+    A token outside all segments (padding) gets another token's result. Unused rows and keys of the layout are
+    computed like the others, and never read.
 
     Attributes:
-        tables: the segments; `max_query` and `max_keys` are what is laid out for each.
+        tables: the segments; the layout has `max_query` queries and `max_keys` keys for each.
         positions: int64 [num_tokens], each token's index in its own sequence.
         page_size: slots in a page.
     """
@@ -57,7 +57,7 @@ class DenseStep:
         starts = offsets[:-1]
         column = torch.arange(max_query, device=device)
         self._rows = (starts[:, None] + column).clamp_(max=num_tokens - 1)
-        # Past its end a sequence reads its own last key again: others' stale keys may not be finite.
+        # Past its end a sequence repeats its last key: stale keys of others may not be finite.
         key = torch.arange(self.max_keys, device=device).minimum(self.tables.cache_lens.long()[:, None] - 1)
         pages = self.tables.pages.long().gather(1, key // self.page_size)
         self._slots = pages * self.page_size + key % self.page_size
@@ -67,7 +67,7 @@ class DenseStep:
 
     @property
     def max_keys(self) -> int:
-        """Keys laid out for each segment."""
+        """Keys per segment in the layout."""
         num_slots = self.tables.pages.shape[1] * self.page_size
         return min(num_slots, -(-self.tables.max_keys // _ALIGNMENT) * _ALIGNMENT)
 

@@ -8,8 +8,8 @@ the layer's pages, and each sequence attends to its own pages only.
     packed row     | a a a a | b | c c |            queries of three sequences
     layer's slots  [ b b b . | a a a a a a . . | c c c c ]
 
-On a CPU the pages are read where they lie (`views.py`); on CUDA torch's varlen kernel does (`varlen.py`), or
-plain operations over pages gathered side by side (`dense.py`).
+On a CPU the pages are read in place (`views.py`); on CUDA by torch's varlen kernel (`varlen.py`), or by plain
+operations over gathered pages (`dense.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specwire.rule.transfer import to_device
 
 ATTENTION_NAME = "specwire_paged"
 
-# Keywords that some models pass on to the attention function and that change nothing there.
+# Keywords that some models pass to the attention function and that have no effect there.
 _HARMLESS_KEYWORDS = frozenset(
     {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"position_ids", "return_dict", "use_cache", "num_items_in_batch"}
@@ -38,7 +38,7 @@ _HARMLESS_KEYWORDS = frozenset(
 
 
 class Attend(Protocol):
-    """What travels as `packed=`: it sees each attention layer once, in the model's order."""
+    """The argument `packed=` of a model: called by each attention layer once, in the model's order."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -49,7 +49,7 @@ class Attend(Protocol):
             module: the layer's attention module.
             query: [1, num_query_heads, num_tokens, head_dim].
             key, value: [1, num_kv_heads, num_tokens, head_dim or value_dim] of the new tokens.
-            scoring: how scores become weights.
+            scoring: how scores are computed.
 
         Returns:
             [1, num_tokens, num_query_heads, value_dim].
@@ -61,7 +61,7 @@ class PackedBatch:
     """One step of the engine, made once and shared by all layers.
 
     Attributes:
-        slots: int64 [num_tokens] on the model's device, where the row's keys and values go.
+        slots: int64 [num_tokens] on the model's device, where the row's keys and values are written.
         segments: the sequences in row order; their `num_query` add up to num_tokens.
         layers: the caches by attention module.
         page_size: slots in a page.
@@ -83,15 +83,15 @@ class PackedBatch:
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         if query.is_cuda:
-            way = varlen.find_way(layer, self.page_size, query.shape[1], scoring)
-            if way is not None and (way.paged or self._can_gather()):
-                return self._varlen_step().attend(way, layer, query, scoring)
+            variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
+            if variant is not None and (variant.paged or self._can_gather()):
+                return self._varlen_step().attend(variant, layer, query, scoring)
             if self._can_gather():
                 return self._dense_step().attend(layer, query, scoring)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
-        """How caches like the layer's are read; made once a step for each kind of layer."""
+        """The read plan for layers like this one; made once a step for each kind."""
         group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
         kind = scoring.sliding_window, group, fused
         if kind not in self._plans:
@@ -99,13 +99,13 @@ class PackedBatch:
         return self._plans[kind]
 
     def _tables(self) -> varlen.BlockTables:
-        """The same for kernels that know pages; made once a step."""
+        """The segments as block tables; made once a step."""
         if self._block_tables is None:
             self._block_tables = varlen.block_tables(self.segments, self.slots.device)
         return self._block_tables
 
     def _can_gather(self) -> bool:
-        """Whether copies of all keys stay small."""
+        """Whether copying all keys is cheap enough."""
         tables = self._tables()
         return dense.fits(len(self.segments), tables.max_query, tables.max_keys)
 
@@ -143,8 +143,8 @@ def paged_attention(
     """The attention function as transformers calls it; shapes as in `Attend.attend`.
 
     Raises:
-        UnsupportedError: anything that changes the result and is not implemented here (a position
-            bias, dropout, a mask of the model's own, attention that is not causal).
+        UnsupportedError: an argument that would change the result and is not implemented (a position bias,
+            dropout, a mask of the model's own, attention that is not causal).
     """
     if packed is None:
         raise UnsupportedError("packed", None, f"{ATTENTION_NAME} attention runs inside the engine only")
@@ -171,9 +171,9 @@ def _refuse_unknown(
 
 
 def register() -> None:
-    """Make the attention function known to transformers under `ATTENTION_NAME`; may be repeated.
+    """Register the attention function with transformers under `ATTENTION_NAME`; may be repeated.
 
-    No mask function goes with it: for an implementation without one, transformers' mask builders
-    return None at once, which is what `PackedBatch` needs, and skip work of their own.
+    No mask function is registered: without one, transformers' mask builders return None at once, which is
+    what `PackedBatch` needs.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

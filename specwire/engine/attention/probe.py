@@ -1,4 +1,4 @@
-"""What a model's layers are like, learnt from one forward pass of one token."""
+"""The shapes of a model's attention layers, recorded in a forward pass of one token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specwire.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One token's key and value in a layer, [num_kv_heads, dim] each, and how the layer scores them."""
+    """One token's key and value in a layer, [num_kv_heads, dim] each, and the layer's scoring."""
 
     key: Tensor
     value: Tensor
@@ -38,7 +38,7 @@ class LayerShape:
 
 
 class Probe:
-    """Stands in for a `PackedBatch` of one token and notes what each layer hands over."""
+    """Takes the place of a `PackedBatch` of one token, and records what each layer passes to it."""
 
     def __init__(self) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
@@ -58,18 +58,18 @@ class Probe:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
     def attention_path(self, page_size: int) -> str:
-        """How steps on CUDA attend: `paged` or `gathered` with torch's varlen kernel, or `dense`; the least
-        of what the layers can."""
-        ways = [
-            varlen.find_way(shape.allocate(0), page_size, shape.num_query_heads, shape.scoring)
+        """How steps on CUDA attend: `paged` or `gathered` with torch's varlen kernel, or `dense`; what every
+        layer supports."""
+        variants = [
+            varlen.find_variant(shape.allocate(0), page_size, shape.num_query_heads, shape.scoring)
             for shape in self.shapes.values()
         ]
-        if None in ways:
+        if None in variants:
             return "dense"
-        return "paged" if all(way is not None and way.paged for way in ways) else "gathered"
+        return "paged" if all(variant is not None and variant.paged for variant in variants) else "gathered"
 
     def check(self, config: Any) -> None:
-        """Refuse a model whose layers do not attend in the way that its config announces.
+        """Refuse a model whose layers do not attend as its config declares.
 
         Raises:
             ModelLoadError: naming the first difference.
@@ -88,14 +88,14 @@ class Probe:
 
 
 def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
-    """A window that lives only in the model's mask would be lost: the layer must pass it on."""
+    """A window that exists only in the model's mask would be lost: the layer must pass it on."""
     if getattr(config, "attention_chunk_size", None):
         raise ModelLoadError("chunked attention is not supported")
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        announced = getattr(config, "sliding_window", None)
-        if announced and getattr(config, "use_sliding_window", True) and not any(windows):
-            raise ModelLoadError(f"the sliding window of {announced} does not reach the attention layers")
+        declared = getattr(config, "sliding_window", None)
+        if declared and getattr(config, "use_sliding_window", True) and not any(windows):
+            raise ModelLoadError(f"the sliding window of {declared} does not reach the attention layers")
         return
     for index, (layer_type, window) in enumerate(zip(layer_types, windows, strict=False)):
         if layer_type not in ("full_attention", "sliding_attention"):

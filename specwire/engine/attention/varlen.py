@@ -1,10 +1,10 @@
-"""Attention through torch's varlen CUDA kernel: over pages where it can, else over keys gathered before.
+"""Attention with torch's varlen CUDA kernel: over pages where it supports them, else over gathered keys.
 
-Which of them can be used is found out by using them. Pages came into its signature with torch 2.12, but
-what a call does depends on the flash attention behind it: some releases refuse `num_splits`, some refuse
-pages, and some wrote wrong rows where one sequence's keys were split among blocks (pytorch issue 194167). So
-each kind of layer is tried once, on numbers whose attention is computed in float32 beside it; what raises or
-differs is not used, and where nothing is left `dense.py` takes its place.
+Which variants work is found by trying them. torch 2.12 added pages to its signature, but what a call does
+depends on the flash attention behind it: some releases refuse `num_splits`, some refuse pages, and some wrote
+wrong rows where one sequence's keys were split among blocks (pytorch issue 194167). So each variant is tried
+once for each kind of layer, on random numbers, and compared with attention in float32. A variant that raises
+or differs is not used; if none is left, `dense.py` is used instead.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PAGE_TILE = 256
 _BASE = frozenset({"window_size", "scale"})
 _PAGED = _BASE | {"block_table", "seqused_k"}
 _TOLERANCE = 0.03
-"""Of attention over random numbers of unit size, in half precision: correct kernels stay below 0.01."""
+"""Largest error over random numbers of unit variance in half precision; correct kernels stay below 0.01."""
 
 
 class BlockTables(NamedTuple):
-    """What a paged kernel wants to know; all int32 on the device.
+    """The segments of a step as a paged kernel reads them; all int32 on the device.
 
     Attributes:
         query_offsets: [num_segments + 1].
         cache_lens: [num_segments].
         pages: [num_segments, most pages], padded with any page.
-        max_query, max_keys: at least the largest of each.
+        max_query, max_keys: upper bounds of queries and keys of a sequence.
     """
 
     query_offsets: Tensor
@@ -52,7 +52,7 @@ class BlockTables(NamedTuple):
 
 
 def block_tables(segments: Sequence[Segment], device: torch.device) -> BlockTables:
-    """Of these sequences, on the device."""
+    """The block tables of these segments, on the device."""
     offsets = np.zeros(len(segments) + 1, dtype=np.int32)
     offsets[1:] = [s.query_offset + s.num_query for s in segments]
     pages = np.zeros((len(segments), max(len(s.pages) for s in segments)), dtype=np.int32)
@@ -67,20 +67,20 @@ def block_tables(segments: Sequence[Segment], device: torch.device) -> BlockTabl
     )
 
 
-class Way(NamedTuple):
-    """How the kernel is called.
+class Variant(NamedTuple):
+    """A way of calling the kernel.
 
     Attributes:
-        paged: it finds keys through a block table; else they are gathered one after another before.
-        options: further keywords.
+        paged: it finds keys through a block table; else they are gathered before the call.
+        options: further keyword arguments.
     """
 
     paged: bool
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class KernelSetting(NamedTuple):
-    """What the kernel's behaviour may depend on."""
+class LayerKind(NamedTuple):
+    """The properties of a layer that the kernel's behaviour may depend on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -91,8 +91,8 @@ class KernelSetting(NamedTuple):
     windowed: bool
 
 
-def find_way(layer: LayerCache, page_size: int, num_query_heads: int, scoring: Scoring) -> Way | None:
-    """How the kernel computes what the layer asks for, None where it does not."""
+def find_variant(layer: LayerCache, page_size: int, num_query_heads: int, scoring: Scoring) -> Variant | None:
+    """The best variant for the layer; None where the kernel does not support it."""
     keys = layer.keys
     if not keys.is_cuda or keys.shape != layer.values.shape:
         return None
@@ -100,14 +100,15 @@ def find_way(layer: LayerCache, page_size: int, num_query_heads: int, scoring: S
         return None
     num_kv_heads, head_dim = keys.shape[1:]
     windowed = scoring.sliding_window is not None
-    kind = (keys.device, keys.dtype, num_query_heads, num_kv_heads, head_dim, page_size, windowed)
-    return _way(KernelSetting(*kind))
+    return _variant(
+        LayerKind(keys.device, keys.dtype, num_query_heads, num_kv_heads, head_dim, page_size, windowed)
+    )
 
 
 class VarlenStep:
-    """The sequences of a step as the kernel wants them; made once and shared by all layers.
+    """The sequences of a step as the kernel reads them; made once and shared by all layers.
 
-    Nothing depends on a number that is only known on the device, so it can be recorded in a CUDA graph.
+    Nothing depends on a value that is only known on the device, so it can be captured in a CUDA graph.
 
     Args:
         tables: the segments.
@@ -119,45 +120,47 @@ class VarlenStep:
         self._page_size = page_size
         self._gathered: tuple[Tensor, Tensor] | None = None
 
-    def attend(self, way: Way, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+    def attend(self, variant: Variant, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer; query and result as in `views.view_attention`.
 
-        The keys of a sequence are never split among blocks, so its result is bitwise the same whatever
-        else is in the batch. Rows that no sequence claims are left as they are.
+        The keys of a sequence are never split among blocks, so its result is bitwise independent of the rest
+        of the batch. Rows outside all segments are undefined.
         """
         tables, window, varlen = self.tables, scoring.sliding_window, _varlen()
         assert varlen is not None
-        keys, values, offsets, keywords = self._keys(way, layer)
+        keys, values, offsets, keywords = self._keys(variant, layer)
         output = varlen(
             query[0].transpose(0, 1).contiguous(),
             keys,
             values,
             tables.query_offsets,
             offsets,
-            # With one query a sequence FlashAttention-2 chooses by the batch how to split the keys.
+            # With one query per sequence FlashAttention-2 splits the keys depending on the batch.
             max(2, tables.max_query),
             tables.max_keys,
             scale=scoring.scale,
-            # The kernel counts keys to the left of the query, the model counts the query too.
+            # The kernel counts keys left of the query; the model counts the query's own too.
             window_size=(-1 if window is None else window - 1, 0),
             **keywords,
         )
         return cast(Tensor, output)[None]
 
-    def _keys(self, way: Way, layer: LayerCache) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Keys, values, where each sequence's begin, and the keywords that go with them."""
-        if not way.paged:
+    def _keys(
+        self, variant: Variant, layer: LayerCache
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Keys, values, the offsets of each sequence's keys, and the keyword arguments for them."""
+        if not variant.paged:
             if self._gathered is None:
                 self._gathered = self._gather()
             slots, offsets = self._gathered
-            return layer.keys[slots], layer.values[slots], offsets, dict(way.options)
+            return layer.keys[slots], layer.values[slots], offsets, dict(variant.options)
         shape = (-1, self._page_size, *layer.keys.shape[1:])
         tables = {"seqused_k": self.tables.cache_lens, "block_table": self.tables.pages}
-        return layer.keys.view(shape), layer.values.view(shape), None, {**tables, **dict(way.options)}
+        return layer.keys.view(shape), layer.values.view(shape), None, {**tables, **dict(variant.options)}
 
     def _gather(self) -> tuple[Tensor, Tensor]:
-        """Slots of all sequences' keys, int64 [num_segments * max_keys], and int32 [num_segments + 1] their
-        ends. What lies behind the last end is some key again."""
+        """Slots of all sequences' keys, int64 [num_segments * max_keys], and their offsets, int32
+        [num_segments + 1]. Slots after the last offset are padding and repeat some key."""
         tables = self.tables
         offsets = torch.nn.functional.pad(tables.cache_lens.cumsum(0, dtype=torch.int32), (1, 0))
         num_segments, num_pages = tables.pages.shape
@@ -170,12 +173,12 @@ class VarlenStep:
         return page * self._page_size + key % self._page_size, offsets
 
 
-# ── finding out ───────────────────────────────────────────────────────────────────────────────────
+# ── finding a variant ───────────────────────────────────────────────────────────────────────────────────
 
 
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
-    """torch's varlen attention if its signature has what every way needs, else None."""
+    """torch's varlen attention if its signature has what every variant needs, else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -184,33 +187,33 @@ def _varlen() -> Callable[..., Any] | None:
 
 
 @functools.cache
-def _way(kind: KernelSetting) -> Way | None:
-    """The best way that is right for this kind of layer."""
+def _variant(kind: LayerKind) -> Variant | None:
+    """The best variant that computes this kind of layer correctly."""
     if _varlen() is None or kind.dtype not in (torch.float16, torch.bfloat16):
         return None
-    for way in _ways():
+    for variant in _variants():
         try:
-            error = max(_error_on(way, kind, lengths) for lengths in _trials(kind.page_size))
+            error = max(_error_on(variant, kind, lengths) for lengths in _trials(kind.page_size))
         except RuntimeError as problem:
-            log.info("varlen attention, %s: %s", way, str(problem).partition("\n")[0])
+            log.info("varlen attention, %s: %s", variant, str(problem).partition("\n")[0])
             continue
         if error <= _TOLERANCE:
-            return way
-        log.warning("varlen attention of this torch is wrong by %.2g, %s: not used so", error, way)
+            return variant
+        log.warning("varlen attention of this torch is wrong by %.2g: %s is not used", error, variant)
     return None
 
 
-def _ways() -> list[Way]:
-    """What the signature allows, the best first."""
-    known = inspect.signature(_varlen() or _ways).parameters.keys()
+def _variants() -> list[Variant]:
+    """The variants that the signature allows, the best first."""
+    known = inspect.signature(_varlen() or _variants).parameters.keys()
     groups = (("enable_gqa", True),) if "enable_gqa" in known else ()
     unsplit = ((*groups, ("num_splits", 1)),) if "num_splits" in known else ()
     kinds = [True, False] if known >= _PAGED else [False]
-    return [Way(paged, options) for paged in kinds for options in (*unsplit, groups)]
+    return [Variant(paged, options) for paged in kinds for options in (*unsplit, groups)]
 
 
 def _trials(page_size: int) -> list[list[tuple[int, int]]]:
-    """Batches of (queries, keys) that have gone wrong before: verify beside decode, many decodes over long
+    """Batches of (queries, keys) that exposed bugs before: verify beside decode, many decodes over long
     caches, one of each alone."""
     long = 3 * page_size + 1
     return [
@@ -221,7 +224,8 @@ def _trials(page_size: int) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _error_on(way: Way, kind: KernelSetting, lengths: Sequence[tuple[int, int]]) -> float:
+def _error_on(variant: Variant, kind: LayerKind, lengths: Sequence[tuple[int, int]]) -> float:
+    """Largest difference from attention in float32; inf if the result is not finite."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -235,15 +239,14 @@ def _error_on(way: Way, kind: KernelSetting, lengths: Sequence[tuple[int, int]])
     window = kind.page_size // 2 if kind.windowed else None
     scoring = Scoring(kind.head_dim**-0.5, window)
     tables = block_tables(segments, kind.device)
-    output = VarlenStep(tables, kind.page_size).attend(way, layer, query, scoring)
+    output = VarlenStep(tables, kind.page_size).attend(variant, layer, query, scoring)
     wanted = [_reference(segment, layer, kind.page_size, query, scoring) for segment in segments]
-    # Largest difference from attention in float32.
     difference = (output[0].float() - torch.cat(wanted)).abs().max().item()
     return math.inf if math.isnan(difference) else difference
 
 
 def _segments(lengths: Sequence[tuple[int, int]], page_size: int) -> tuple[list[Segment], int]:
-    """Sequences whose pages lie apart and out of order, and how many pages there are."""
+    """Sequences with pages that are neither adjacent nor in order, and the number of pages."""
     counts = [-(-num_keys // page_size) for _, num_keys in lengths]
     order = list(range(sum(counts)))[::-1]
     segments, offset = [], 0
@@ -257,7 +260,7 @@ def _segments(lengths: Sequence[tuple[int, int]], page_size: int) -> tuple[list[
 def _reference(
     segment: Segment, layer: LayerCache, page_size: int, query: Tensor, scoring: Scoring
 ) -> Tensor:
-    """float32 [num_query, num_query_heads, head_dim], straight from the definition."""
+    """Attention by its definition, float32 [num_query, num_query_heads, head_dim]."""
     start, num_query, num_keys = segment.query_offset, segment.num_query, segment.cache_len
     group = query.shape[1] // layer.keys.shape[1]
     slots = torch.tensor([page * page_size + i for page in segment.pages for i in range(page_size)])

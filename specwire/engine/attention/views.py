@@ -1,8 +1,8 @@
-"""Attention that reads pages where they lie: a contiguous run of slots is a view, never a copy.
+"""Attention that reads pages in place: a contiguous run of slots is a view, never a copy.
 
     sequence in one run              queries ──▶ fused kernel
     sequence in several runs         queries ──▶ fused kernel for each run ──▶ merge by the parts' weights
-    runs that several sequences share: the queries of all of them at once, so their keys are read once
+    runs that several sequences share: the queries of all of them in one call, which reads the keys once
 
 Parts merge exactly: with out_i and lse_i (the logarithm of the sum of exponentials) of each run's keys, the
 whole is sum(softmax(lse)_i * out_i), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135) and, for shared
@@ -23,13 +23,12 @@ from torch import Tensor
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.private import flash_attention_with_lse
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
-# The same kernel as behind `_sdpa` on a CPU, which also returns lse.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # Up to this many masked queries the heads of a group are stacked as rows of one product, which reads each key
-# once; beyond, the product is bound by arithmetic, and a mask repeated for the group would be large.
+# once; beyond, the product is compute-bound, and a mask repeated for the group would be large.
 _MAX_STACKED_QUERIES = 64
 _QUERY_BLOCK = 256
 
@@ -38,12 +37,12 @@ class Read(NamedTuple):
     """Queries against one run of keys: one call of the kernel.
 
     Attributes:
-        rows: the queries' places in the packed row; indices where sequences that share the run lie apart.
+        rows: the queries' positions in the packed row; indices where those of a shared run are not adjacent.
         run: the keys.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
-            where all keys are seen or `is_causal` says it.
-        is_causal: queries and keys are the same tokens, each seeing itself and those before.
-        hidden: bool [the mask's rows], queries that see none of these keys; None where all see some.
+            where all keys are seen or `is_causal` is set.
+        is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
+        hidden: bool [rows of the mask], queries that see none of these keys; None if there are none.
     """
 
     rows: slice | Tensor
@@ -54,7 +53,7 @@ class Read(NamedTuple):
 
 
 class ScoredRead(NamedTuple):
-    """What the kernel lacks: queries against several runs, with scores made here.
+    """Queries against several runs, with scores computed here, for layers that the kernel does not support.
 
     Attributes:
         rows: as in `Read`.
@@ -73,12 +72,12 @@ class ReadPlan:
 
     Attributes:
         whole: sequences in one run each.
-        scored: sequences that the kernel cannot serve.
+        scored: sequences that the kernel does not support.
         parts: runs of the other sequences.
-        merge: int64 [rows with parts, most parts of a row]; the parts of each row, as places in what all
-            `parts` return one after another. One past their end stands for none.
-        order: int64 [num_tokens], where each token's result is in the results of whole, scored and merged,
-            one after another; None when they are in order.
+        merge: int64 [rows with parts, most parts of a row]; the parts of each row, as indices into the
+            concatenated results of `parts`. One past their end stands for none.
+        order: int64 [num_tokens], index of each token's result in the concatenated results of whole, scored
+            and merged; None when they are in order.
     """
 
     whole: list[Read] = field(default_factory=list)
@@ -92,7 +91,7 @@ class ReadPlan:
 
 
 def can_fuse(layer: LayerCache, scoring: Scoring) -> bool:
-    """Whether torch's fused kernel computes what the layer asks for."""
+    """Whether torch's fused kernel supports the layer."""
     return scoring.softcap is None and scoring.sinks is None and layer.keys.shape == layer.values.shape
 
 
@@ -102,7 +101,7 @@ def plan_reads(
     """How these segments read a cache like `keys`.
 
     Args:
-        window: keys a query may see, itself included; None for all.
+        window: number of keys a query may see, its own included; None for all.
         group: query heads that share a KV head.
         fused: see `can_fuse`.
     """
@@ -146,7 +145,7 @@ class _View(NamedTuple):
         return self.segment.cache_len - self.first_key
 
     def is_causal(self, window: int | None) -> bool:
-        """Queries and keys are the same tokens, and no window cuts them."""
+        """Queries and keys are the same tokens, and no window excludes any."""
         num_query, cache_len = self.segment.num_query, self.segment.cache_len
         return 1 < num_query == cache_len and (window is None or cache_len <= window)
 
@@ -183,21 +182,21 @@ class _View(NamedTuple):
 
 
 def _plan_parts(plan: ReadPlan, split: list[_View], window: int | None, group: int, keys: Tensor) -> None:
-    """Fill `parts` and `merge`: runs that all queries of several sequences see whole are read once."""
-    seen_whole: dict[Run, list[slice]] = {}
+    """Fill `parts` and `merge`; runs without a mask that several sequences share are read once."""
+    unmasked: dict[Run, list[slice]] = {}
     for view in split:
         for read in view.parts(window, group, keys):
             if read.mask is None:
-                seen_whole.setdefault(read.run, []).append(view.rows)
+                unmasked.setdefault(read.run, []).append(view.rows)
             else:
                 plan.parts.append(read)
-    for run, rows in seen_whole.items():
+    for run, rows in unmasked.items():
         plan.parts.append(Read(rows[0] if len(rows) == 1 else _places(rows), run))
     plan.merge = _merge_table([_places([view.rows]) for view in split], plan.parts)
 
 
 def _merge_table(rows: list[Tensor], parts: list[Read]) -> Tensor:
-    """`ReadPlan.merge` for these rows of the packed row, in their order."""
+    """`ReadPlan.merge` for these rows of the packed row, in order."""
     places: dict[int, list[int]] = {row: [] for of_one in rows for row in of_one.tolist()}
     num_places = 0
     for part in parts:
@@ -209,7 +208,7 @@ def _merge_table(rows: list[Tensor], parts: list[Read]) -> Tensor:
 
 
 def _places(rows: Sequence[slice | Tensor]) -> Tensor:
-    """The places that slices and indices name, one after another."""
+    """Slices and indices as one tensor of indices."""
     return torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
 
 
@@ -225,9 +224,9 @@ def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
 
 
 def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
-    """Additive mask as `Read` has it; its last query and last key are the same token.
+    """Additive mask, see `Read`; its last query and last key are the same token.
 
-    Whether a query sees a key depends on their distance only, so one template serves all lengths.
+    Whether a query sees a key depends on their distance only, so one template is enough for all lengths.
     """
     if num_query > _MAX_STACKED_QUERIES:
         return _build_mask(num_query, num_keys, window, 1, keys.dtype, keys.device)
@@ -279,14 +278,14 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
 
 
 def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
-    """One token that sees all of a run. query [1, num_kv_heads, group, head_dim], result alike."""
+    """Attention of one token to a whole run. query [1, num_kv_heads, group, head_dim], result likewise."""
     if can_fuse(layer, scoring):
         return _fused(query, layer, Read(slice(0, 1), run), scoring.scale)
     return _scored(query, layer, ScoredRead(slice(0, 1), [run], None), scoring)
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
-    """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result alike."""
+    """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result likewise."""
     keys, values = _keys_and_values(layer, read.run)
     num_query, num_kv_heads, group, _ = query.shape
     if num_query == 1:
@@ -304,7 +303,7 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor
 
 
 def _merged(query: Tensor, layer: LayerCache, plan: ReadPlan, scale: float) -> Tensor:
-    """All parts, and from them the results of the rows of `merge`. Shapes as in `_fused`."""
+    """Compute all parts, and merge them into the results of the rows. Shapes as in `_fused`."""
     assert plan.merge is not None
     parts = [_part(query[read.rows], layer, read, scale) for read in plan.parts]
     none = query.new_zeros((1, *query.shape[1:])), torch.full((1, *query.shape[1:3]), -torch.inf)
@@ -315,7 +314,7 @@ def _merged(query: Tensor, layer: LayerCache, plan: ReadPlan, scale: float) -> T
 
 
 def _part(query: Tensor, layer: LayerCache, read: Read, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to one run only: result as in `_fused`, and lse float32 [n, num_kv_heads, group]."""
+    """Attention to one run: result as in `_fused`, and lse float32 [n, num_kv_heads, group]."""
     keys, values = _keys_and_values(layer, read.run)
     num_query, num_kv_heads, group, _ = query.shape
     stacked = read.mask is None or num_query <= _MAX_STACKED_QUERIES
@@ -324,7 +323,7 @@ def _part(query: Tensor, layer: LayerCache, read: Read, scale: float) -> tuple[T
     else:
         keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
         rows = query.permute(2, 1, 0, 3)
-    output, lse = _flash(rows, keys, values, 0.0, False, attn_mask=read.mask, scale=scale)
+    output, lse = flash_attention_with_lse(rows, keys, values, read.mask, scale)
     if read.hidden is not None:
         lse = lse.masked_fill(read.hidden, -torch.inf)
     if not stacked:
@@ -339,7 +338,7 @@ def _keys_and_values(layer: LayerCache, run: Run) -> tuple[Tensor, Tensor]:
 
 
 def _scored(query: Tensor, layer: LayerCache, read: ScoredRead, scoring: Scoring) -> Tensor:
-    """Scores made here, block by block of queries. Shapes as in `_fused`."""
+    """Attention with scores computed here, in blocks of queries. Shapes as in `_fused`."""
     num_query, mask = query.shape[0], read.mask
     if num_query <= _QUERY_BLOCK:
         return _score_block(query, layer, read.runs, mask, scoring)

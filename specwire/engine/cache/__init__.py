@@ -1,1 +1,1 @@
-"""Pages of keys and values: who holds which, what is shared, where a layer writes."""
+"""Pages of keys and values: allocation, sharing, and the memory that layers write to."""

@@ -1,4 +1,4 @@
-"""Bookkeeping of the paged KV cache: which page belongs to whom. No torch, no device.
+"""Bookkeeping of the paged KV cache: which sequences hold which pages. No torch, no device.
 
 A *page* is `page_size` consecutive *slots*; a slot holds the keys and values of one token in every
 layer. A sequence owns an ordered table of pages, token i of it lies in slot
@@ -8,13 +8,13 @@ sequence share what they have in common; the first write into a shared, partly f
 The allocator keeps the pages of one sequence physically contiguous where it can, because attention
 reads each contiguous run as a view:
 
-    free interval, nobody in front of it    [..........]   start at its first page
-    free interval behind another sequence   A[.........]   start in its middle: A keeps room to grow
+    free interval at the start of the pool  [..........]   start at its first page
+    free interval after another sequence    A[.........]   start in its middle: A keeps room to grow
 
-A page is *held* by sequences, *free*, or *cached*: nobody holds it, but its tokens are known, so a
-sequence that begins with them can take it as it is (`remember`, `adopt`; the names are in `prefix.py`).
-Cached pages count as free for everyone. They are given up least recently used first when no other page is
-left, and out of turn where a sequence can only grow contiguously into one.
+A page is *held* by sequences, *free*, or *cached*: not held, but known by its tokens, so that a sequence
+which begins with them can reuse it (`remember`, `reuse_prefix`; the names are in `prefix.py`). Cached pages
+count as free. They are evicted least recently used first when no other page is left, and out of order where a
+sequence can only grow contiguously into one.
 
 Nothing here is thread-safe; one engine loop owns a pool.
 """
@@ -33,13 +33,13 @@ from specwire.core import IntArray
 from specwire.engine.cache.prefix import ROOT, PrefixIndex, page_digest
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
 
-# A cached page is given up together with cached neighbours, on each side one for so many pages of the pool:
-# contiguous room for several sequences to grow, which single old pages would not be.
+# A cached page is evicted together with its cached neighbours, on each side up to one for this many pages of
+# the pool. That frees contiguous room for several sequences to grow, which single pages would not.
 _POOL_PAGES_PER_EVICTION = 64
 
 
 class IntegrityError(InternalError, AssertionError):
-    """The books do not balance; a defect of the engine, never of a caller."""
+    """The bookkeeping is inconsistent; a defect of the engine, never of a caller."""
 
 
 class Run(NamedTuple):
@@ -58,11 +58,11 @@ class PageCopy(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What `SequenceCache.append` reserved.
+    """The result of `SequenceCache.append`.
 
     Attributes:
-        slots: int64 [num_tokens], where the new tokens go.
-        copy: what has to be copied first, None in most cases.
+        slots: int64 [num_tokens], slots of the new tokens.
+        copy: a page to copy first, None in most cases.
     """
 
     slots: IntArray
@@ -70,10 +70,10 @@ class Appended(NamedTuple):
 
 
 class _FreeIntervals:
-    """Free pages as maximal intervals, with the largest one at hand.
+    """Free pages as maximal intervals, with access to the largest one.
 
-    Every operation is O(log n) amortised: intervals are found by either end, and the heap by size
-    keeps stale entries until they surface or outnumber the true ones.
+    Every operation is O(log n) amortised: intervals are found by either end, and the heap by size keeps stale
+    entries until they reach the top or outnumber the current ones.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -113,7 +113,7 @@ class _FreeIntervals:
         self._insert(end, old_end)
 
     def give(self, page: int) -> None:
-        """Return one page, merging it with its neighbours."""
+        """Add one page, merging it with its neighbours."""
         start = self._starts.get(page, page)
         if start != page:
             self._remove(start)
@@ -147,12 +147,12 @@ class PagePool:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody holds, cached ones included."""
+        """Pages that no sequence holds, cached ones included."""
         return self._num_free + self._index.num_idle
 
     @property
     def num_cached_pages(self) -> int:
-        """Of the free pages, those whose content can be found again."""
+        """Of the free pages, those whose content can be reused."""
         return self._index.num_idle
 
     @property
@@ -199,20 +199,20 @@ class PagePool:
     def _interval_for(self, wanted: int, after: int | None) -> range:
         """Cut up to `wanted` pages out of one free interval."""
         if after is not None and after + 1 < self.num_pages and not self._references[after + 1]:
-            self.forget(after + 1)  # if cached: staying contiguous is worth more than a page
+            self.forget(after + 1)  # if cached: staying contiguous is worth more than a cached page
         if after is not None and after + 1 in self._free.ends:
             start = begin = after + 1
             end = self._free.ends[start]
         else:
             start, end = self._free.largest()
-            # Page 0 has nobody in front; elsewhere leave the one in front half of the room.
+            # No sequence ends before page 0; elsewhere leave half of the room to the one that ends there.
             begin = start if start == 0 else max(start, min((start + end) // 2, end - wanted))
         end = min(end, begin + wanted)
         self._free.take(start, begin, end)
         return range(begin, end)
 
     def _evict(self, num_free: int) -> None:
-        """Give up cached pages, least recently used first, until so many are free or none is cached."""
+        """Evict cached pages, least recently used first, until `num_free` are free or none is cached."""
         while self._num_free < num_free and self._index.num_idle:
             page, reach = self._index.oldest(), self.num_pages // _POOL_PAGES_PER_EVICTION
             self.forget(page)
@@ -220,7 +220,7 @@ class PagePool:
             self._forget_unheld(range(page - 1, max(-1, page - reach - 1), -1))
 
     def _forget_unheld(self, pages: Iterable[int]) -> None:
-        """Give up cached pages, as far as nobody holds one of them."""
+        """Evict cached pages, up to the first that is held."""
         for page in itertools.takewhile(lambda page: self._references[page] == 0, pages):
             self.forget(page)
 
@@ -229,54 +229,54 @@ class PagePool:
         for page in pages:
             self._references[page] += 1
             self.num_shared_pages += self._references[page] == 2
-            self._index.wake(page)
+            self._index.mark_used(page)
 
     def drop(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without any is free at once, or cached if it is known.
 
-        The first page to be dropped is the first to be evicted: let the deepest of a chain come first.
+        Pages are evicted in the order in which they are dropped: drop the last page of a sequence first.
         """
         for page in pages:
             self._references[page] -= 1
             self.num_shared_pages -= self._references[page] == 1
             if self._references[page] == 0:
                 if self._index.knows(page):
-                    self._index.rest(page)
+                    self._index.mark_idle(page)
                 else:
-                    self._give(page)
+                    self._free_page(page)
 
-    def _give(self, page: int) -> None:
+    def _free_page(self, page: int) -> None:
         self._free.give(page)
         self._num_free += 1
 
     def find(self, digest: bytes) -> int | None:
-        """The page of this name, if there is one; `share` it to keep it."""
+        """The page of this name, if it is known; `share` it to keep it."""
         return self._index.find(digest)
 
     def remember(self, root: bytes, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         """Make the complete pages at the start of a sequence known; `digests` names all, from `root`."""
         start = len(digests)
         while start > 0 and self._index.find(digests[start - 1]) is None:
-            start -= 1  # what comes before a known page is known, so this ends at the first that is not
+            start -= 1  # pages before a known page are known, so this finds the first that is not
         for i in range(start, len(digests)):
             self._index.add(digests[i - 1] if i else root, digests[i], pages[i])
 
     def forget(self, page: int) -> None:
-        """The page's content is about to change: nobody must find it, nor what follows it, any more."""
+        """Make a page unknown, and all that follow it, because its content is about to change."""
         for idle in self._index.forget(page):
-            self._give(idle)
+            self._free_page(idle)
 
     def forget_all(self) -> None:
-        """The content of every page is gone."""
+        """Make all pages unknown, because their content is lost."""
         for page in range(self.num_pages):
             self.forget(page)
 
     def register(self, table: SequenceCache) -> None:
-        """Count this table in `check_integrity` until `unregister`."""
+        """Include this table in `check_integrity` until `unregister`."""
         self._tables[id(table)] = table
 
     def unregister(self, table: SequenceCache) -> None:
-        """Forget a released table."""
+        """Remove a released table."""
         self._tables.pop(id(table), None)
 
     def check_integrity(self) -> None:
@@ -319,8 +319,8 @@ class SequenceCache:
     Release it, or use it as a context manager: the pool keeps every sequence until then.
 
     Attributes:
-        root: what the names of its pages begin from; it finds those of sequences with the same one. To be set
-            while it is empty.
+        root: parent of its first page's name; pages are shared among sequences with the same root. Set it
+            while the sequence is empty.
     """
 
     __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released", "root")
@@ -362,7 +362,7 @@ class SequenceCache:
         return total - len(self._pages) + (num_tokens > 0 and self._must_copy())
 
     def _must_copy(self) -> bool:
-        """True when the next token would be written into a page that others read."""
+        """True when the next token would be written into a shared page."""
         return self.length % self._pool.page_size != 0 and self._pool.is_shared(self._pages[-1])
 
     def append(self, num_tokens: int) -> Appended:
@@ -388,7 +388,7 @@ class SequenceCache:
         elif num_tokens > 0 and self.length % self._pool.page_size:
             self._pool.forget(
                 self._pages[-1]
-            )  # it may be complete: then this overwrites what was rolled back
+            )  # it may be known as complete: tokens that were rolled back are overwritten
         for page in new_pages:
             self._push(page)
         slots = self.slots(self.length, self.length + num_tokens)
@@ -396,7 +396,7 @@ class SequenceCache:
         return Appended(slots, copy)
 
     def _copy_on_write(self, new_pages: list[int]) -> PageCopy:
-        """Put the first new page in the place of the shared last one."""
+        """Replace the shared last page by the first new one."""
         src_page = self._pop()
         self._pool.drop([src_page])
         dst_page = new_pages.pop(0)
@@ -435,7 +435,7 @@ class SequenceCache:
         return runs
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on: the whole of rollback. Pages no longer needed are free at once.
+        """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
 
         Raises:
             InvalidRequestError: `length` is negative or more than is held.
@@ -449,7 +449,7 @@ class SequenceCache:
         del self._digests[length // self._pool.page_size :]
 
     def remember(self, token_ids: Sequence[int]) -> None:
-        """Let others find the complete pages; their keys and values must have been computed.
+        """Make the complete pages known; their keys and values must have been computed.
 
         Args:
             token_ids: the tokens of this sequence, at least `length` of them.
@@ -459,18 +459,21 @@ class SequenceCache:
             self._digests.extend(self._names(token_ids, num_complete))
             self._pool.remember(self.root, self._digests, self._pages)
 
-    def adopt(self, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Take the known pages that `token_ids` begin with, instead of computing them; returns their tokens.
+    def reuse_prefix(self, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Share the known pages that `token_ids` begin with, instead of computing them.
 
         Args:
-            token_ids: what the sequence, which must be empty, is to hold.
-            max_tokens: take at most so many, in whole pages.
+            token_ids: the tokens that the sequence, which must be empty, is to hold.
+            max_tokens: reuse at most this many tokens, in whole pages.
+
+        Returns:
+            The number of tokens reused.
 
         Raises:
             InternalError: the sequence is not empty, or was released.
         """
         if self.released or self.length:
-            raise InternalError("only an empty sequence can adopt pages")
+            raise InternalError("only an empty sequence can reuse pages")
         for digest in self._names(token_ids, max_tokens // self._pool.page_size):
             page = self._pool.find(digest)
             if page is None:
@@ -507,13 +510,13 @@ class SequenceCache:
         return twin
 
     def release(self) -> None:
-        """Give all pages back; may be called any number of times."""
+        """Drop all pages; may be called repeatedly."""
         self.truncate(0)
         self._pool.unregister(self)
         self.released = True
 
     def check_integrity(self) -> None:
-        """Check that table, length and runs fit each other.
+        """Check that table, length and runs are consistent.
 
         Raises:
             IntegrityError: naming what is wrong.
@@ -525,4 +528,4 @@ class SequenceCache:
             raise IntegrityError(f"a page occurs twice in {self._pages}")
         from_runs = [page for first, num in self._runs for page in range(first, first + num)]
         if from_runs != self._pages:
-            raise IntegrityError(f"runs {self._runs} do not spell the table {self._pages}")
+            raise IntegrityError(f"runs {self._runs} do not match the table {self._pages}")

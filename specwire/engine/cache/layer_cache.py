@@ -1,4 +1,4 @@
-"""What attention reads: where each sequence's keys and values lie, and how they are scored."""
+"""The memory that attention reads and writes, and how a layer scores keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Scoring(NamedTuple):
 
     Attributes:
         scale: multiplies the scores.
-        sliding_window: keys a query may see, itself included; None for all.
+        sliding_window: number of keys a query may see, its own included; None for all.
         softcap: scores become `softcap * tanh(scores / softcap)`.
-        sinks: [num_query_heads] extra logits that take part in the softmax and carry no value.
+        sinks: [num_query_heads] extra logits in the softmax, without values.
     """
 
     scale: float

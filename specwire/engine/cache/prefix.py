@@ -1,13 +1,13 @@
-"""Which pages hold which tokens: finds a prefix that was computed before. No torch, no device.
+"""Index of pages by their tokens: finds prefixes computed before. No torch, no device.
 
 A complete page is named by a digest of its tokens and of the page before it, so one name stands for all
 tokens up to the page's end, and a known chain is found by walking it from its start:
 
     digest(page i) = blake2b(digest(page i - 1), tokens of page i)
 
-Keys and values depend on the tokens up to theirs and on nothing else: who computed them, for whom, and
-whether the tokens were accepted later does not matter. But that a prefix is found shows that it was computed
-before, so a chain begins from a root that is made of a salt: those of another salt never meet it.
+Keys and values depend only on the tokens up to theirs: not on the stream that computed them, nor on whether
+the tokens were accepted later. But a hit reveals that a prefix was computed before, so a chain begins at a
+root derived from a salt, and is never found under another salt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ROOT_BYTES = 32
 
 
 def root(salt: str) -> bytes:
-    """What stands before the first page of a sequence with this salt; never the name of a page."""
+    """Parent of the first page of sequences with this salt; never equal to the name of a page."""
     return blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
 
 
 ROOT = root("")
-"""Of sequences without a salt."""
+"""The root of sequences without a salt."""
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -42,9 +42,9 @@ class _Known(NamedTuple):
 
 
 class PrefixIndex:
-    """The pages whose content is known, and the order in which those that nobody holds may be given up.
+    """The pages whose content is known, and the eviction order of those that no sequence holds.
 
-    A known page's parent is known too: what could not be reached from its start is forgotten at once.
+    The parent of a known page is known too: pages that can no longer be reached are forgotten at once.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PrefixIndex:
 
     @property
     def num_idle(self) -> int:
-        """Known pages that nobody holds."""
+        """Known pages that no sequence holds."""
         return len(self._idle)
 
     def knows(self, page: int) -> bool:
@@ -63,7 +63,7 @@ class PrefixIndex:
         return page in self._known
 
     def find(self, digest: bytes) -> int | None:
-        """The page of this name, None when it is not known."""
+        """The page of this name; None when it is not known."""
         return self._pages.get(digest)
 
     def add(self, parent: bytes, digest: bytes, page: int) -> None:
@@ -74,20 +74,20 @@ class PrefixIndex:
         self._known[page] = _Known(digest, parent)
         self._children[parent].add(page)
 
-    def rest(self, page: int) -> None:
-        """Nobody holds this known page any more; it is the most recently used one now."""
+    def mark_idle(self, page: int) -> None:
+        """No sequence holds this known page any more; it is now the most recently used."""
         self._idle[page] = None
 
-    def wake(self, page: int) -> None:
-        """Somebody holds this known page again."""
+    def mark_used(self, page: int) -> None:
+        """A sequence holds this page, which may be a known one."""
         self._idle.pop(page, None)
 
     def oldest(self) -> int:
-        """The least recently used page that nobody holds. Must not be called when there is none."""
+        """The least recently used page that no sequence holds. Must not be called when there is none."""
         return next(iter(self._idle))
 
     def forget(self, page: int) -> list[int]:
-        """Forget a page, if it is known, and all that follow it; returns those that nobody holds."""
+        """Forget a page, if it is known, and all that follow it; returns those that no sequence holds."""
         idle, todo = [], [page] if page in self._known else []
         while todo:
             page = todo.pop()
@@ -103,7 +103,7 @@ class PrefixIndex:
         return idle
 
     def problem(self) -> str:
-        """What is wrong with the books; empty when nothing is."""
+        """The first inconsistency found; empty if there is none."""
         if {page: known.digest for page, known in self._known.items()} != {
             page: digest for digest, page in self._pages.items()
         }:

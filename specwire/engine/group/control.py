@@ -1,4 +1,4 @@
-"""The driver and all ranks of a group in lock step: the driver speaks, all hear it, rank 0 answers."""
+"""Connections between the driver and the ranks of a group: the driver broadcasts, rank 0 answers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from typing import Any, cast
 import torch.distributed as dist
 
 _TOKEN_BYTES = 32
-_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sq")
+_HANDSHAKE = struct.Struct(f"<{_TOKEN_BYTES}sq")
 _HEADER = struct.Struct("<q")
-_GREETING_S = 5.0
-# A rank greets as soon as it is connected: of more connections that have not, the oldest is a stranger's.
-_MAX_STRANGERS = 256
+_HANDSHAKE_S = 5.0
+# Ranks authenticate as soon as they are connected. Beyond this many unauthenticated connections the oldest is
+# closed: it is not a rank's.
+_MAX_UNAUTHENTICATED = 256
 _PAUSE_S = 0.01
 
-# What torch does not declare, though it documents it.
+# Documented by torch, but not in its type declarations.
 _dist: Any = dist
 
 
 def open_store(host: str) -> Any:
-    """A store of this process, in which others meet; it has the attributes `host` and `port`.
+    """A key-value store in this process for the rendezvous of the ranks; it has attributes `host` and `port`.
 
-    It has no lock, so it listens at this address alone; left to itself it would at all of the machine's.
+    It has no authentication, so it listens on this address only; by default it would listen on all.
     """
     listening = _listen(host)
     port = listening.getsockname()[1]
@@ -41,13 +42,13 @@ def open_store(host: str) -> Any:
     )
 
 
-def reach_store(host: str, port: int, timeout_s: float) -> Any:
-    """The store of another process."""
+def connect_store(host: str, port: int, timeout_s: float) -> Any:
+    """A client of another process's store."""
     return _dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def part_of(store: Any, name: str) -> Any:
-    """A store within a store."""
+def substore(store: Any, name: str) -> Any:
+    """A view of a store, with its keys under a prefix."""
     return _dist.PrefixStore(name, store)
 
 
@@ -56,48 +57,51 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=family)
 
 
-class DriverLines:
-    """The driver's side: a connection to each rank. gloo would do, with threads that wake each other up for
-    every message; here a message wakes up who waits for it.
+class DriverConnections:
+    """The driver's side: a connection to each rank.
 
-    Whoever knows the token may be a rank. Every call raises OSError when a rank hung up, or takes too long.
+    gloo could do this, but its threads wake each other up for every message; here a message wakes up only its
+    receiver.
+
+    A peer that sends the token is accepted as a rank. Every call raises OSError when a rank disconnects or
+    times out.
 
     Args:
         host: this machine's address, as the ranks reach it.
 
     Attributes:
-        port, token: what a rank must know.
+        port, token: what a rank needs to connect.
     """
 
     def __init__(self, host: str) -> None:
         listening = _listen(host)
         self.port: int = listening.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
-        self._greetings = _Greetings(listening, self.token)
+        self._handshakes = _Handshakes(listening, self.token)
         self._ranks: list[socket.socket] = []
         self._poll = select.poll()
         self._answer_timeout_s = 0.0
 
     def accept(self, num_ranks: int, timeout_s: float, answer_timeout_s: float) -> None:
-        """Wait until all ranks have greeted.
+        """Wait until all ranks have connected.
 
         Args:
-            answer_timeout_s: longest wait for an answer, from then on.
+            answer_timeout_s: time limit of later answers.
         """
-        self._ranks = self._greetings.wait(num_ranks, timeout_s)
+        self._ranks = self._handshakes.wait(num_ranks, timeout_s)
         self._answer_timeout_s = answer_timeout_s
-        for line in self._ranks:
-            _set_up(line)
-            line.settimeout(answer_timeout_s)
-            self._poll.register(line, select.POLLIN)
+        for connection in self._ranks:
+            _configure(connection)
+            connection.settimeout(answer_timeout_s)
+            self._poll.register(connection, select.POLLIN)
 
-    def say(self, message: bytes) -> None:
-        """To all ranks; returns as soon as it is on its way."""
-        for line in self._ranks:
-            _send(line, message)
+    def send(self, message: bytes) -> None:
+        """Send to all ranks, without waiting for them to receive it."""
+        for connection in self._ranks:
+            _send(connection, message)
 
-    def await_answer(self) -> bytes:
-        """What rank 0 answers; another rank that says anything has hung up."""
+    def receive_answer(self) -> bytes:
+        """The answer of rank 0; other ranks never send, so if one is readable it has disconnected."""
         ready = {number for number, _ in self._poll.poll(self._answer_timeout_s * 1e3)}
         if not ready:
             raise TimeoutError(f"no answer within {self._answer_timeout_s:g} s")
@@ -106,28 +110,29 @@ class DriverLines:
         return _receive_message(self._ranks[0])
 
     def abort(self) -> None:
-        """Break every wait, now and later; from any thread."""
-        self._greetings.end()
-        _hang_up(self._ranks)
+        """End all waits, now and later; from any thread."""
+        self._handshakes.end()
+        _shut_down(self._ranks)
 
     def close(self) -> None:
-        """Give the connections back; nobody may wait."""
-        self._greetings.end()
-        for line in self._ranks:
-            line.close()
+        """Close the connections; no thread may be waiting."""
+        self._handshakes.end()
+        for connection in self._ranks:
+            connection.close()
 
 
-class _Greetings:
-    """Accepts connections, and keeps those that greet with the token; others are hung up on.
+class _Handshakes:
+    """Accepts connections, and keeps those that send the token; others are closed.
 
-    All are heard at the same time, on a thread of its own: ranks call long before they are waited for, when
-    strangers, who may be silent, must neither delay them nor fill the backlog.
+    Runs on a thread of its own and reads all connections concurrently. Ranks connect long before the driver
+    waits for them, and unauthenticated connections that send nothing must neither delay them nor fill the
+    backlog.
     """
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:
         listening.setblocking(False)
         self._listening, self._token = listening, token
-        self._heard: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first, with its deadline
+        self._pending: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first, with deadlines
         self._ranks: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         self._has_ended = False
@@ -135,11 +140,11 @@ class _Greetings:
         self._thread.start()
 
     def wait(self, num_ranks: int, timeout_s: float) -> list[socket.socket]:
-        """The ranks' connections, in order, once all are there; no more are accepted then.
+        """The ranks' connections, in order, once all have connected; no more are accepted after that.
 
         Raises:
-            TimeoutError: they are not, after this time.
-            ConnectionError: it was ended.
+            TimeoutError: some ranks did not connect in time.
+            ConnectionError: `end` was called.
         """
         numbers = range(num_ranks)
         with self._changed:
@@ -154,125 +159,125 @@ class _Greetings:
         return found
 
     def end(self) -> None:
-        """Accept no more, and hang up on all that are not waited for; from any thread, as often as wanted."""
+        """Accept no more, and close all that were not returned by `wait`; from any thread, repeatedly."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-        _hang_up([self._listening])  # which ends the thread
+        _shut_down([self._listening])  # this ends the thread
         self._thread.join()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector, self._listening:
             selector.register(self._listening, selectors.EVENT_READ)
             while not self._has_ended:
-                for key, _ in selector.select(self._rest_s()):
+                for key, _ in selector.select(self._remaining_s()):
                     if key.fileobj is self._listening:
                         self._accept(selector)
                     else:
-                        self._hear(selector, cast(socket.socket, key.fileobj))
-                while self._rest_s() == 0:
-                    self._drop(selector, next(iter(self._heard)))
-        for line in (*self._heard, *self._ranks.values()):
-            line.close()
+                        self._read(selector, cast(socket.socket, key.fileobj))
+                while self._remaining_s() == 0:
+                    self._drop(selector, next(iter(self._pending)))
+        for connection in (*self._pending, *self._ranks.values()):
+            connection.close()
 
-    def _rest_s(self) -> float | None:
-        """Until the oldest must have greeted."""
-        first_s = next((deadline_s for deadline_s, _ in self._heard.values()), None)
+    def _remaining_s(self) -> float | None:
+        """Time until the oldest pending connection expires; None without one."""
+        first_s = next((deadline_s for deadline_s, _ in self._pending.values()), None)
         return None if first_s is None else max(0.0, first_s - time.monotonic())
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
-            line, _ = self._listening.accept()
-        except OSError:  # it is gone, or there is no descriptor for it
+            connection, _ = self._listening.accept()
+        except OSError:  # the peer is gone, or there is no free descriptor
             time.sleep(_PAUSE_S)
             return
-        line.setblocking(False)
-        if len(self._heard) >= _MAX_STRANGERS:
-            self._drop(selector, next(iter(self._heard)))
-        self._heard[line] = time.monotonic() + _GREETING_S, bytearray()
-        selector.register(line, selectors.EVENT_READ)
+        connection.setblocking(False)
+        if len(self._pending) >= _MAX_UNAUTHENTICATED:
+            self._drop(selector, next(iter(self._pending)))
+        self._pending[connection] = time.monotonic() + _HANDSHAKE_S, bytearray()
+        selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, selector: selectors.BaseSelector, line: socket.socket) -> None:
-        _, data = self._heard[line]
+    def _read(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        _, data = self._pending[connection]
         try:
-            more = line.recv(_GREETING.size - len(data))
+            more = connection.recv(_HANDSHAKE.size - len(data))
         except BlockingIOError:
             return
         except OSError:
             more = b""
         data += more
-        if more and len(data) < _GREETING.size:
+        if more and len(data) < _HANDSHAKE.size:
             return
-        token, rank = _GREETING.unpack(data) if more else (b"", 0)
+        token, rank = _HANDSHAKE.unpack(data) if more else (b"", 0)
         if not hmac.compare_digest(token, self._token):
-            self._drop(selector, line)
+            self._drop(selector, connection)
             return
-        selector.unregister(line)
-        del self._heard[line]
+        selector.unregister(connection)
+        del self._pending[connection]
         with self._changed:
-            self._ranks[rank] = line
+            self._ranks[rank] = connection
             self._changed.notify_all()
 
-    def _drop(self, selector: selectors.BaseSelector, line: socket.socket) -> None:
-        selector.unregister(line)
-        del self._heard[line]
-        line.close()
+    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        selector.unregister(connection)
+        del self._pending[connection]
+        connection.close()
 
 
-class RankLine:
+class RankConnection:
     """A rank's side.
 
     Args:
         host, port, token: of the driver.
-        timeout_s: longest wait for a connection.
+        timeout_s: time limit of connecting.
     """
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, timeout_s: float) -> None:
-        self._line = socket.create_connection((host, port), timeout_s)
-        self._line.settimeout(None)
-        _set_up(self._line)
-        self._line.sendall(_GREETING.pack(token, rank))
+        self._connection = socket.create_connection((host, port), timeout_s)
+        self._connection.settimeout(None)
+        _configure(self._connection)
+        self._connection.sendall(_HANDSHAKE.pack(token, rank))
 
-    def hear(self) -> bytes:
-        """What the driver says next; waits for ever, since a driver may be idle."""
-        return _receive_message(self._line)
+    def receive(self) -> bytes:
+        """The next message of the driver; waits without limit, since a driver may be idle."""
+        return _receive_message(self._connection)
 
     def answer(self, message: bytes) -> None:
-        """Rank 0 to the driver."""
-        _send(self._line, message)
+        """Send an answer to the driver; rank 0 only."""
+        _send(self._connection, message)
 
     def close(self) -> None:
-        """Hang up."""
-        _hang_up([self._line])
+        """Disconnect."""
+        _shut_down([self._connection])
 
 
-def _set_up(line: socket.socket) -> None:
-    """Messages leave at once, and a machine that vanished is noticed some day."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _configure(connection: socket.socket) -> None:
+    """Send messages without delay, and detect a vanished machine eventually."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _send(line: socket.socket, message: bytes) -> None:
-    line.sendall(_HEADER.pack(len(message)) + message)
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_HEADER.pack(len(message)) + message)
 
 
-def _receive_message(line: socket.socket) -> bytes:
-    (num_bytes,) = _HEADER.unpack(_receive(line, _HEADER.size))
-    return _receive(line, num_bytes)
+def _receive_message(connection: socket.socket) -> bytes:
+    (num_bytes,) = _HEADER.unpack(_receive(connection, _HEADER.size))
+    return _receive(connection, num_bytes)
 
 
-def _receive(line: socket.socket, num_bytes: int) -> bytes:
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
-        num_read = line.recv_into(rest)
+        num_read = connection.recv_into(rest)
         if not num_read:
             raise ConnectionError("the other side hung up")
         rest = rest[num_read:]
     return bytes(data)
 
 
-def _hang_up(lines: Iterable[socket.socket]) -> None:
-    for line in lines:
-        with contextlib.suppress(OSError):  # it hung up before
-            line.shutdown(socket.SHUT_RDWR)
+def _shut_down(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # already disconnected
+            connection.shutdown(socket.SHUT_RDWR)

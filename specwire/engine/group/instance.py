@@ -1,8 +1,8 @@
-"""A Ray instance of this machine alone, in a process of its own, which ends when whoever started it is gone.
+"""A local Ray instance in a process of its own, which ends when the process that started it ends.
 
-Killed, a driver takes Ray's servers along, but the agents that those started live on, and so does the folder
-that all of them write to. This process inherits whatever outlives its parent, and does nothing but wait for
-the end of its standard input: a pipe, which the kernel closes however its other end dies.
+If a driver is killed, Ray's servers end with it, but the agents that those started do not, and the directory
+that they write to remains. This process adopts such orphans, and waits for the end of its standard input: a
+pipe, which the kernel closes however the process at its other end dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from specwire.errors import ConfigError
 
-# Nothing is kept in the object store, which has a least size.
+# The object store is not used, but has a minimum size.
 _OBJECT_STORE_BYTES = 80 << 20
 _READY, _ERROR = "ready ", "error "
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,12 +33,12 @@ _POLL_S = 0.05
 
 
 @functools.cache
-def alone() -> dict[str, str]:
-    """Variables that Ray reads when it is imported, by an instance and by all who connect to it.
+def isolated_environ() -> dict[str, str]:
+    """Environment variables that Ray reads on import, in an instance and in processes that connect to it.
 
-    It tells nobody that it runs. As on machines that are never part of a cluster it is on loopback only, and
-    takes orders from those alone that know a token, which is not to be kept in the user's home. Its workers,
-    which do the work here, are not niced. One token a process: Ray reads it once.
+    Usage statistics are off. The instance listens on loopback only, as on machines that are never part of a
+    cluster, and requires a token, which is not stored in the user's home directory. Its workers, which do the
+    actual work, are not niced. There is one token per process, since Ray reads it once.
     """
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -50,10 +50,10 @@ def alone() -> dict[str, str]:
 
 
 class Instance:
-    """A running instance; a context manager that ends it, with every process of it.
+    """A running instance; as a context manager it ends the instance with all of its processes.
 
     Args:
-        num_cpus: how many it says it has; GPUs it counts itself.
+        num_cpus: number of CPUs that it offers; it detects GPUs itself.
     """
 
     def __init__(self, num_cpus: int) -> None:
@@ -62,12 +62,12 @@ class Instance:
             [sys.executable, "-m", __name__, "--num-cpus", str(num_cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | alone(),
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end it when nobody needs it any more
+            env=os.environ | isolated_environ(),
+            start_new_session=True,  # Ctrl-C must not reach it: `close` ends it when it is no longer needed
         )
 
     def ready(self, timeout_s: float = _START_S) -> str:
-        """Wait for its address: for `ray.init` of processes that have the variables of `alone`.
+        """Wait for its address, for `ray.init` in processes with the variables of `isolated_environ`.
 
         Raises:
             ConfigError: Ray does not start, with its own reason.
@@ -81,7 +81,7 @@ class Instance:
         return line.removeprefix(_READY).strip()
 
     def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """End it, and wait until its process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -138,13 +138,13 @@ def _run(num_cpus: int, directory: str) -> int:
 
 
 def _inherit_orphans() -> None:
-    """Descendants whose parent dies become our children, instead of those of the machine's first process."""
+    """Become the parent of orphaned descendants, instead of the machine's init process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_descendants() -> None:
-    """End by force what is left; a process that one of them starts meanwhile is met in the next look."""
+    """Kill all remaining descendants, repeatedly, since they may start others meanwhile."""
     while children := _children():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ def _end_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """Of this process, on Linux; elsewhere Ray is left to end its own."""
+    """Children of this process, on Linux; elsewhere Ray ends its own processes."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What driver and ranks tell each other. Pickled: they are processes of one service, and trust each other."""
+"""Messages between driver and ranks. Pickled: they are processes of one service and trust each other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RankLocation(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What a rank is to be, and where it meets the others.
+    """The role of a rank, and how it reaches the others.
 
     Attributes:
         host, port: of the driver's store.
-        key: of this group in it.
-        line_port, token: of the driver's lines to this group.
+        key: prefix of this group in the store.
+        control_port, token: of the driver's connections to this group.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Assignment(NamedTuple):
     host: str
     port: int
     key: str
-    line_port: int
+    control_port: int
     token: bytes
     config: ModelServiceConfig
     source: str
@@ -46,15 +46,15 @@ class Assignment(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What the driver must know of the model; the same on every rank.
+    """The properties of the loaded model; the same on every rank.
 
     Attributes:
         description: see `loading.describe`.
-        context_len: most tokens of one sequence; None when the model does not say.
+        context_len: maximum tokens of one sequence; None when the model names no limit.
         vocab_size: width of the logits.
-        num_embeddings: tokens that the model can read.
+        num_embeddings: number of token ids that the model can read.
         num_pages: of the KV cache.
-        warning: what the service's log should say; empty for nothing.
+        warning: for the service's log; empty for none.
     """
 
     description: dict[str, Any]
@@ -65,13 +65,13 @@ class Loaded(NamedTuple):
     warning: str = ""
 
 
-class Order(NamedTuple):
+class StepCommand(NamedTuple):
     """One step.
 
     Attributes:
-        number: counts the steps of a group, so that nobody can miss one.
+        number: counts the steps of a group, so that a missed one is detected.
         question: None when no logits are wanted.
-        decide: what rank 0 does with question and logits.
+        decide: called by rank 0 with question and logits.
     """
 
     number: int
@@ -81,7 +81,7 @@ class Order(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What came of a step; `problem` is the traceback when `decide` failed, no fault of the group."""
+    """The result of a step; `problem` is the traceback if `decide` failed, which leaves the group intact."""
 
     number: int
     answer: Any

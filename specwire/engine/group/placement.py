@@ -1,6 +1,6 @@
-"""Ranks as Ray actors: one for each device, packed on one machine first, across machines when it must be.
+"""Ranks as Ray actors: one for each device, packed on one machine if possible, else across machines.
 
-Ray places, starts and ends processes, and tells when one died. It carries no step.
+Ray places, starts and ends processes, and reports when one died. Steps do not use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from specwire.engine.group.instance import Instance, alone
+from specwire.engine.group.instance import Instance, isolated_environ
 from specwire.errors import ConfigError, ServiceUnavailableError
 
 
@@ -31,15 +31,15 @@ class Placement:
 
     Args:
         address: of a running cluster that this machine is part of; empty starts an instance on loopback,
-            which ends with this process, however that ends. One that this process is connected to already is
-            used as it is.
-        num_ranks: devices wanted.
-        is_cuda: GPUs, or else CPU cores.
-        timeout_s: longest wait for them to be free.
+            which ends with this process, however that ends. An existing connection of this process is used
+            as it is.
+        num_ranks: number of devices.
+        is_cuda: reserve GPUs, else CPU cores.
+        timeout_s: longest wait for free devices.
 
     Raises:
-        ConfigError: there is no such cluster, or it will never have so many devices.
-        ServiceUnavailableError: the devices are not free.
+        ConfigError: there is no such cluster, or it has too few devices.
+        ServiceUnavailableError: the devices are in use.
 
     Attributes:
         host: this machine's address in the cluster.
@@ -49,9 +49,9 @@ class Placement:
         self._num_ranks = num_ranks
         self._resource = "GPU" if is_cuda else "CPU"
         self._instance: Instance | None = None
-        self._is_ours = False
+        self._owns_connection = False
         try:
-            self._is_ours = self._connect(address)
+            self._owns_connection = self._connect(address)
             self.host, self._node_id = _where()
             self._group = self._reserve(timeout_s)
         except BaseException:
@@ -68,27 +68,27 @@ class Placement:
             .options(
                 num_cpus=int(self._resource == "CPU"),
                 num_gpus=int(self._resource == "GPU"),
-                max_restarts=0,  # a rank alone is worth nothing: the driver starts all of them again
+                max_restarts=0,  # a single rank is useless: the driver restarts all of them
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
             )
             .remote()
             for bundle in range(self._num_ranks)
         ]
 
-    def nearness(self, node_id: str) -> tuple[bool, str]:
-        """By what ranks are put in order: those on this machine first, then machine by machine."""
+    def sort_key(self, node_id: str) -> tuple[bool, str]:
+        """Order of the ranks: those on this machine first, then machine by machine."""
         return node_id != self._node_id, node_id
 
     def close(self) -> None:
-        """Give the devices back; end the instance if it is ours."""
+        """Release the devices; end the instance if this object started it."""
         import ray
 
-        with contextlib.suppress(Exception):  # the cluster may be gone
+        with contextlib.suppress(Exception):  # the cluster may have ended
             ray.util.remove_placement_group(self._group)
         self._disconnect()
 
     def _connect(self, address: str) -> bool:
-        """Whether the connection is ours to end."""
+        """Connect; False if this process was connected already."""
         if _is_connected():
             return False
         target = address or self._start_instance()
@@ -102,9 +102,9 @@ class Placement:
         return True
 
     def _start_instance(self) -> str:
-        os.environ |= alone()
+        os.environ |= isolated_environ()
         self._instance = Instance(self._num_ranks if self._resource == "CPU" else 1)
-        import ray  # noqa: F401 - takes as long as the instance to start
+        import ray  # noqa: F401 - takes as long as the start of the instance
 
         return self._instance.ready()
 
@@ -128,7 +128,7 @@ class Placement:
     def _disconnect(self) -> None:
         import ray
 
-        if self._is_ours:
+        if self._owns_connection:
             ray.shutdown()
         self._end_instance()
 
@@ -138,7 +138,7 @@ class Placement:
 
 
 def _is_connected() -> bool:
-    """Without importing it: what Ray reads then must have been set before."""
+    """Whether Ray is connected; without importing it, as its variables must be set before that."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -151,7 +151,7 @@ def _where() -> tuple[str, str]:
 
 
 def devices() -> tuple[str, str, str]:
-    """Of the calling actor: address and Ray's name of its machine, and its device as it is named there."""
+    """Of the calling actor: its machine's address and Ray name, and its device's name on that machine."""
     import ray
 
     gpus = ray.get_gpu_ids()
@@ -159,11 +159,11 @@ def devices() -> tuple[str, str, str]:
 
 
 def kill(actors: list[Any]) -> None:
-    """End processes at once, whatever they wait for."""
+    """Kill the processes at once, whatever they are doing."""
     import ray
 
     for actor in actors:
-        with contextlib.suppress(Exception):  # gone already, or the cluster is
+        with contextlib.suppress(Exception):  # it has ended, or the cluster has
             ray.kill(actor, no_restart=True)
 
 

@@ -1,4 +1,4 @@
-"""One rank: a process that holds a shard and does in every step what the driver says, as all others do."""
+"""One rank: a process that holds a shard, and executes the driver's steps together with all other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.group import control, placement
-from specwire.engine.group.control import RankLine
-from specwire.engine.group.messages import Assignment, Loaded, Order, RankLocation, StepAnswer
+from specwire.engine.group.control import RankConnection
+from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model.graphs import CudaReplay
@@ -25,9 +25,9 @@ from specwire.engine.model.runner import ModelRunner
 
 
 class Rank:
-    """What a Ray actor runs. Any error ends it, and with it the group: no rank goes on alone."""
+    """The Ray actor. Any error ends it, and with it the group: a rank cannot run alone."""
 
-    def place(self) -> RankLocation:
+    def location(self) -> RankLocation:
         """Where it runs."""
         host, node_id, device = placement.devices()
         return RankLocation(host, node_id, os.getpid(), device)
@@ -37,22 +37,22 @@ class Rank:
 
         Raises:
             ModelLoadError: naming the model and the reason.
-            RuntimeError: another rank did not join, or was lost.
+            RuntimeError: another rank did not join, or died.
         """
         disable_progress_bar()
         config, self._rank = assignment.config, assignment.rank
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        store = control.reach_store(assignment.host, assignment.port, config.load_timeout_s)
-        store = control.part_of(store, assignment.key)
+        store = control.connect_store(assignment.host, assignment.port, config.load_timeout_s)
+        store = control.substore(store, assignment.key)
         self._join(assignment, store)
         model, description = load_shard(
             assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
         )
         replay = None
         if model.device.type == "cuda" and config.cuda_graphs:
-            part = control.part_of(store, "replay")
-            replay = AgreedReplay(CudaReplay(), part, self._rank, assignment.num_ranks)
+            substore = control.substore(store, "replay")
+            replay = AgreedReplay(CudaReplay(), substore, self._rank, assignment.num_ranks)
         self._runner = ModelRunner(
             model, num_pages=_num_pages(config, model), page_size=config.page_len, replay=replay
         )
@@ -69,66 +69,66 @@ class Rank:
 
     def _join(self, assignment: Assignment, store: Any) -> None:
         config = assignment.config
-        # transformers reads these to find its place; Ray shows a rank its own device only, the first one.
+        # transformers reads these to find its rank; Ray shows a rank only its own device, as the first one.
         os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(assignment.num_ranks), "LOCAL_RANK": "0"}
         is_cuda = config.device.startswith("cuda")
         if is_cuda:
             torch.cuda.set_device(0)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            store=control.part_of(store, "model"),
+            store=control.substore(store, "model"),
             rank=self._rank,
             world_size=assignment.num_ranks,
             timeout=timedelta(seconds=config.load_timeout_s),
             device_id=torch.device("cuda", 0) if is_cuda else None,
         )
-        self._line = RankLine(
-            assignment.host, assignment.line_port, assignment.token, self._rank, config.load_timeout_s
+        self._connection = RankConnection(
+            assignment.host, assignment.control_port, assignment.token, self._rank, config.load_timeout_s
         )
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Step after step, until the driver says that it was the last one or somebody is lost."""
+        """Execute steps until the driver ends the group, or any process of it dies."""
         try:
             self._follow()
         finally:
-            self._line.close()  # so that the driver knows at once
+            self._connection.close()  # so that the driver detects it at once
 
     def _follow(self) -> None:
         number = 0
-        while (order := pickle.loads(self._line.hear())) is not None:
-            if order.number != number:
-                raise RuntimeError(f"rank {self._rank} heard step {order.number} instead of {number}")
-            logits = self._runner.compute(order.batch)
+        while (command := pickle.loads(self._connection.receive())) is not None:
+            if command.number != number:
+                raise RuntimeError(f"rank {self._rank} received step {command.number} instead of {number}")
+            logits = self._runner.compute(command.batch)
             if self._rank == 0:
-                self._line.answer(pickle.dumps(_answer(order, logits), pickle.HIGHEST_PROTOCOL))
+                self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
             number += 1
 
 
-def _answer(order: Order, logits: Tensor) -> StepAnswer:
-    """Deciding needs no other rank: when it fails the group goes on."""
-    if order.question is None:
-        return StepAnswer(order.number, None)
+def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:
+    """Deciding involves no other rank, so the group survives when it fails."""
+    if command.question is None:
+        return StepAnswer(command.number, None)
     try:
-        return StepAnswer(order.number, order.decide(order.question, logits))
+        return StepAnswer(command.number, command.decide(command.question, logits))
     except Exception:
-        return StepAnswer(order.number, None, traceback.format_exc())
+        return StepAnswer(command.number, None, traceback.format_exc())
 
 
 def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
-    """The pages that every rank has room for."""
+    """The number of pages that fits on every rank."""
     if not config.kv_cache_memory:
         return config.num_pages
 
     def agreed(page_bytes: int) -> int:
-        num_pages = pages_in_memory(config.kv_cache_memory / _sharers(model.device), model.device, page_bytes)
-        least = torch.tensor(num_pages, device=model.device)
+        share = config.kv_cache_memory / _num_sharing(model.device)
+        least = torch.tensor(pages_in_memory(share, model.device, page_bytes), device=model.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 
     return agreed
 
 
-def _sharers(device: torch.device) -> int:
-    """Ranks that take from the same memory: on CPUs all of them, as if they were on one machine."""
+def _num_sharing(device: torch.device) -> int:
+    """Ranks that share the device's memory: on CPUs all of them, as if they were on one machine."""
     return dist.get_world_size() if device.type == "cpu" else 1

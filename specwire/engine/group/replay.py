@@ -1,4 +1,4 @@
-"""Recorded steps in a group: all ranks replay a step, or none does."""
+"""Captured steps in a group: either all ranks replay a step, or none does."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from specwire.engine.model.runner import ModelRunner
 
 
 class AgreedReplay:
-    """Records what all ranks can record.
+    """Captures a step only if all ranks can.
 
-    NCCL wants a collective recorded by all ranks of a group or by none of them. Ranks meet the same buckets
-    in the same order, since those follow from the batch alone: so they come here together. What they tell
-    each other goes through the store, not the group, which a failed recording may have left unusable.
+    NCCL requires that a collective is captured by all ranks of a group or by none. Buckets follow from the
+    batch alone, so all ranks use the same buckets in the same order, and capture at the same time. They
+    exchange results through the store, not the group, which a failed capture may have left unusable.
 
     Args:
-        replay: how one rank records.
-        store: of all ranks of the group; waits for what is not there yet.
+        replay: how one rank captures.
+        store: shared by all ranks of the group; reads wait for missing keys.
 
     Attributes:
-        problem: why nothing is recorded any more, by the first rank that says so; else empty.
+        problem: why steps are no longer captured, from the first rank that reports one; else empty.
     """
 
     def __init__(self, replay: Replay, store: Any, rank: int, num_ranks: int) -> None:
@@ -36,7 +36,7 @@ class AgreedReplay:
         """See `Replay`.
 
         Raises:
-            RuntimeError: some rank could not; all raise it alike.
+            RuntimeError: some rank failed to capture; raised on all ranks.
         """
         recorded, problem = None, ""
         try:
@@ -49,7 +49,7 @@ class AgreedReplay:
         return recorded
 
     def warm(self, runner: ModelRunner) -> None:
-        """Let a runner record what one stream needs; unless all ranks end up alike, none of them replays."""
+        """Warm up a runner; if the ranks end up in different states, none of them replays."""
         runner.warm()
         found = self._exchange(f"{runner.num_graphs} recorded, {runner.attention_path}")
         if len(set(found)) > 1:
@@ -58,7 +58,7 @@ class AgreedReplay:
             runner.stop_replaying()
 
     def _exchange(self, text: str) -> list[str]:
-        """What all ranks say, in order."""
+        """The texts of all ranks, in order."""
         self._number += 1
         self._store.set(f"{self._number}/{self._rank}", text)
         ranks = range(self._num_ranks)

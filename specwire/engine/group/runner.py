@@ -1,4 +1,4 @@
-"""The driver's side of a group of ranks: the books of the caches, the steps, and who is still alive."""
+"""The driver's side of a group of ranks: the caches' bookkeeping, the steps, and the ranks' health."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.group import control, placement
-from specwire.engine.group.control import DriverLines
-from specwire.engine.group.messages import Assignment, Loaded, Order, RankLocation, StepAnswer
+from specwire.engine.group.control import DriverConnections
+from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
 from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
@@ -24,14 +24,14 @@ from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireErr
 log = logging.getLogger(__name__)
 
 _STARTS = 2
-"""Tries to bring a group back: the first one may meet what ended the group before."""
+"""Attempts to restart a group: the cause of the loss may still affect the first one."""
 _POLL_S = 0.2
 _REASON_WAIT_S = 2.0
-"""How long Ray may take to say who died, when a broken connection said that somebody did."""
+"""How long to wait for Ray to report which rank died, after a connection broke."""
 
 
 class GroupRunner:
-    """Stands in for a `ModelRunner` whose model lies on several devices.
+    """Takes the place of a `ModelRunner` for a model on several devices.
 
     Args:
         config: of the service; `tensor_parallel_size` ranks.
@@ -40,17 +40,17 @@ class GroupRunner:
 
     Raises:
         ModelLoadError: naming rank, device and reason.
-        ConfigError, ServiceUnavailableError: no devices, see `Placement`.
+        ConfigError, ServiceUnavailableError: no devices; see `Placement`.
 
     Attributes:
-        pool, vocab_size: as a `ModelRunner` has them.
+        pool, vocab_size: see `ModelRunner`.
         description: see `loading.describe`.
         on_loss: called on a thread of its own when a rank was lost.
     """
 
     def __init__(self, config: ModelServiceConfig, source: str, dtype: str) -> None:
         self._config, self._source, self._dtype = config, source, dtype
-        self.longest_pause_s = config.step_timeout_s  # then a rank that hangs is taken for lost
+        self.longest_pause_s = config.step_timeout_s  # after that a hung rank counts as lost
         self._closing = False
         self._num_groups = 0
         self.on_loss: Callable[[], None] = lambda: None
@@ -67,7 +67,7 @@ class GroupRunner:
             self._placement.close()
             raise
         loaded = self._group.loaded
-        # A group that comes back must have room for what this one has.
+        # A restarted group must have as many pages as this one.
         self._config = replace(config, num_kv_tokens=loaded.num_pages * config.page_len, kv_cache_memory=0.0)
         self.pool = PagePool(loaded.num_pages, config.page_len)
         self._packer = Packer(self.pool, loaded.num_embeddings, loaded.context_len)
@@ -84,19 +84,19 @@ class GroupRunner:
             return self._group.step(batch, question, decide)
 
     @property
-    def places(self) -> list[RankLocation]:
+    def locations(self) -> list[RankLocation]:
         """Where the ranks run now, in order."""
-        return self._group.places
+        return self._group.locations
 
     def end_step(self) -> None:
-        """Nothing: the answer came after the step."""
+        """Nothing to wait for: the answer arrives after the step."""
 
     def check(self) -> None:
         """See `device.Runner`."""
         self._group.check()
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """See `device.Runner`: all ranks start again."""
+        """See `device.Runner`: all ranks are restarted."""
         self._packer.forget_copies()
         self._group.end()
         started_s = time.monotonic()
@@ -112,7 +112,7 @@ class GroupRunner:
                 return
 
     def close(self) -> None:
-        """End the ranks, and Ray if it is ours."""
+        """End the ranks, and Ray if this process started it."""
         self._closing = True
         self._group.end()
         self._placement.close()
@@ -135,7 +135,7 @@ class GroupRunner:
 
 
 class _Group:
-    """One set of ranks, from start to end; nobody joins it later."""
+    """One set of ranks, from start to end; none is replaced."""
 
     def __init__(
         self, placement: Placement, config: ModelServiceConfig, is_wanted: Callable[[], bool]
@@ -147,20 +147,20 @@ class _Group:
         self._is_lost = threading.Event()
         self._watcher: threading.Thread | None = None
         self._actors = placement.start(Rank)
-        self._lines = DriverLines(placement.host)
-        self.places: list[RankLocation] = []  # of the ranks, once they are in order
+        self._connections = DriverConnections(placement.host)
+        self.locations: list[RankLocation] = []  # by rank, once the ranks are ordered
 
     def load(self, store: Any, key: str, source: str, dtype: str) -> None:
-        """Put the ranks in order, let them find each other and load.
+        """Order the ranks, connect them to each other, and load the model.
 
         Raises:
             ModelLoadError: naming rank, device and reason.
-            ServiceUnavailableError: it took too long, or nobody wants it any more.
+            ServiceUnavailableError: it took too long, or is no longer wanted.
         """
         deadline_s = time.monotonic() + self._config.load_timeout_s
-        places = self._gather([actor.place.remote() for actor in self._actors], deadline_s)
-        order = sorted(range(len(places)), key=lambda i: (*self._placement.nearness(places[i].node_id), i))
-        self.places = [places[i] for i in order]
+        found = self._gather([actor.location.remote() for actor in self._actors], deadline_s)
+        order = sorted(range(len(found)), key=lambda i: (*self._placement.sort_key(found[i].node_id), i))
+        self.locations = [found[i] for i in order]
         self._actors = [self._actors[i] for i in order]
         num_ranks = len(order)
         assignment = Assignment(
@@ -169,8 +169,8 @@ class _Group:
             host=store.host,
             port=store.port,
             key=key,
-            line_port=self._lines.port,
-            token=self._lines.token,
+            control_port=self._connections.port,
+            token=self._connections.token,
             config=self._config,
             source=source,
             dtype=dtype,
@@ -181,11 +181,11 @@ class _Group:
         self.loaded: Loaded = self._gather(loading, deadline_s)[0]
         if self.loaded.warning:
             log.warning("%s", self.loaded.warning)
-        # They greeted before they loaded.
-        self._lines.accept(num_ranks, self._config.load_timeout_s, self._config.step_timeout_s)
+        # They have connected before they loaded.
+        self._connections.accept(num_ranks, self._config.load_timeout_s, self._config.step_timeout_s)
 
     def serve(self, on_loss: Callable[[], None]) -> None:
-        """Let the ranks wait for steps, and watch them."""
+        """Start the ranks' step loops, and watch the ranks."""
         serving = [actor.serve.remote() for actor in self._actors]
         self._watcher = threading.Thread(
             target=self._watch, args=(serving, on_loss), name="group-watcher", daemon=True
@@ -196,14 +196,14 @@ class _Group:
         """One step on all ranks.
 
         Raises:
-            DeviceLostError: a rank was lost, before or meanwhile.
-            RuntimeError: `decide` failed; the group goes on.
+            DeviceLostError: a rank was lost before or during the step.
+            RuntimeError: `decide` failed; the group can run further steps.
         """
         self.check()
-        message = pickle.dumps(Order(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps(StepCommand(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
         try:
-            self._lines.say(message)
-            answer: StepAnswer = pickle.loads(self._lines.await_answer())
+            self._connections.send(message)
+            answer: StepAnswer = pickle.loads(self._connections.receive_answer())
         except OSError as error:
             self._is_lost.wait(_REASON_WAIT_S)
             self._lose(f"a rank does not answer: {_first_line(error)}")
@@ -221,23 +221,23 @@ class _Group:
             raise DeviceLostError(self._lost)
 
     def end(self) -> None:
-        """Let the ranks end, or else end them."""
+        """Ask the ranks to end, and kill those that do not."""
         self._ended = True
         if self._watcher is not None and not self._lost:
             try:
-                self._lines.say(pickle.dumps(None))
+                self._connections.send(pickle.dumps(None))
                 self._watcher.join(_REASON_WAIT_S)
             except OSError:
                 log.debug("the group was lost while it ended")
         placement.kill(self._actors)
-        self._lines.close()
+        self._connections.close()
 
     def _lose(self, reason: str) -> None:
-        """The first reason counts. Whoever waits for the others, here or there, is to wait no longer."""
+        """Record the first reason, and end all waits for processes of the group, here and in the ranks."""
         if not self._lost:
             self._lost = reason
         placement.kill(self._actors)
-        self._lines.abort()
+        self._connections.abort()
         self._is_lost.set()
 
     def _watch(self, serving: list[Any], on_loss: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class _Group:
         on_loss()
 
     def _gather(self, refs: list[Any], deadline_s: float) -> list[Any]:
-        """What all ranks return.
+        """The results of all ranks.
 
         Raises: see `load`.
         """
@@ -274,14 +274,14 @@ class _Group:
         return results
 
     def _name(self, rank: int) -> str:
-        if rank >= len(self.places):
+        if rank >= len(self.locations):
             return f"rank {rank}"
-        place = self.places[rank]
-        return f"rank {rank} on {place.device} of {place.host}"
+        location = self.locations[rank]
+        return f"rank {rank} on {location.device} of {location.host}"
 
 
 def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
-    """Why calls that are done failed, by rank."""
+    """Reasons of the failed calls among those that are done, by rank."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -291,9 +291,9 @@ def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
             ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
-            is_ours = isinstance(cause, SpecwireError)
+            is_specwire = isinstance(cause, SpecwireError)
             failures[refs.index(ref)] = (
-                str(cause) if is_ours else f"{type(cause).__name__}: {_first_line(cause)}"
+                str(cause) if is_specwire else f"{type(cause).__name__}: {_first_line(cause)}"
             )
         except RayActorError:
             failures[refs.index(ref)] = "its process died"
@@ -301,7 +301,7 @@ def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
 
 
 def _failures_soon(refs: list[Any], failures: dict[int, str]) -> dict[int, str]:
-    """A rank that fails takes the others along, and one of those may say so first: causes come first."""
+    """All failures so far, likely causes first: a rank that fails makes the others fail too."""
     import ray
 
     done, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)

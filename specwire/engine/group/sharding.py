@@ -1,9 +1,9 @@
 """A rank's shard of a model: loaded by transformers' own tensor parallel plan, run on plain tensors.
 
-transformers shards the parameters as DTensors while it reads them, so that a rank reads its shard only.
-Running them as DTensors costs Python time at every call. So once they are loaded, the styles known here are
-run on the local shards, with the same collectives: one all-reduce after each row-wise layer and after the
-embedding, one all-gather of the logits. Any other style stays with transformers.
+transformers shards the parameters as DTensors while it reads them, so that a rank reads only its shard.
+DTensors cost Python time in every call. So once they are loaded, the layers whose style is supported here run
+on the local shards, with the same collectives: one all-reduce after each row-wise layer and after the
+embedding, one all-gather of the logits. Layers of any other style are left to transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def load_shard(source: str, *, dtype: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Load this rank's shard; torch.distributed must have been set up with `num_ranks` ranks.
+    """Load this rank's shard; torch.distributed must be initialised with `num_ranks` ranks.
 
     Returns:
         The model with the engine's attention, checked, and `loading.describe` of the whole model.
@@ -40,7 +40,7 @@ def load_shard(source: str, *, dtype: str, num_ranks: int) -> tuple[Any, dict[st
     """
     from transformers.distributed import DistributedConfig
 
-    with loading.naming(source):
+    with loading.errors_naming(source):
         config = loading.read_config(source)
         check_shardable(config, num_ranks)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -55,7 +55,7 @@ def load_shard(source: str, *, dtype: str, num_ranks: int) -> tuple[Any, dict[st
 
 
 def check_shardable(config: Any, num_ranks: int) -> None:
-    """Refuse by its config what cannot be spread over so many ranks.
+    """Refuse a model by its config if it cannot be sharded over `num_ranks` ranks.
 
     Raises:
         ModelLoadError: naming the field and the value.
@@ -72,64 +72,63 @@ def check_shardable(config: Any, num_ranks: int) -> None:
 
 
 def run_on_local_shards(model: Any) -> None:
-    """Replace DTensors by the local shards they stand for, in every layer whose style is known here."""
+    """Replace DTensors by their local shards, in every layer whose style is supported here."""
     plan: dict[str, str] = model.tp_plan
     shards: dict[int, nn.Parameter] = {}
-    collectives: list[tuple[nn.Module, Callable[[nn.Module, Forward], Forward]]] = []
+    wrappers: list[tuple[nn.Module, Callable[[nn.Module, Forward], Forward]]] = []
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        around = _collective(module, style)
-        if around is not None and isinstance(module._parameters["weight"], DTensor):
-            _start_of_shard(module)
+        wrap = _wrapper(module, style)
+        if wrap is not None and isinstance(module.weight, DTensor):
+            _note_first_row(module)
             _unwrap(module, shards)
-            collectives.append((module, around))
-    pack_linears(model)  # it sets `forward` too, for the product alone
-    for module, around in collectives:
-        module.forward = around(module, module.forward)
+            wrappers.append((module, wrap))
+    pack_linears(model)  # first, since it replaces `forward` by the bare product
+    for module, wrap in wrappers:
+        module.forward = wrap(module, module.forward)
 
 
-def _collective(module: nn.Module, style: str | None) -> Callable[[nn.Module, Forward], Forward] | None:
-    """What goes around a layer's own forward; None for what is left to transformers."""
+def _wrapper(module: nn.Module, style: str | None) -> Callable[[nn.Module, Forward], Forward] | None:
+    """Adds the collective to a layer's own forward; None for layers that are left to transformers."""
     if isinstance(module, nn.Embedding):
         return _summed_embedding if style == _EMBEDDING else None
     if not isinstance(module, nn.Linear):
         return None
     if style == _COLUMNS:
-        return _as_it_is
+        return _unchanged
     if style in _GATHERED:
         return _gathered
     return _summed if style == _ROWS else None
 
 
 def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
-    """Local parameters and the class's own forward; tied parameters stay tied."""
-    for name, parameter in module._parameters.items():
+    """Set local parameters and restore the class's own forward; tied parameters stay tied."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
             key = id(parameter)
             if key not in shards:
                 shards[key] = nn.Parameter(parameter.to_local(), requires_grad=False)
-            module._parameters[name] = shards[key]
+            setattr(module, name, shards[key])
     module.__dict__.pop("forward", None)
 
 
-def _start_of_shard(module: nn.Module) -> None:
-    """Note at which row of the whole weight the shard starts: known to the DTensor only."""
-    weight = module._parameters["weight"]
+def _note_first_row(module: nn.Module) -> None:
+    """Note at which row of the whole embedding the shard starts; only the DTensor knows its size."""
     if isinstance(module, nn.Embedding):
-        assert weight is not None
-        size = -(-weight.shape[0] // dist.get_world_size())
-        module.first_row = min(dist.get_rank() * size, weight.shape[0])  # type: ignore[assignment]
+        num_rows = module.weight.shape[0]
+        size = -(-num_rows // dist.get_world_size())
+        module.first_row = min(dist.get_rank() * size, num_rows)  # type: ignore[assignment]
 
 
-def _as_it_is(module: nn.Module, product: Forward) -> Forward:
-    """Columns: every rank goes on with its own."""
+def _unchanged(module: nn.Module, product: Forward) -> Forward:
+    """Column-wise: every rank uses its own columns."""
     return product
 
 
 def _summed(module: nn.Module, product: Forward) -> Forward:
-    """Rows: partial products add up; the bias, which every rank has, is added once."""
-    bias = module._parameters["bias"]
-    module._parameters["bias"] = None
+    """Row-wise: partial products are summed; the bias, which every rank has, is added once."""
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    module.bias = None  # type: ignore[assignment]
 
     def forward(tokens: Tensor) -> Tensor:
         output = product(tokens)
@@ -140,14 +139,14 @@ def _summed(module: nn.Module, product: Forward) -> Forward:
 
 
 def _gathered(module: nn.Module, product: Forward) -> Forward:
-    """Columns that everybody needs. Shards are equally wide but for the last ones."""
+    """Column-wise, gathered on all ranks. Shards are equally wide except the last ones."""
     width: int = module.out_features  # type: ignore[assignment]
     num_ranks = dist.get_world_size()
     share = -(-width // num_ranks)
 
     def forward(tokens: Tensor) -> Tensor:
-        ours = product(tokens)
-        padded = nn.functional.pad(ours, (0, share - ours.shape[-1])).contiguous()
+        own = product(tokens)
+        padded = nn.functional.pad(own, (0, share - own.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(num_ranks)]
         dist.all_gather(parts, padded)
         return torch.cat(parts, dim=-1)[..., :width]
@@ -156,9 +155,9 @@ def _gathered(module: nn.Module, product: Forward) -> Forward:
 
 
 def _summed_embedding(module: nn.Module, lookup: Forward) -> Forward:
-    """Rows of the vocabulary: who has a token looks it up, the others add zero."""
+    """Row-wise embedding: the rank that has a token looks it up, the others contribute zeros."""
     first: int = module.first_row  # type: ignore[assignment]
-    num_rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    num_rows = module.weight.shape[0]  # type: ignore[index]
 
     def forward(token_ids: Tensor) -> Tensor:
         rows = token_ids - first

@@ -1,1 +1,1 @@
-"""Loading a model of transformers and running packed passes through it."""
+"""Loading a transformers model, and running packed passes through it."""

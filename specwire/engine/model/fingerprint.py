@@ -1,8 +1,8 @@
-"""Which weights a model has: two directories of one name may differ in them.
+"""A fingerprint of a model's weights: directories of the same name may hold different ones.
 
-Of each file of weights a block is read every so often, and all of a small file, so that sixteen gigabytes
-take less than a second. Weights that were trained, quantised or merged in another way differ everywhere; a
-change of a few numbers, in a place that was meant to be missed, is not found.
+Small files are read whole, large ones in blocks at a fixed stride, so that sixteen gigabytes take less than a
+second. Weights that were trained, quantised or merged differently differ everywhere. A deliberate change of a
+few numbers between the blocks is not detected.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _STRIDE_BYTES = 1 << 20
 _WHOLE_BYTES = 64 << 20
 """Files up to this size are read whole."""
 _VOLATILE = frozenset({"_name_or_path", "transformers_version"})
-"""Fields of a config that say where it comes from."""
+"""Fields of a config that depend on where it was loaded from."""
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """32 hex digits of the config and the weights in a model directory; its own name does not count."""
+    """32 hex digits from the config and the weights in a model directory; its name is not included."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_config(directory / "config.json"))
     for path in sorted(directory.iterdir()):
@@ -43,7 +43,7 @@ def _config(path: Path) -> bytes:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file's beginning, which names the tensors, a block in every stride, and its end."""
+    """The beginning of a file, which names its tensors, a block in every stride, and the end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:

@@ -1,7 +1,7 @@
-"""Padded steps recorded once and replayed: on CUDA, a step is then one launch instead of a thousand.
+"""Padded steps captured once and replayed: on CUDA, a step is then one launch instead of a thousand.
 
-A bucket (`padded.py`) is recorded when it is met for the second time, up to a bound; until then it runs as it
-is. What could not be recorded (a model that waits for the device inside a pass) goes on without graphs.
+A bucket (`padded.py`) is captured when it is used for the second time, up to a limit; before that it runs
+eagerly. If a capture fails (a model that waits for the device inside a pass), all steps run eagerly.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _RECORD_AT = 2
 
 
 class Replay(Protocol):
-    """How a computation over fixed memory is made repeatable."""
+    """How a computation over fixed memory is captured."""
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Something that does again what `run` does, whatever then lies in the memory that `run` reads.
+        """Returns a function that repeats `run` on the current contents of the memory that it reads.
 
-        Its result may be overwritten by the next computation that was captured.
+        The next captured computation may overwrite its result.
         """
 
 
 class EagerReplay:
-    """Runs it again: for devices without graphs, and for tests."""
+    """Runs the computation again: for devices without graphs, and for tests."""
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Replay`."""
@@ -42,13 +42,13 @@ class EagerReplay:
 
 
 class CudaReplay:
-    """CUDA graphs that share one pool of memory, since no two of them run at a time."""
+    """CUDA graphs that share one memory pool, since no two of them run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Replay`. Runs it twice before: libraries set themselves up in first calls."""
+        """See `Replay`. Runs it twice first, because libraries initialise themselves in their first calls."""
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
@@ -56,12 +56,12 @@ class CudaReplay:
                 run()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, a second engine in one process for instance.
+        # Other threads may use the device meanwhile, such as a second engine in the same process.
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = run()
         finally:
-            torch.cuda.set_stream(here)  # a recording that fails may leave its own stream behind
+            torch.cuda.set_stream(here)  # a failed capture may leave its own stream current
 
         def replay() -> Tensor:
             graph.replay()
@@ -74,11 +74,11 @@ class PaddedSteps:
     """Runs packed rows in buckets.
 
     Args:
-        run_model: the model over the inputs of a bucket: logits [num_tokens, vocab_size], of which the
-            first rows are those that are wanted.
+        run_model: runs the model on the inputs of a bucket; returns logits [num_tokens, vocab_size], the
+            wanted rows first.
         buckets: the sizes.
-        replay: how they are made repeatable.
-        scratch_slot: where tokens that fill up write.
+        replay: how they are captured.
+        scratch_slot: slot that padding tokens write to.
     """
 
     def __init__(
@@ -96,33 +96,33 @@ class PaddedSteps:
         self._scratch_slot = scratch_slot
         self._inputs: dict[Bucket, StepInputs] = {}
         self._recorded: dict[Bucket, Callable[[], Tensor]] = {}
-        self._num_met: Counter[Bucket] = Counter()
+        self._num_used: Counter[Bucket] = Counter()
 
     @property
     def num_recorded(self) -> int:
-        """Buckets that are replayed."""
+        """Number of captured buckets."""
         return len(self._recorded)
 
     def run(self, row: Batch) -> Tensor | None:
-        """Logits float32 [len(row.rows), vocab_size], in new memory; None where no bucket holds the row."""
+        """Logits float32 [len(row.rows), vocab_size], in new memory; None if the row fits no bucket."""
         bucket = self.buckets.fit(row)
         if bucket is None:
             return None
         self._inputs_of(bucket).fill(row)
-        self._num_met[bucket] += 1
-        if self._num_met[bucket] == _RECORD_AT:
+        self._num_used[bucket] += 1
+        if self._num_used[bucket] == _RECORD_AT:
             self._record(bucket)
         return self._logits(bucket)[: len(row.rows)].to(torch.float32, copy=True)
 
     def warm(self) -> None:
-        """Record what one stream needs, so that its first rounds do not wait for it."""
-        for bucket in self.buckets.usual():
+        """Capture the buckets of a single stream, so that its first rounds need not wait for that."""
+        for bucket in self.buckets.single_stream():
             self._inputs_of(bucket).fill(None)
-            self._num_met[bucket] = _RECORD_AT
+            self._num_used[bucket] = _RECORD_AT
             self._record(bucket)
 
     def stop_replaying(self) -> None:
-        """Run steps padded, but anew each time, from now on."""
+        """Run padded steps eagerly from now on."""
         self._replay = None
         self._recorded.clear()
 
@@ -132,7 +132,7 @@ class PaddedSteps:
         return self._inputs[bucket]
 
     def _record(self, bucket: Bucket) -> None:
-        """Running a step more than once changes nothing: it writes the same keys to the same slots."""
+        """Running a step more than once is harmless: it writes the same keys to the same slots."""
         if self._replay is None or bucket in self._recorded or len(self._recorded) >= MAX_GRAPHS:
             return
         inputs = self._inputs[bucket]

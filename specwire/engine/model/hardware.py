@@ -8,10 +8,10 @@ from specwire.errors import ConfigError
 
 
 def select_device(name: str) -> torch.device:
-    """The device of this name, made the calling thread's own where there are several.
+    """The device of this name; a CUDA device becomes the calling thread's current one.
 
     Raises:
-        ConfigError: torch knows no such device, or this machine lacks it.
+        ConfigError: torch does not know the device, or this machine does not have it.
     """
     try:
         device = torch.device(name)
@@ -27,5 +27,5 @@ def select_device(name: str) -> torch.device:
     device = torch.device("cuda", device.index or 0)
     if device.index >= num_devices:
         raise ConfigError(f"--device {name}: the last of {num_devices} devices is cuda:{num_devices - 1}")
-    torch.cuda.set_device(device)  # kernels and graphs go to the current one
+    torch.cuda.set_device(device)  # kernels and graphs run on the current device
     return device

@@ -1,8 +1,8 @@
-"""Load a model, or say exactly why it cannot be served: refuse, never approximate.
+"""Loads a model, or reports exactly why it cannot be served: refuse, never approximate.
 
-A model passes three gates: its config must describe a causal language model without recurrent state;
-its weights must all be in the checkpoint; and at last its logits through the paged engine, in pieces
-and after a rollback, must equal its own. The last gate is the one that knows no list of models.
+A model must pass three checks: its config describes a causal language model without recurrent state; all of
+its weights are in the checkpoint; and its logits through the paged engine, in chunks and after a rollback,
+equal its own. The last check needs no list of supported models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
 
-# Largest root mean square error of a row of logits against the spread of its reference.
+# Largest root mean square error of a row of logits, relative to the standard deviation of its reference.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _CHECK_TOKENS = 12
 _MAX_WINDOW_CHECKED = 256
@@ -37,13 +37,13 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """Load a causal language model for the engine, and check that the engine computes what it computes.
+    """Load a causal language model for the engine, and check that the engine reproduces its logits.
 
     Args:
-        source: directory with config and weights, or the id of a model on the hub.
-        dtype: of the weights: a torch dtype by name, or `auto` for that of the checkpoint; on CUDA `auto`
-            makes bfloat16 of a float32 checkpoint. Quantised weights stay what the checkpoint says.
-        device: where to put it.
+        source: directory with config and weights, or a hub id.
+        dtype: of the weights: the name of a torch dtype, or `auto` for that of the checkpoint; on CUDA `auto`
+            converts a float32 checkpoint to bfloat16. Quantised weights keep their format.
+        device: where to load it.
 
     Returns:
         The transformers model in eval mode, with the engine's attention.
@@ -52,7 +52,7 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
         ModelLoadError: naming the source and the reason.
     """
     source = os.fspath(source)
-    with naming(source):
+    with errors_naming(source):
         config = read_config(source)
         model = load_weights(source, weights_dtype(config, dtype, device), **_placement(config, device))
         if not is_quantised(config):
@@ -63,10 +63,10 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
 
 
 def read_config(source: str) -> Any:
-    """The config of a model that the engine can serve, as far as a config tells.
+    """The config of a model, checked as far as possible without its weights.
 
     Raises:
-        ModelLoadError: there is none, or it describes what cannot be served.
+        ModelLoadError: there is none, or it describes a model that cannot be served.
     """
     path = Path(source)
     if path.is_dir():
@@ -81,20 +81,20 @@ def read_config(source: str) -> Any:
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
+def errors_naming(source: str) -> Iterator[None]:
     """Turn any failure into a ModelLoadError that names the source."""
     try:
         yield
     except SpecwireError as error:
         raise ModelLoadError(f"{source}: {error}") from error
     except Exception as error:
-        # Corrupt files surface as whatever the parser of the format raises; its first line says enough.
+        # Corrupt files raise whatever the parser of their format raises; the first line is enough.
         lines = str(error).strip().splitlines() or ["no message"]
         raise ModelLoadError(f"{source}: {type(error).__name__}: {lines[0]}") from error
 
 
 def check_config(config: Any) -> None:
-    """Refuse by its config what the engine can never serve.
+    """Refuse a model by its config if the engine cannot serve it.
 
     Raises:
         ModelLoadError: an encoder-decoder, or layers with recurrent state.
@@ -116,7 +116,7 @@ def is_quantised(config: Any) -> bool:
 
 
 def _check_quantiser(config: Any) -> None:
-    """transformers would pass over a method that it does not know, and take the stored bits for weights."""
+    """transformers ignores a method that it does not know, and would read the stored bits as weights."""
     wanted = getattr(config, "quantization_config", None)
     if isinstance(wanted, dict) and not AutoHfQuantizer.supports_quant_method(wanted):
         method = wanted.get("quant_method")
@@ -124,7 +124,7 @@ def _check_quantiser(config: Any) -> None:
 
 
 def weights_dtype(config: Any, dtype: str, device: str) -> str:
-    """What to load the weights in, on this device; see `load_model`."""
+    """The dtype to load the weights in, on this device; see `load_model`."""
     if dtype != "auto" or is_quantised(config) or torch.device(device).type != "cuda":
         return dtype
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -132,16 +132,16 @@ def weights_dtype(config: Any, dtype: str, device: str) -> str:
 
 
 def _placement(config: Any, device: str) -> dict[str, Any]:
-    """Where a quantiser puts the weights: many make them on the device, and they cannot be moved then."""
+    """Keywords that place quantised weights: many quantisers create them on the device, for good."""
     on_device = is_quantised(config) and torch.device(device).type != "cpu"
     return {"device_map": {"": device}} if on_device else {}
 
 
 def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
-    """The model with every weight from the checkpoint; none may be made up.
+    """The model with every weight taken from the checkpoint; none may be initialised at random.
 
     Args:
-        dtype: a torch dtype by name, or `auto`.
+        dtype: the name of a torch dtype, or `auto`.
         keywords: for `from_pretrained`.
 
     Raises:
@@ -155,7 +155,7 @@ def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
         attn_implementation=attention.ATTENTION_NAME,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # to name them below; none is accepted
+        ignore_mismatched_sizes=True,  # reported below; none is accepted
         **keywords,
     )
     if getattr(model, "_is_stateful", False):
@@ -172,8 +172,8 @@ def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
 def self_check(model: Any) -> None:
     """Compare packed, chunked and rolled back logits with the model's own full forward pass.
 
-    Two sequences share the rows; one of them goes wrong, is truncated and goes right. Sliding windows
-    are exceeded when they are at most 256 tokens.
+    Two sequences share the passes; one of them runs wrong tokens, is truncated and runs the right ones.
+    Sliding windows of up to 256 tokens are exceeded.
 
     Raises:
         ModelLoadError: the logits differ, so the engine does not compute this model.
@@ -182,27 +182,27 @@ def self_check(model: Any) -> None:
     tokens = _check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
     errors = []
-    for size, replay in _ways_to_run(model):
+    for size, replay in _check_modes(model):
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
         errors.append(relative_error(_packed_logits(runner, tokens), reference))
-    error = float(np.max(errors))  # not a number if any of them is
+    error = float(np.max(errors))  # NaN if any of them is
     tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
-    if not error <= tolerance:  # also when it is not a number
+    if not error <= tolerance:  # also if it is NaN
         raise ModelLoadError(
             f"self-check failed: logits through the engine differ from the model's own by {error:.2g} "
             f"of their spread ({tolerance:g} allowed in {model.dtype})"
         )
 
 
-def _ways_to_run(model: Any) -> list[tuple[int, Replay | None]]:
-    """Page sizes, and whether steps are padded: on CUDA small and large pages meet different kernels."""
+def _check_modes(model: Any) -> list[tuple[int, Replay | None]]:
+    """Page sizes, and whether steps are padded: on CUDA small and large pages use different kernels."""
     if model.device.type != "cuda":
         return [(4, None)]
     return [(4, None), (256, None), (256, EagerReplay())]
 
 
 def _check_ids(model: Any) -> list[int]:
-    """Token ids spread over the vocabulary, enough of them to leave a small window."""
+    """Random token ids, enough of them to exceed a small window."""
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or 0
     wanted = _CHECK_TOKENS + (window if window <= _MAX_WINDOW_CHECKED else 0)
@@ -212,7 +212,7 @@ def _check_ids(model: Any) -> list[int]:
 
 
 def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two pieces and then in one."""
+    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one."""
     first = len(tokens) // 2
     with runner.new_sequence() as pieces, runner.new_sequence() as whole:
         wrong = tokens[first : first + 3][::-1]
@@ -236,11 +236,11 @@ def _own_logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
-    """What the handshake tells about a model.
+    """The description of a model for the handshake.
 
     Returns:
-        `context_len` and `vocab_size` (in tokens; the latter as wide as the logits),
-        `num_parameters`, `dtype` by name, and `eos_token_ids`, a sorted tuple.
+        `context_len` in tokens, `vocab_size` (the width of the logits), `num_parameters`, the name of the
+        `dtype`, and `eos_token_ids`, a sorted tuple.
 
     Raises:
         ModelLoadError: the config names no context length.
@@ -260,7 +260,7 @@ def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """From the generation config where there is one, since chat models end their turns with other tokens."""
+    """From the generation config if there is one: chat models end their turns with further tokens."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:

@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""Free memory of a device, for the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could still be taken: of a CUDA device's memory, or of the host's within its cgroup."""
+    """Bytes that can still be allocated on a CUDA device, or on the host within its cgroup."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left behind is free as well
+        torch.cuda.empty_cache()  # include what loading freed
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_available_bytes(), _cgroup_bytes(_CGROUP))
 
@@ -23,7 +23,7 @@ def pages_in_memory(fraction: float, device: torch.device, page_bytes: int) -> i
     """Pages in a fraction of the memory that is free now.
 
     Raises:
-        ModelLoadError: not even one.
+        ModelLoadError: less than one page fits.
     """
     num_bytes = int(free_bytes(device) * fraction)
     if num_bytes < page_bytes:
@@ -41,7 +41,7 @@ def _available_bytes() -> int:
 
 
 def _cgroup_bytes(directory: Path) -> int:
-    """What a container's limit leaves (cgroup v2); without a limit, more than any machine has."""
+    """What remains of a container's limit (cgroup v2); practically infinite without one."""
     try:
         limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:

@@ -1,12 +1,12 @@
-"""Steps in a few fixed sizes: what a CUDA graph can repeat, and what computes a row the same in any company.
+"""Steps padded to a few fixed sizes: for CUDA graphs, and for batch-invariant logits.
 
-A step is filled up to a *bucket*. Everything that changes from step to step lies in one block of numbers
-that is written on the host and copied to the device at once; the model and its attention read it there.
+A step is padded to a *bucket*. Everything that changes from step to step is in one block of numbers, which is
+written on the host and copied to the device at once; the model and its attention read it there.
 
-    tokens    | a a a b b b b . |       . fills up: it writes into a scratch page, and no sequence claims it
+    tokens    | a a a b b b b . |       . padding: it writes to a scratch page, and belongs to no segment
     segments  | a     | b     | |       unused ones are empty
 
-What is computed for the tokens that fill up is never read, and may be anything.
+Results for padding tokens are never read, and may be anything.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TOKEN_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 SEGMENT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 QUERY_SIZES = (1, 8, 64)
 INVARIANT_TOKENS = 64
-"""Tokens of every pass where a row must not depend on its company."""
+"""Tokens of every pass where a row must not depend on the others."""
 
 
 class Bucket(NamedTuple):
     """The size of a padded step.
 
     Attributes:
-        num_tokens: real ones and those that fill up.
+        num_tokens: tokens, padding included.
         num_segments: sequences.
-        max_query: most tokens of one sequence.
-        num_pages: most pages of one sequence.
+        max_query: maximum tokens of one sequence.
+        num_pages: maximum pages of one sequence.
     """
 
     num_tokens: int
@@ -50,13 +50,13 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """Which sizes there are.
+    """The set of sizes.
 
     Attributes:
         page_size: slots in a page.
-        max_pages: most pages that a sequence can have.
+        max_pages: maximum pages of a sequence.
         max_tokens: larger steps are not padded.
-        gathers: attention copies the keys, so what it would copy is bounded too.
+        gathers: attention copies the keys, so the size of the copies is bounded too.
         batch_invariant: all steps have one size, `INVARIANT_TOKENS`.
     """
 
@@ -67,7 +67,7 @@ class Buckets:
     batch_invariant: bool = False
 
     def fit(self, row: Batch) -> Bucket | None:
-        """The smallest bucket that holds the row; None where it is too large for any."""
+        """The smallest bucket that holds the row; None if it is too large for all."""
         if self.batch_invariant:
             return self.invariant
         max_query = max(segment.num_query for segment in row.segments)
@@ -82,12 +82,12 @@ class Buckets:
 
     @property
     def invariant(self) -> Bucket:
-        """The only size where steps must all be alike."""
+        """The only bucket of batch-invariant steps."""
         size = INVARIANT_TOKENS
         return Bucket(size, size, size, self.max_pages)
 
-    def usual(self) -> list[Bucket]:
-        """What one stream needs: decoding, and verifying up to 15 draft tokens."""
+    def single_stream(self) -> list[Bucket]:
+        """The buckets of a single stream: decoding, and verifying up to 15 draft tokens."""
         if self.batch_invariant:
             return [self.invariant]
         num_pages = self._pages_for(1)
@@ -97,7 +97,7 @@ class Buckets:
         ]
 
     def allows_invariance(self) -> bool:
-        """Whether the one size is small enough for an attention that copies."""
+        """Whether the invariant bucket is small enough for attention that copies keys."""
         return self._allows(self.invariant)
 
     def _allows(self, bucket: Bucket) -> bool:
@@ -105,7 +105,7 @@ class Buckets:
         return not self.gathers or dense.fits(bucket.num_segments, bucket.max_query, max_keys)
 
     def _pages_for(self, num_pages: int) -> int:
-        """A kernel does not mind a wide table, copies of keys do: sizes grow by 8, or by 2."""
+        """Wide page tables cost little in a kernel, but much if keys are copied: sizes grow by 8, or by 2."""
         size, factor = (1, 2) if self.gathers else (16, 8)
         while size < num_pages:
             size *= factor
@@ -118,7 +118,7 @@ def _at_least(sizes: Sequence[int], wanted: int) -> int | None:
 
 
 class _Parts:
-    """Names for the parts of a step's block of numbers, int64 [size(bucket)]."""
+    """Named views of a step's block of numbers, int64 [size(bucket)]."""
 
     def __init__(self, block: Tensor, bucket: Bucket) -> None:
         num_tokens, num_segments = bucket.num_tokens, bucket.num_segments
@@ -131,17 +131,17 @@ class _Parts:
 
     @staticmethod
     def size(bucket: Bucket) -> int:
-        """Of the block, in int64."""
+        """Length of the block, in int64."""
         num_int32 = 1 + bucket.num_segments * (2 + bucket.num_pages)
         return 4 * bucket.num_tokens + -(-num_int32 // 2)
 
 
 class StepInputs:
-    """The numbers of a step in one bucket, on the host and on the device; used again for every such step.
+    """The inputs of a step in one bucket, on the host and on the device; reused for every such step.
 
     Attributes:
         bucket: its size.
-        on_device: the parts as the model reads them; the memory never moves.
+        on_device: the parts as the model reads them, at fixed addresses.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, scratch_slot: int) -> None:
@@ -155,9 +155,9 @@ class StepInputs:
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def fill(self, row: Batch | None) -> None:
-        """Write a row, or none, and start the copy; the host does not wait for it."""
+        """Write a row, or only padding, and start the copy to the device without waiting for it."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy of the step before must have read the block
+            self._copied.synchronize()  # the previous copy may still read the block
         num_tokens = self._fill_tokens(row)
         self._fill_segments(row.segments if row else (), num_tokens)
         self._device.copy_(self._host, non_blocking=True)
@@ -196,10 +196,10 @@ class StepInputs:
 
 @dataclass
 class TabledBatch:
-    """What travels as `packed=` in a padded step: all it knows of the sequences lies on the device.
+    """The argument `packed=` of a padded step: everything about the sequences is on the device.
 
     Attributes:
-        inputs: the step's numbers.
+        inputs: the step's inputs.
         layers: the caches by attention module.
         page_size: slots in a page.
     """
@@ -216,11 +216,11 @@ class TabledBatch:
         """See `attention.Attend`."""
         layer = self.layers[module]
         layer.write(self.inputs.on_device.slots, key, value)
-        way = varlen.find_way(layer, self.page_size, query.shape[1], scoring)
-        if way is not None:
+        variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
+        if variant is not None:
             if self._varlen is None:
                 self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
-            return self._varlen.attend(way, layer, query, scoring)
+            return self._varlen.attend(variant, layer, query, scoring)
         if self._dense is None:
             self._dense = dense.DenseStep(self._tables(), self.inputs.on_device.positions, self.page_size)
         return self._dense.attend(layer, query, scoring)

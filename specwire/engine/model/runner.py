@@ -1,7 +1,7 @@
 """One packed forward pass for any transformers causal language model.
 
 `ModelRunner.forward` takes the new tokens of any number of sequences, prefill and verify alike, and
-returns the logits that were asked for. It knows nothing of a model's architecture: a warm-up pass of
+returns the logits of the wanted rows. It is independent of the model's architecture: a warm-up pass of
 one token shows which layers attend, and with what shapes.
 """
 
@@ -23,9 +23,9 @@ from specwire.engine.attention.probe import Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
-from specwire.engine.model.alone import AloneBatch
 from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.rule.transfer import indices, to_device
@@ -33,13 +33,13 @@ from specwire.rule.transfer import indices, to_device
 log = logging.getLogger(__name__)
 
 _RECORDING_S = 10.0
-"""To record a graph of a large model, with two passes before."""
+"""Time to capture a graph of a large model, after two eager passes."""
 
-ALONE_TOKENS = 16
+TOKENWISE_TOKENS = 16
 """Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
 
 _REPLAY_TOLERANCE = 0.1
-"""In half precision kernels for other sizes round otherwise; what is wrong is wrong by about 1."""
+"""In half precision, kernels for different sizes round differently; a defect differs by about 1."""
 
 
 class ModelRunner:
@@ -47,11 +47,12 @@ class ModelRunner:
 
     Args:
         model: a transformers causal language model; it is switched to the engine's attention.
-        num_pages: pages of the KV cache, allocated here; or what says it, given the bytes of a page.
-        page_size: tokens a page.
-        replay: run steps padded to a few sizes, made repeatable in this way; None runs each as it is.
-        batch_invariant: pad all steps to one size, so that a row of logits is bitwise the same whatever
-            else is in its step, and whether it was decoded, verified or prefilled. A CPU needs no replay.
+        num_pages: pages of the KV cache, allocated here; or a function that returns it, given the bytes of
+            a page.
+        page_size: tokens per page.
+        replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
+        batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
+            other rows, and of whether it was decoded, verified or prefilled. A CPU needs no replay.
 
     Raises:
         ModelLoadError: the model's attention cannot be served by the engine.
@@ -59,10 +60,10 @@ class ModelRunner:
     Attributes:
         pool: the bookkeeping of the pages.
         vocab_size: width of the logits.
-        num_embeddings: tokens that the model can read.
-        context_len: most tokens of one sequence; None when the model does not say.
+        num_embeddings: token ids that the model can read.
+        context_len: maximum tokens of one sequence; None when the model names no limit.
         attention_path: `views` on a CPU, else as in `Probe.attention_path`.
-        kv_bytes_per_token: memory a cached token takes in all layers.
+        kv_bytes_per_token: memory of a cached token in all layers.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class ModelRunner:
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size)
         self.pool = PagePool(num_pages, page_size)
-        self.on_loss: Callable[[], None] = lambda: None  # never
+        self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
         self._packer = Packer(self.pool, self.num_embeddings, self.context_len)
         self.attention_path = (
             probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"
         )
         has_scratch = replay is not None or batch_invariant
-        num_slots = (num_pages + has_scratch) * page_size  # the last page is for scratch
+        num_slots = (num_pages + has_scratch) * page_size  # the last page is scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
         self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
 
@@ -117,10 +118,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Get ready for the steps of a single stream; without it the first ones take longer.
+        """Prepare for the steps of a single stream; without it the first ones take longer.
 
         Raises:
-            ModelLoadError: rows were to be batch-invariant, and are not.
+            ModelLoadError: batch invariance was requested, and does not hold.
         """
         if self._padded is not None:
             self._warm_padded()
@@ -139,32 +140,32 @@ class ModelRunner:
             self.stop_replaying()
 
     def _is_invariant(self) -> bool:
-        """Whether some tokens have bitwise the same logits whole, in pieces, and in company."""
+        """Whether tokens have bitwise the same logits in one pass, in chunks, and beside other tokens."""
         num_tokens = min(
-            2 * ALONE_TOKENS,
-            self.context_len or 2 * ALONE_TOKENS,
+            2 * TOKENWISE_TOKENS,
+            self.context_len or 2 * TOKENWISE_TOKENS,
             self.pool.num_pages * self.pool.page_size // 4,
         )
         tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
         with self.new_sequence() as whole:
             expected = self.forward([Feed(whole, tokens, num_tokens)])
-        with self.new_sequence() as pieces, self.new_sequence() as company:
+        with self.new_sequence() as pieces, self.new_sequence() as other:
             rows, start = [], 0
             for size in (num_tokens // 2, 1, num_tokens // 8, num_tokens):
                 mine, theirs = tokens[start : start + size], tokens[::-1][start : start + size]
                 if len(mine):
-                    both = self.forward([Feed(company, theirs, 1), Feed(pieces, mine, len(mine))])
+                    both = self.forward([Feed(other, theirs, 1), Feed(pieces, mine, len(mine))])
                     rows.append(both[1:])
                 start += size
         return torch.equal(torch.cat(rows), expected)
 
     def stop_replaying(self) -> None:
-        """Run each step anew from now on."""
+        """Run steps eagerly from now on."""
         if self._padded is not None:
             self._padded.stop_replaying()
 
     def _replay_error(self) -> float:
-        """Of a replayed step's logits, against those of the same step run as it is."""
+        """Error of a replayed step's logits, relative to the same step run eagerly."""
         num_tokens = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
         tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
         with self.new_sequence() as cache:
@@ -176,7 +177,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
-        """Learn the layers' shapes and the vocabulary from a forward pass of one token."""
+        """Find the layers' shapes and the vocabulary size in a forward pass of one token."""
         probe = Probe()
         row = np.zeros(1, dtype=np.int64)
         try:
@@ -189,7 +190,7 @@ class ModelRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Sizes of steps that are recorded and replayed."""
+        """Number of captured step sizes."""
         return self._padded.num_recorded if self._padded is not None else 0
 
     def new_sequence(self) -> SequenceCache:
@@ -197,23 +198,23 @@ class ModelRunner:
         return self.pool.new_sequence()
 
     def end_step(self) -> None:
-        """Nothing: logits on the host are those of a device that is done."""
+        """Nothing to wait for: the answer on the host implies that the device has finished."""
 
     def check(self) -> None:
-        """It is there."""
+        """The device is never lost without this process."""
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Nothing: it is lost together with this process only."""
+        """Nothing to do, see `check`."""
 
     def close(self) -> None:
-        """Nothing: memory goes with the object."""
+        """Nothing to do: memory is freed with the object."""
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
-        """Append each feed's tokens to its cache and compute the logits asked for.
+        """Append each feed's tokens to its cache and compute the wanted logits.
 
         Args:
-            feeds: sequences of this runner, none of them twice.
+            feeds: sequences of this runner, each at most once.
 
         Returns:
             float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
@@ -234,26 +235,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
-        """The pass itself, without any bookkeeping; float32 [len(batch.rows), vocab_size]."""
+        """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
         size = self.pool.page_size
         for copy in batch.copies:
             for layer in self._layers.values():
                 layer.copy(copy.src_page * size, copy.dst_page * size, copy.num_tokens)
-        return self._run_alike(batch) if self._batch_invariant else self._run(batch)
+        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 
-    def _run_alike(self, batch: Batch) -> Tensor:
-        """All of it in passes of one size."""
+    def _run_invariant(self, batch: Batch) -> Tensor:
+        """Run the batch in passes of one size."""
         if self._padded is not None:
             return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
-        return torch.cat([self._run_alone(part) for part in batch.split(ALONE_TOKENS)])
+        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
 
-    def _run_alone(self, batch: Batch) -> Tensor:
-        """On a CPU: a pass of `ALONE_TOKENS`, in which each token attends by itself."""
+    def _run_tokenwise(self, batch: Batch) -> Tensor:
+        """On a CPU: one pass of `TOKENWISE_TOKENS` tokens, each attended in a call of its own."""
         scratch_slot = self.pool.num_pages * self.pool.page_size
-        slots = to_device(_filled(batch.slots, scratch_slot), self.device)
-        packed = AloneBatch(slots, batch.segments, self._layers)
-        rows = to_device(_filled(np.array(batch.rows, np.int64), 0), self.device)
-        token_ids, positions = (_filled(part, 0) for part in (batch.token_ids, batch.positions))
+        slots = to_device(_padded_to_size(batch.slots, scratch_slot), self.device)
+        packed = TokenwiseBatch(slots, batch.segments, self._layers)
+        rows = to_device(_padded_to_size(np.array(batch.rows, np.int64), 0), self.device)
+        token_ids, positions = (_padded_to_size(part, 0) for part in (batch.token_ids, batch.positions))
         logits = self._logits(
             to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
         )
@@ -270,7 +271,7 @@ class ModelRunner:
         return self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
 
     def _run_padded(self, inputs: StepInputs) -> Tensor:
-        """Logits of a padded step; reads what lies on the device only, so that it can be recorded."""
+        """Logits of a padded step; reads only device memory, so that it can be captured."""
         parts = inputs.on_device
         packed = TabledBatch(inputs, self._layers, self.pool.page_size)
         return self._logits(parts.token_ids, parts.positions, packed, parts.rows)
@@ -278,7 +279,7 @@ class ModelRunner:
     def _call_model(
         self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: Sequence[int]
     ) -> Tensor:
-        """As `_logits`, for numbers on the host."""
+        """As `_logits`, for inputs on the host."""
         some = None if len(rows) == len(token_ids) else indices(rows, self.device)
         return self._logits(
             to_device(token_ids, self.device), to_device(positions, self.device), packed, some
@@ -291,7 +292,7 @@ class ModelRunner:
 
         Args:
             token_ids, positions: int64 [num_tokens].
-            rows: int64, those whose logits are wanted; None for all.
+            rows: int64, indices of the tokens whose logits are wanted; None for all.
 
         Returns:
             [number of rows, vocab_size] in the model's dtype.
@@ -308,19 +309,19 @@ class ModelRunner:
         return logits if rows is None or keywords else logits[rows]
 
 
-def _filled(numbers: IntArray, filling: int) -> IntArray:
-    """int64 [ALONE_TOKENS]."""
-    return np.concatenate([numbers, np.full(ALONE_TOKENS - len(numbers), filling, np.int64)])
+def _padded_to_size(numbers: IntArray, filling: int) -> IntArray:
+    """The numbers padded to int64 [TOKENWISE_TOKENS]."""
+    return np.concatenate([numbers, np.full(TOKENWISE_TOKENS - len(numbers), filling, np.int64)])
 
 
 def num_embeddings(model: Any) -> int:
-    """Tokens that a model can read; its table may be a shard."""
+    """Number of token ids that a model can read; its embedding may be a shard."""
     table = model.get_input_embeddings()
     return int(getattr(table, "num_embeddings", table.weight.shape[0]))
 
 
 def relative_error(logits: Tensor, reference: Tensor) -> float:
-    """Largest over rows of the error's root mean square, over that of the reference about its mean."""
+    """Largest root mean square error of a row, relative to the standard deviation of the reference."""
     if logits.shape != reference.shape:
         return float("inf")
     spread = reference.std(dim=-1, correction=0).clamp_min(1e-9)
@@ -329,10 +330,10 @@ def relative_error(logits: Tensor, reference: Tensor) -> float:
 
 
 def context_length(config: Any) -> int | None:
-    """Most tokens of one sequence under a transformers config, None when it names no limit.
+    """Maximum tokens of one sequence under a transformers config; None when it names no limit.
 
-    Rotary scalings that depend on the longest sequence seen would let one sequence of a batch change
-    another and outdate cached keys; up to their original length they are constant, so that is the limit.
+    Rotary scalings that depend on the longest sequence in the batch would let sequences affect each other and
+    invalidate cached keys; up to their original length they are constant, so that is the limit.
     """
     text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -345,7 +346,7 @@ def context_length(config: Any) -> int | None:
 
 
 def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config, which hold one dict or one for each layer type."""
+    """The rotary settings of a config: one dict, or one for each layer type."""
     if not isinstance(parameters, dict):
         return []
     if "rope_type" in parameters:

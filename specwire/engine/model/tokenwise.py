@@ -1,8 +1,8 @@
-"""Attention on a CPU for one token at a time: bitwise the same whatever else is in the pass.
+"""Attention on a CPU one token at a time: bitwise independent of the rest of the pass.
 
-Kernels sum in another order for two queries than for one, and for keys in two runs than in one. So each token
-asks alone, and keys that lie in several runs are copied side by side first. The work is that of decoding, for
-every token of a pass.
+The order in which kernels sum depends on the number of queries and on the runs that the keys are split into.
+So each token is attended in a call of its own, and keys in several runs are copied into one first. Every
+token of a pass costs as much as in decoding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 
 @dataclass
-class AloneBatch:
-    """What travels as `packed=`: a row of one fixed length, of which the segments claim the first tokens.
+class TokenwiseBatch:
+    """The argument `packed=` of such a pass: a row of fixed length; the segments are its first tokens.
 
     Attributes:
-        slots: int64 [num_tokens], where the row's keys and values go; those that fill up share a slot that is
-            never read.
+        slots: int64 [num_tokens], where the row's keys and values are written; padding tokens share a slot
+            that is never read.
         segments: the sequences in row order.
         layers: the caches by attention module.
     """
@@ -37,7 +37,7 @@ class AloneBatch:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`; tokens that fill up get zeros."""
+        """See `attention.Attend`; padding tokens get zeros."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         num_kv_heads, value_dim = layer.values.shape[1:]
@@ -45,7 +45,7 @@ class AloneBatch:
         grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
         output = query.new_zeros(*grouped.shape[:3], value_dim)
         for segment in self.segments:
-            memory, start = _side_by_side(layer, segment.runs)
+            memory, start = _in_one_run(layer, segment.runs)
             for i in range(segment.num_query):
                 run = _seen(segment, i, start, scoring.sliding_window)
                 row = slice(segment.query_offset + i, segment.query_offset + i + 1)
@@ -53,8 +53,8 @@ class AloneBatch:
         return output.reshape(1, num_tokens, num_heads, value_dim)
 
 
-def _side_by_side(layer: LayerCache, runs: Sequence[Run]) -> tuple[LayerCache, int]:
-    """Where a sequence's keys lie in one run, and the slot of the first one: in place, or in a copy."""
+def _in_one_run(layer: LayerCache, runs: Sequence[Run]) -> tuple[LayerCache, int]:
+    """A sequence's keys in one run, in place or in a copy, and the slot of the first key."""
     if len(runs) == 1:
         return layer, runs[0].start_slot
     parts = [slice(run.start_slot, run.start_slot + run.num_tokens) for run in runs]

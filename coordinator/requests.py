@@ -1,0 +1,179 @@
+"""A client's request, parsed once into one immutable object. Knows no grpc.
+
+    first message ── check ──▶ CheckedRequest ── waits for its slot ── encode ──▶ GenerationRequest
+
+Whatever can be refused without encoding the prompt is refused before the request waits; the tokenizer only
+works for admitted requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.prompts import Encoder, check_params, check_prompt, fitted
+from coordinator.resuming import checked_resume_info
+from specwire.completion import ResumeInfo
+from specwire.config.services import CoordinatorConfig
+from specwire.core import ModelInfo, Rule, SamplingParams
+from specwire.security.bearer import Principal
+from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRequest:
+    """A request that may wait for a slot: all of it is known but the tokens of its prompt.
+
+    Attributes:
+        message: as the client sent it.
+        caller: who sent it.
+        params: with a seed and a rule; `max_tokens` may still be None.
+        credit_window: how far the generation may be ahead of its client, in tokens; 0 without limit.
+        num_draft_tokens: in each round; None where the coordinator chooses them round by round.
+    """
+
+    message: generation_pb2.GenerateRequest
+    caller: Principal
+    params: SamplingParams
+    credit_window: int
+    num_draft_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    Attributes:
+        prompt_token_ids: [prompt_len], at least one.
+        params: with a seed, a rule and `max_tokens`; the completion names them.
+        keyed_params: the same with the seed that random numbers are keyed by.
+        target: the model that generates.
+        generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
+        resume_info: what the client must send to resume the generation.
+        report_progress: whether chunks carry counts and times.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    keyed_params: SamplingParams
+    target: ModelInfo
+    generated_token_ids: Sequence[int]
+    resume_info: ResumeInfo
+    report_progress: bool
+
+    @property
+    def prompt_len(self) -> int:
+        """In tokens."""
+        return len(self.prompt_token_ids)
+
+
+class RequestParser:
+    """Parses requests for one target."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        target: ModelInfo,
+        tokenizer: Tokenizer | None,
+        draft_is_far: Callable[[], bool],
+    ) -> None:
+        """Args:
+        draft_is_far: whether proposals take long to arrive; asked where a request leaves the rule open.
+        """
+        self._config = config
+        self._target = target
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        self._draft_is_far = draft_is_far
+
+    def check(self, message: generation_pb2.GenerateRequest, caller: Principal) -> CheckedRequest:
+        """Parse a first message, and choose what it leaves open.
+
+        Raises:
+            InvalidRequestError: a field is out of range.
+            ContextLengthError: prompt and `max_tokens` do not fit into the context.
+            UnsupportedError: the target cannot do what is asked for.
+        """
+        params = self._with_seed_and_rule(client_wire.generate_params(message))
+        credit_window = client_wire.opening_credit(message)
+        client_wire.check_prompt_size(message, self._config.max_prompt_bytes)
+        check_params(params, self._target, self._tokenizer)
+        check_prompt(message, params, self._target, self._tokenizer)
+        caller.check(params)
+        tenant = caller.name if self._config.tokens else ""
+        given = params.num_draft_tokens
+        return CheckedRequest(
+            message=message,
+            caller=caller,
+            params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
+            credit_window=credit_window,
+            num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
+        )
+
+    async def encode(self, checked: CheckedRequest) -> GenerationRequest:
+        """Encode the prompt, and check what depends on its tokens.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, or the generated tokens are out of range.
+            ContextLengthError: prompt and `max_tokens` do not fit into the context.
+            UnsupportedError: messages without a chat template.
+            HandshakeError: the generation to be resumed began with another target or prompt.
+        """
+        message = checked.message
+        prompt = await self._encoder.token_ids(message, self._target.context_len)
+        params = fitted(checked.params, len(prompt), self._target, checked.caller.max_tokens)
+        generated_token_ids = list(message.generated_token_ids)
+        return GenerationRequest(
+            prompt_token_ids=prompt,
+            params=params,
+            keyed_params=_keyed(params, is_adaptive=checked.num_draft_tokens is None),
+            target=self._target,
+            generated_token_ids=generated_token_ids,
+            resume_info=checked_resume_info(
+                generated_token_ids,
+                message.context_digest,
+                prompt=prompt,
+                params=params,
+                target=self._target,
+            ),
+            report_progress=message.report_progress,
+        )
+
+    def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
+        """A client that gives a seed expects the same text again, whatever the load."""
+        rule = params.rule or self._config.fixed_rule
+        if rule is None:
+            is_coupled = params.seed is not None or self._draft_is_far()
+            rule = Rule.GUMBEL if is_coupled else Rule.REJECTION
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return replace(params, seed=seed, rule=rule)
+
+
+def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:
+    """Draw a fresh seed where an adaptive draft length could otherwise know how rounds will end.
+
+    Under rejection sampling an adaptive length depends on what other requests have taught. If one of them
+    used the same random numbers (a seed given twice, a resumed request), the choice of a length would depend
+    on the outcome of this request's rounds. So no number is used twice; the text does not repeat in any case.
+    """
+    if params.matches_tokens or not is_adaptive:
+        return params
+    return replace(params, seed=secrets.randbits(63))
+
+
+def cache_salt(tenant: str, given: str) -> str:
+    """The salt that separates the cached prefixes of a request from others; empty to share them with all.
+
+    A function of its arguments alone: the requests of a tenant share prefixes through all coordinators.
+
+    Args:
+        tenant: name of the bearer token; empty where tokens are not required.
+        given: by the client, to separate requests of its own.
+    """
+    if not tenant and not given:
+        return ""
+    return hashlib.blake2b(f"{tenant}\0{given}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,54 @@
+"""What is used of torch beyond its public interface; `tests/unit/test_private_apis.py` pins it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_mkldnn: Any = torch.ops.mkldnn
+MKLDNN_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+_NO_POINTWISE: tuple[str, list[float], str] = ("none", [], "")
+
+
+def flash_attention_with_lse(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The fused CPU kernel behind `scaled_dot_product_attention`, which drops the second result.
+
+    Args:
+        queries: [batch, num_heads, num_queries, head_dim].
+        keys, values: [batch, num_heads, num_keys, head_dim].
+        mask: additive, broadcast to [batch, num_heads, num_queries, num_keys]; None where all keys are seen.
+
+    Returns:
+        The attention, like `queries`, and lse, the logarithm of each query's sum of exponentials, float32
+        [batch, num_heads, num_queries].
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    return output, lse
+
+
+def can_pack_weights() -> bool:
+    """Whether this torch has the operators of oneDNN, and this processor its bfloat16 instructions."""
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return (
+        has_kernels and all(hasattr(_mkldnn, name) for name in names) and _mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def pack_weight(weight: Tensor, num_tokens: int) -> Tensor:
+    """A weight [num_outputs, num_inputs] in the order in which oneDNN reads it; for `packed_linear` alone.
+
+    Args:
+        num_tokens: how many tokens a product is expected to have; the order depends on it.
+    """
+    return cast(Tensor, _mkldnn._reorder_linear_weight(weight, num_tokens))
+
+
+def packed_linear(tokens: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` over a weight that `pack_weight` made."""
+    return cast(Tensor, _mkldnn._linear_pointwise(tokens, packed, bias, *_NO_POINTWISE))

@@ -1,0 +1,98 @@
+"""What is used of other projects beyond their public interface is still there, and still does the same."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+
+from specwire.engine import private
+from specwire.rpc import private as rpc_private
+from specwire.v1 import common_pb2
+
+ROOT = Path(__file__).parents[2]
+TORCH = f"specwire/engine/private.py uses it of torch, which is now {torch.__version__}"
+GRPC = f"specwire/rpc/private.py uses it of grpcio, which is now {grpc.__version__}"
+
+
+def test_torch_has_a_flash_kernel_for_cpus_that_returns_lse() -> None:
+    assert hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"), (
+        f"{TORCH}: find the operator that scaled_dot_product_attention calls on a CPU now; if none returns "
+        "lse, let views.plan_reads put split sequences into `scored` instead of `parts`, which is slower"
+    )
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(1, 2, num, 8, generator=generator, dtype=torch.float32) for num in (3, 5, 5)
+    )
+    mask = torch.zeros(3, 5).masked_fill(torch.ones(3, 5, dtype=torch.bool).triu(3), -torch.inf)
+    output, lse = private.flash_attention_with_lse(queries, keys, values, mask, 0.5)
+    scores = queries @ keys.transpose(2, 3) * 0.5 + mask
+    changed = f"{TORCH}: its arguments or results have changed; adapt flash_attention_with_lse"
+    torch.testing.assert_close(output, scores.softmax(-1) @ values, msg=changed)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), msg=changed)
+
+
+def test_torch_has_the_operators_that_pack_weights() -> None:
+    missing = [name for name in private.MKLDNN_OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+    assert not torch.backends.mkldnn.is_available() or not missing, (
+        f"{TORCH}: {missing} of torch.ops.mkldnn are gone, so bfloat16 models run unpacked on CPUs, slower; "
+        "see torch/_inductor/fx_passes/mkldnn_fusion.py for what the compiler packs weights with now"
+    )
+
+
+@pytest.mark.skipif(not private.can_pack_weights(), reason="this processor has no bfloat16 kernels")
+def test_a_packed_product_is_the_plain_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, weight, bias = (
+        torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((4, 32), (48, 32), (48,))
+    )
+    with torch.inference_mode():
+        found = private.packed_linear(tokens, private.pack_weight(weight, 64), bias)
+        expected = torch.nn.functional.linear(tokens, weight, bias)
+    changed = f"{TORCH}: its arguments or results have changed; adapt pack_weight and packed_linear"
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, msg=changed)
+
+
+async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() -> None:
+    async def answer_once(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield await anext(requests)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
+
+    server = grpc.aio.server()
+    handler = grpc.stream_stream_rpc_method_handler(answer_once)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Answer": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream("/test/Answer")()
+        await call.wait_for_connection()
+        assert hasattr(getattr(call, "_cython_call", None), "send_serialized_message"), (
+            f"{GRPC}: the method that StreamStreamCall.write calls is gone from call._cython_call; find "
+            "the one that it calls now, or use `write` if it no longer changes the status of an ended call"
+        )
+        message = common_pb2.Timings(queue_ns=7)
+        await rpc_private.send(call, message)
+        assert await call.read() == message.SerializeToString(), (
+            f"{GRPC}: it sends something else; adapt `send`"
+        )
+        assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await rpc_private.send(call, message)
+        changed = f"{GRPC}: it changes the status of an ended call; adapt `send`"
+        assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, changed
+    await server.stop(None)
+
+
+def test_private_apis_are_used_in_their_files_alone() -> None:
+    private_use = re.compile(r"torch\.ops\.|_cython_call|\._parameters\b")
+    allowed = {ROOT / "specwire/engine/private.py", ROOT / "specwire/rpc/private.py"}
+    for folder in ("specwire", "coordinator", "draft_service", "verify_service"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found = [] if path in allowed else private_use.findall(path.read_text())
+            assert not found, f"{path}: put what needs {found} into one of the private.py files"
