@@ -69,8 +69,8 @@ def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.C
     assert [data["data"][0]["id"] for data in served] == ["m", "m"]
     assert len(set(pids)) == 3
     told = capfd.readouterr().err
-    assert "the HTTP front ended with status -9; it starts again in 0.5 s" in told
-    assert "the HTTP front ended with status -9; it starts again in 1 s" in told
+    assert "the HTTP front ended with status -9; restarting in 0.5 s" in told
+    assert "the HTTP front ended with status -9; restarting in 1 s" in told
     assert "error: coordinator ended with status -9" in told
 
 
