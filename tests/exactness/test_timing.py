@@ -121,7 +121,9 @@ def test_lateness_does_not_look_at_the_tokens(monkeypatch, fails_after_tails):
     given up because the draft fails after one of its tokens.
     """
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
-    monkeypatch.setattr(Replica, "lost", lambda *_: None)  # by logits that are no numbers: it is asked again
+    monkeypatch.setattr(
+        Replica, "mark_lost", lambda *_: None
+    )  # by logits that are no numbers: it is asked again
     world = setting(
         Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
         draft=StepCost(base_ms=1.0),
