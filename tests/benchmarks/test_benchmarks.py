@@ -200,6 +200,7 @@ def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) ->
     )
 
 
+@pytest.mark.slow
 def test_all_systems_run_side_by_side() -> None:
     """Real processes, the embedded pair, next to nothing to do."""
     plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
@@ -308,6 +309,7 @@ def test_windows_are_distinct() -> None:
     assert all(0 < prompt[0] < loaded.vocab_size for prompt in windows.fresh(cut, 100))
 
 
+@pytest.mark.slow
 def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
     """A real process; everything at once gives what one prompt at a time does."""
     target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
@@ -322,6 +324,7 @@ def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
             assert all(0 < first < last for first, last in zip(batch.first_s, batch.last_s, strict=True))
 
 
+@pytest.mark.slow
 def test_the_curve_runs_side_by_side() -> None:
     plan = _streams_plan(num_repetitions=1, num_tokens=6)
     done = measure_curve(_target(streams_plan=plan))

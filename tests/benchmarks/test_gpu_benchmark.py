@@ -25,6 +25,7 @@ def _as_many_threads_after() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--shape", "tiny", "--cache", str(tmp_path / "cache")]
     status = gpu.main([*words, "--out", str(tmp_path / "out")])

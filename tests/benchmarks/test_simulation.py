@@ -123,6 +123,7 @@ def test_a_full_target_is_never_slower_for_speculation() -> None:
     assert chosen.num_draft_tokens < 0.3
 
 
+@pytest.mark.slow
 def test_the_pace_is_what_plain_decoding_shows() -> None:
     """Rates of a machine whose pace is known, as if they had been measured."""
     point = validation.Point(num_draft_tokens=3, num_streams=4)
@@ -134,6 +135,7 @@ def test_the_pace_is_what_plain_decoding_shows() -> None:
         assert found.waking == pytest.approx(pace.waking, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_running_system_is_near() -> None:
     """A generous bound: others may use the machine while this runs."""
     grid = validation.Grid(

@@ -44,8 +44,8 @@ SHORT = 25
 CASES = [
     pytest.param({}, LONG, id="plain"),
     pytest.param({"temperature": 0.8, "top_p": 0.9}, LONG, id="cold"),
-    pytest.param({"temperature": 1.4, "min_p": 0.1}, LONG, id="hot"),
-    pytest.param({"top_k": 5, "logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="biased"),
+    pytest.param({"temperature": 1.4, "min_p": 0.1}, LONG, id="hot", marks=pytest.mark.slow),
+    pytest.param({"top_k": 5, "logit_bias": {2: 1.5, 7: -2.0}}, LONG, id="biased", marks=pytest.mark.slow),
     pytest.param(
         {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7}, SHORT, id="penalised"
     ),
@@ -146,6 +146,7 @@ class Restless(AdaptiveLength):
         self.last = (len(done.proposal.token_ids) + 2 * done.outcome.num_accepted) % 5
 
 
+@pytest.mark.slow
 def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkeypatch, logits):
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
     target = save(markov_model(), tmp_path / "target")
@@ -158,7 +159,7 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", [Rule.REJECTION, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)])
 def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
     """A draft that is often right, with time to work ahead: many of its proposals are there beforehand."""
     target = save(markov_model(), tmp_path / "target")

@@ -92,6 +92,7 @@ async def busiest(address: str, role: str) -> int:
     return max(range(len(found)), key=lambda i: found[i].num_streams)
 
 
+@pytest.mark.slow
 async def test_a_verify_replica_hangs_and_its_late_answers_are_nobodys(
     fleet: Fleet, undisturbed: Seen
 ) -> None:

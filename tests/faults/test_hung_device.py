@@ -110,7 +110,7 @@ def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
     assert progress.hangs, "as long as nothing has moved"
 
 
-@pytest.mark.parametrize("num_draft_tokens", ["4", "auto"])
+@pytest.mark.parametrize("num_draft_tokens", [pytest.param("4", marks=pytest.mark.slow), "auto"])
 def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
     """One gap, then plain decoding at its full speed; back when it has answered a request."""
     options = {"num_draft_tokens": num_draft_tokens, "draft_timeout_ms": 1000.0}

@@ -124,6 +124,7 @@ def held(fleet: Fleet) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_killer() -> None:

@@ -107,7 +107,12 @@ FAULTS: dict[str, Fault] = {
 LOSSLESS = ("latency", "jitter", "bandwidth")
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = ("reset", "silence")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
 def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) -> None:
     together(lambda case: try_out(case, name), cases)
 

@@ -126,6 +126,7 @@ class TestRestarts:
             list(chunks)
             assert stream.completion.token_ids == undisturbed.token_ids
 
+    @pytest.mark.slow
     def test_the_target_goes_for_good(self, restartables: tuple[Client, Restartable, Restartable]) -> None:
         client, verify, _ = restartables
         with client.stream(PROMPT, self.GREEDY) as stream:

@@ -100,6 +100,7 @@ async def descriptors_return(watch: Watch, before: dict[str, Sample]) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_soak() -> None:
     devices = Devices(target_ms=4.0, draft_ms=0.5)
     with devices.stack(num_kv_tokens=16384) as stack:

@@ -43,6 +43,7 @@ def stand_still(service: Service, seconds: float) -> None:
         os.kill(service.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["draft", "verify"])
 def test_a_process_stands_still(stack: Stack, role: str) -> None:
     assert stack.draft is not None

@@ -136,6 +136,7 @@ async def read(stream: AsyncStream) -> tuple[int, ...]:
     return stream.completion.token_ids
 
 
+@pytest.mark.slow
 async def test_streams_of_the_sdk_that_nobody_reads(stack: Stack) -> None:
     async with (
         AsyncClient(stack.address, timeout_s=TIMEOUT_S, retry=RetryPolicy(resume=False)) as client,
@@ -165,6 +166,7 @@ async def test_streams_of_the_sdk_that_nobody_reads(stack: Stack) -> None:
     judge("streams of the SDK that nobody reads", NUM_STREAMS, probe, began_s, paused_s)
 
 
+@pytest.mark.slow
 async def test_streams_that_never_acknowledge(stack: Stack) -> None:
     """Each over a connection of its own: clients that are all alike to the coordinator."""
     request = client_wire.generate_request(None, PARAMS, PROMPT, credit_tokens=MIN_CREDIT_TOKENS)
@@ -190,6 +192,7 @@ async def test_streams_that_never_acknowledge(stack: Stack) -> None:
     judge("streams that never acknowledge", NUM_SILENT, probe, began_s, paused_s)
 
 
+@pytest.mark.slow
 async def test_events_that_nobody_reads(stack: Stack) -> None:
     """Over HTTP; one that is read after all is whole."""
     num_tokens, num_streams = 300, NUM_CONNECTIONS * NUM_CHOICES

@@ -153,6 +153,7 @@ class TestSigterm:
         finally:
             running.kill()
 
+    @pytest.mark.slow
     async def test_200_in_flight_and_none_fails(self, processes: Processes) -> None:
         ending, other = processes.coordinators
         addresses = [ending.address, other.address]

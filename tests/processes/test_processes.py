@@ -112,6 +112,7 @@ class TestUp:
         up.assert_all_gone(1.0)
 
 
+@pytest.mark.slow
 def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
     with running(*up_argv(pair)[:5], "--draft", "none") as up:
         up.ready_line()
@@ -121,6 +122,7 @@ def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
         up.assert_all_gone()
 
 
+@pytest.mark.slow
 def test_the_target_killed_is_a_typed_error_and_the_end_of_up(pair: tuple[Path, Path]) -> None:
     with running(*up_argv(pair)[:5], "--draft", "none") as up:
         address = up.ready_line().split()[1]
@@ -202,6 +204,7 @@ class TestDemo:
             assert "tokens/s" in text
             command.assert_all_gone(1.0)
 
+    @pytest.mark.slow
     def test_ctrl_c_in_the_middle_leaves_nothing(self, pair: tuple[Path, Path]) -> None:
         with self.on_terminal(pair, max_tokens=4000) as (command, terminal):
             self.read(command, terminal, until=f"\x1b[1m{PROMPT}\x1b[0m")

@@ -123,6 +123,7 @@ def generate_all(address: str, num_tokens: int) -> list[Completion]:
     return asyncio.run(together())
 
 
+@pytest.mark.slow
 class TestTwoRanks:
     """Over real gRPC, draft and coordinator beside; greedy, sampled and Gumbel streams in the same steps."""
 
@@ -169,6 +170,7 @@ class TestTwoRanks:
         group_runner(service).pool.check_integrity()
 
 
+@pytest.mark.slow
 class TestFourRanks:
     def test_across_two_machines_the_logits_are_those_of_one_rank(self, cluster, tmp_path: Path) -> None:
         target = save_target(tmp_path / "target", num_key_value_heads=4, tie_word_embeddings=True)

@@ -23,6 +23,8 @@ from tests.support.pairs import save_target
 from tests.support.processes import END_S, START_S, Command, gone, running, wait_until
 from verify_service import replicas
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray")
 
 PROMPTS = [[3 + i, 1, 4, 1, 5, 9, 2, 6] for i in range(4)]

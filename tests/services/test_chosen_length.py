@@ -13,6 +13,7 @@ pytestmark = pytest.mark.serial
 CHOSEN = {"num_draft_tokens": "auto"}
 
 
+@pytest.mark.slow
 def test_the_running_system_finds_a_good_number() -> None:
     """Emulated devices, over real gRPC: near the best fixed number, and far above plain decoding."""
     with local_stack(

@@ -224,6 +224,7 @@ class TestPausedStreamEnds:
             with pytest.raises(DeadlineExceededError):
                 list(stream)
 
+    @pytest.mark.slow
     def test_at_shutdown(self, readers: Readers) -> None:
         with contextlib.ExitStack() as clients:
             with local_stack(TARGET, DRAFT) as stack:
@@ -365,6 +366,7 @@ class TestBadValues:
 class TestMemory:
     NUM_STREAMS = 200
 
+    @pytest.mark.slow
     def test_stalled_streams_cost_the_coordinator_far_less_than_a_megabyte_each(self) -> None:
         config = UpConfig(
             address="127.0.0.1:0", target="emulated:step_ms=1", draft="none", grace_s=0.0, num_threads=1
@@ -401,6 +403,7 @@ def wait_until_still(verify_address: str) -> None:
             time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_stalled_reader_measures_both_kinds() -> None:
     """The bar, at most 10 % longer gaps, takes a quiet machine; this one may be busy."""
     plan = Plan(readers=20, pairs=3, phase_s=0.5, settle_s=0.5, target="emulated:step_ms=5", draft="none")

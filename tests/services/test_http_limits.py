@@ -320,6 +320,7 @@ class TestUnreadResponses:
         assert answer.endswith(b"}")
         assert answer.count(b'"fate":') == 500
 
+    @pytest.mark.slow
     def test_a_slow_reader_is_left_alone(self, quick: LocalStack) -> None:
         with (
             front(quick.address, model_name="m", idle_timeout_s=0.5) as address,

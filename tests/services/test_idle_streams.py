@@ -153,6 +153,7 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
         assert isinstance(statuses.from_rpc_error(caught.value), InvalidRequestError)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:
     """It takes one token after the other, each in a third of the time in which it may take none."""
     with stack.client.stream(params=params(150, num_draft_tokens=0), prompt_token_ids=PROMPT) as stream:

@@ -36,6 +36,7 @@ def gaps_ms(stack: LocalStack, params: SamplingParams, *, stall_at: int, resume_
     return gaps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_outcomes", ["0", "32"])
 def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
     """Lengths are chosen, so the wait is what the proposal is worth; the timeout is far off."""

@@ -50,6 +50,7 @@ def forgotten_within(seconds: float) -> bool:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_waves", "num_kv_tokens"), [(10, 16384), (3, 1024)], ids=["room for all", "room for a few"]
 )

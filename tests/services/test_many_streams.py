@@ -19,6 +19,7 @@ PLAN = Plan(num_streams=200, num_tokens=32)
 NUM_ALONE = 8
 
 
+@pytest.mark.slow
 def test_two_hundred_streams_at_once() -> None:
     faults = Faults()
     with (

@@ -495,6 +495,7 @@ async def test_a_full_replica_sends_a_stream_to_another(services: Services) -> N
         assert refused[0].retry_after_ms
 
 
+@pytest.mark.slow
 async def test_nothing_there_is_unavailable_with_a_time_to_come_back(services: Services) -> None:
     verify = await services.start("verify", TARGET)
     async with serving(verify) as client:

@@ -13,6 +13,7 @@ from benchmarks.processes import Devices
 from specwire.cli.bench.metrics import OK, RequestRecord
 
 
+@pytest.mark.slow
 def test_five_seconds_of_ten_times_the_capacity() -> None:
     """Looser than the benchmark's bars, since tests run on machines that are busy with other things."""
     plan = Plan(
