@@ -10,6 +10,7 @@ The negative controls are the mistakes that real engines made. Each must be caug
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,7 +224,7 @@ def _warped(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor
     return scores
 
 
-def test_rejection_sampling_follows_the_target():
+def test_rejection_sampling_follows_the_target() -> None:
     """Half of the draws with the whole vocabulary as support, half with a few tokens and a tail."""
     params, half = SamplingParams(), NUM_FOR_A_RULE // 2
     whole, sparse = Pair(params), Pair(params, mass=0.8, max_support=8)
@@ -233,7 +234,7 @@ def test_rejection_sampling_follows_the_target():
         assert 0.05 < pair.num_accepted / pair.num_drafted < 0.35, "the draft should be hostile"
 
 
-def test_gumbel_coupling_follows_the_target():
+def test_gumbel_coupling_follows_the_target() -> None:
     params = SamplingParams(rule=Rule.GUMBEL)
     pair = Pair(params)
     assert_same_law(pair.generate(NUM_FOR_A_RULE), reference_law(params))
@@ -241,7 +242,7 @@ def test_gumbel_coupling_follows_the_target():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_rejection_sampling_with_a_friendly_draft(noise):
+def test_rejection_sampling_with_a_friendly_draft(noise: float) -> None:
     """Most rounds accept everything here, so bonus tokens are tested too."""
     params = SamplingParams()
     generator = torch.Generator().manual_seed(4)
@@ -276,14 +277,14 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
-def test_every_sampling_parameter_follows_the_target(settings, rule):
+def test_every_sampling_parameter_follows_the_target(settings: dict[str, Any], rule: Rule) -> None:
     params = SamplingParams(rule=rule, **settings)
     sequences = Pair(params, mass=0.9, max_support=6).generate(NUM_FOR_A_PARAMETER)
     assert_same_law(sequences, reference_law(params), num_tests=len(PARAMETERS) * len(Rule))
 
 
 @pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
-def test_greedy_decoding_emits_the_targets_argmax(settings):
+def test_greedy_decoding_emits_the_targets_argmax(settings: dict[str, Any]) -> None:
     params = SamplingParams(**settings | {"temperature": 0})
     context = list(PROMPT)
     for _ in range(NUM_POSITIONS):
@@ -293,7 +294,7 @@ def test_greedy_decoding_emits_the_targets_argmax(settings):
         assert (Pair(params, draft).generate(3) == context[len(PROMPT) :]).all()
 
 
-def test_under_gumbel_coupling_the_draft_never_changes_the_text():
+def test_under_gumbel_coupling_the_draft_never_changes_the_text() -> None:
     params = SamplingParams(rule=Rule.GUMBEL, temperature=0.9, top_p=0.9)
     texts = [Pair(params, draft).generate(300) for draft in (HOSTILE, TARGET, TARGET * 0.5)]
     assert (texts[0] == texts[1]).all()
@@ -304,7 +305,7 @@ def test_under_gumbel_coupling_the_draft_never_changes_the_text():
     assert (texts[0][:, 0] == greedy(gumbel_scores(log_probs, noise)).numpy()).all()
 
 
-def test_the_same_seed_gives_the_same_text():
+def test_the_same_seed_gives_the_same_text() -> None:
     params = SamplingParams()
     again = Pair(params).generate(50, first_seed=20)
     assert (Pair(params).generate(100)[20:70] == again).all()
@@ -392,12 +393,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_negative_controls_are_caught(fault):
+def test_negative_controls_are_caught(fault: type[Pair]) -> None:
     params = SamplingParams(temperature=0.8)
     sequences = fault(params).generate(NUM_FOR_A_PARAMETER)
     assert min(sequence_p_values(sequences, reference_law(params))) < CLEARLY_WRONG
 
 
-def test_the_right_pair_passes_where_the_controls_fail():
+def test_the_right_pair_passes_where_the_controls_fail() -> None:
     params = SamplingParams(temperature=0.8)
     assert_same_law(Pair(params).generate(NUM_FOR_A_PARAMETER), reference_law(params))

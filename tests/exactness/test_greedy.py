@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def reference(model: PreTrainedModel, prompt: list[int], **options: Any) -> list
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_greedy_text_is_that_of_transformers(tmp_path, family):
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     target = save_target(tmp_path / "target", family)
     expected = [reference(tiny_models.build(family), prompt) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=4)
@@ -56,7 +57,9 @@ def test_greedy_text_is_that_of_transformers(tmp_path, family):
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_greedy_with_history_processors_is_that_of_transformers(tmp_path, settings):
+def test_greedy_with_history_processors_is_that_of_transformers(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
     options = dict(settings)
     if bias := options.pop("logit_bias", None):

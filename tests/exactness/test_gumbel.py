@@ -48,12 +48,14 @@ def expected(models: dict[str, Path]) -> dict[int, tuple[int, ...]]:
         }
 
 
-def test_different_seeds_give_different_texts(expected):
+def test_different_seeds_give_different_texts(expected: dict[int, tuple[int, ...]]) -> None:
     assert len(set(expected.values())) == len(expected)
 
 
 @pytest.mark.parametrize("kind", ["good", "hostile"])
-def test_the_draft_and_its_length_do_not_change_the_text(models, expected, kind):
+def test_the_draft_and_its_length_do_not_change_the_text(
+    models: dict[str, Path], expected: dict[int, tuple[int, ...]], kind: str
+) -> None:
     with local_stack(models["target"], models[kind]) as stack:
         for num_draft_tokens in (None, 0, 1, 2, 5, 8, 13):
             done = stack.client.generate(params=params(3, num_draft_tokens), prompt_token_ids=PROMPT)
@@ -62,7 +64,9 @@ def test_the_draft_and_its_length_do_not_change_the_text(models, expected, kind)
 
 
 @pytest.mark.parametrize("num_outcomes", ["0", "3", "32"])
-def test_what_the_draft_prepares_does_not_change_the_text(models, expected, num_outcomes):
+def test_what_the_draft_prepares_does_not_change_the_text(
+    models: dict[str, Path], expected: dict[int, tuple[int, ...]], num_outcomes: str
+) -> None:
     options = {"num_outcomes": num_outcomes}
     link = Link(rtt_ms=100)  # time enough to prepare on a busy machine
     with local_stack(
@@ -73,7 +77,9 @@ def test_what_the_draft_prepares_does_not_change_the_text(models, expected, num_
     assert (done.speculation.num_prepared > 0) == (num_outcomes != "0")
 
 
-def test_the_company_does_not_change_the_text(models, expected):
+def test_the_company_does_not_change_the_text(
+    models: dict[str, Path], expected: dict[int, tuple[int, ...]]
+) -> None:
     async def together(address: str) -> list[tuple[int, ...]]:
         async with AsyncClient(address) as client:
             requests = [client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(9)]
@@ -83,7 +89,7 @@ def test_the_company_does_not_change_the_text(models, expected):
         assert asyncio.run(together(stack.address)) == [expected[seed] for seed in range(9)]
 
 
-def test_the_same_seed_is_named_and_repeats_the_text(models):
+def test_the_same_seed_is_named_and_repeats_the_text(models: dict[str, Path]) -> None:
     free = SamplingParams(rule=Rule.GUMBEL, max_tokens=20)
     with local_stack(models["target"], models["good"]) as stack:
         first = stack.client.generate(params=free, prompt_token_ids=PROMPT)

@@ -114,7 +114,9 @@ class Impatient(AdaptiveLength):
 
 
 @pytest.mark.parametrize("fails_after_tails", [False, True])
-def test_lateness_does_not_look_at_the_tokens(monkeypatch, fails_after_tails):
+def test_lateness_does_not_look_at_the_tokens(
+    monkeypatch: pytest.MonkeyPatch, fails_after_tails: bool
+) -> None:
     """Behind a line so slow that the size of a message decides when it arrives.
 
     If a proposal were as large as its supports, heads would come in time more often; likewise if one were
@@ -161,7 +163,7 @@ def ranks_p_value(model: EmulatedModel, tokens: Sequence[int], temperature: floa
     return 2 * min(chi_square_p_value(alone, law), chi_square_p_value(pairs, np.outer(law, law)))
 
 
-def test_prepared_proposals_do_not_bend_the_law(monkeypatch):
+def test_prepared_proposals_do_not_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_pushes(monkeypatch, 0.01)
     model = EmulatedModel(alpha=0.9)
     params = SamplingParams(rule=Rule.REJECTION, seed=1, num_draft_tokens=2, max_tokens=2_000)
@@ -170,7 +172,7 @@ def test_prepared_proposals_do_not_bend_the_law(monkeypatch):
     assert ranks_p_value(model, tokens, 1.0) > FALSE_ALARM_RATE
 
 
-def test_what_is_left_of_late_proposals_does_not_bend_the_law(monkeypatch):
+def test_what_is_left_of_late_proposals_does_not_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the cold, where draft and target often come to the same token by themselves."""
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
     model = EmulatedModel(alpha=0.9)
@@ -194,7 +196,9 @@ def slow_pushes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("push_s", [0.0, 0.078])
-def test_with_prepared_proposals_the_text_is_that_of_lockstep(monkeypatch, rule, push_s):
+def test_with_prepared_proposals_the_text_is_that_of_lockstep(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, push_s: float
+) -> None:
     """With a fixed length random numbers decide how a round ends, prepared or not.
 
     A round takes 90 ms, so that slow pushes end while the next request is served.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,12 +79,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("settings", "length"), CASES)
-def test_rejection_sampling_follows_the_target(address, logits, settings, length):
+def test_rejection_sampling_follows_the_target(
+    address: str, logits: torch.Tensor, settings: dict[str, Any], length: int
+) -> None:
     check_law(address, logits, Rule.REJECTION, settings, length)
 
 
 @pytest.mark.parametrize(("settings", "length"), [CASES[1], CASES[4]])
-def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
+def test_gumbel_coupling_follows_the_target(
+    address: str, logits: torch.Tensor, settings: dict[str, Any], length: int
+) -> None:
     check_law(address, logits, Rule.GUMBEL, settings, length)
 
 
@@ -98,7 +103,7 @@ def check_law(address: str, logits: torch.Tensor, rule: Rule, settings: dict[str
     assert p_value > FALSE_ALARM_RATE
 
 
-def test_a_draft_that_is_cut_down_and_shifted(tmp_path, logits):
+def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tensor) -> None:
     """Much of the target lies outside of its supports, and much of the residual on them."""
     target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
     with local_stack(
@@ -117,7 +122,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def test_requests_of_all_kinds_in_one_step(address, logits):
+def test_requests_of_all_kinds_in_one_step(address: str, logits: torch.Tensor) -> None:
     """Each has its own rule, temperature, seed and place among the rows, whatever is beside it."""
     params = [{"max_tokens": LONG, **each} for each in MIXED]
     kinds = asyncio.run(_sample_together(address, params, range(48)))
@@ -147,7 +152,9 @@ class Restless(AdaptiveLength):
 
 
 @pytest.mark.slow
-def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+def test_a_length_chosen_by_what_happened_does_not_bend_the_law(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor
+) -> None:
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
     target = save(markov_model(), tmp_path / "target")
     draft = save(markov_model(scale=-1.0), tmp_path / "draft")
@@ -160,7 +167,9 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)])
-def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
+def test_outcomes_prepared_ahead_do_not_bend_the_law(
+    tmp_path: Path, logits: torch.Tensor, rule: Rule
+) -> None:
     """A draft that is often right, with time to work ahead: many of its proposals are there beforehand."""
     target = save(markov_model(), tmp_path / "target")
     draft = save(markov_model(scale=0.7), tmp_path / "draft")
@@ -180,7 +189,9 @@ class Hasty(AdaptiveLength):
         return Plan(5, num_outcomes=8, patience_s=0.0)
 
 
-def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, logits):
+def test_asking_without_waiting_does_not_bend_the_law(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor
+) -> None:
     """In the cold, where draft and target often come to the same token by themselves."""
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
     target = save(markov_model(), tmp_path / "target")
@@ -194,7 +205,7 @@ def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, log
     assert law_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
 
 
-def test_a_wrong_law_is_caught(address, logits):
+def test_a_wrong_law_is_caught(address: str, logits: torch.Tensor) -> None:
     """The same tokens against a slightly different law: the tests above can fail."""
     params: dict[str, Any] = {"max_tokens": LONG, "rule": Rule.REJECTION}
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -33,8 +34,11 @@ SERVICES = {
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
+Traced = tuple[list[RecordedSpan], Completion, Completion]
+
+
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RecordedSpan], Completion, Completion]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Spans of two generations, one of them with a caller's trace context, and their completions."""
     directory = tmp_path_factory.mktemp("traced")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
@@ -64,7 +68,7 @@ def of_trace(spans: list[RecordedSpan], trace_id: str) -> list[RecordedSpan]:
     return [span for span in spans if span.trace_id == trace_id]
 
 
-def test_each_generation_is_one_trace_with_every_stage_of_every_round(traced):
+def test_each_generation_is_one_trace_with_every_stage_of_every_round(traced: Traced) -> None:
     spans, first, second = traced
     roots = [span for span in spans if span.name == "generate"]
     assert len(roots) == 2
@@ -80,7 +84,7 @@ def test_each_generation_is_one_trace_with_every_stage_of_every_round(traced):
     assert {span.trace_id for span in spans} == {root.trace_id for root in roots}
 
 
-def test_parents_and_services_are_right(traced):
+def test_parents_and_services_are_right(traced: Traced) -> None:
     spans, _, _ = traced
     by_id = {span.span_id: span for span in spans}
     for span in spans:
@@ -93,7 +97,7 @@ def test_parents_and_services_are_right(traced):
         assert span.start_ns <= span.end_ns
 
 
-def test_a_callers_trace_context_is_continued(traced):
+def test_a_callers_trace_context_is_continued(traced: Traced) -> None:
     spans, _, _ = traced
     continued = [span for span in spans if span.name == "generate" and span.parent_id]
     assert [(span.trace_id, span.parent_id) for span in continued] == [(CALLER[3:35], CALLER[36:52])]
@@ -105,12 +109,14 @@ def count(span: RecordedSpan, name: str) -> int:
     return value
 
 
-def test_attributes_agree_with_the_completion(traced):
+def test_attributes_agree_with_the_completion(traced: Traced) -> None:
     spans, first, _ = traced
     root = min((span for span in spans if span.name == "generate"), key=lambda span: span.start_ns)
     assert root.attributes["gen_ai.usage.output_tokens"] == first.usage.completion_tokens == 20
     assert root.attributes["gen_ai.usage.input_tokens"] == len(PROMPT)
-    assert list(root.attributes["gen_ai.response.finish_reasons"]) == ["length"]
+    reasons = root.attributes["gen_ai.response.finish_reasons"]
+    assert isinstance(reasons, Sequence)
+    assert list(reasons) == ["length"]
     rounds = [span for span in of_trace(spans, root.trace_id) if span.name == "round"]
     for name, total in (
         ("specwire.num_draft_tokens", first.speculation.num_draft_tokens),

@@ -127,7 +127,9 @@ def generate_all(address: str, num_tokens: int) -> list[Completion]:
 class TestTwoRanks:
     """Over real gRPC, draft and coordinator beside; greedy, sampled and Gumbel streams in the same steps."""
 
-    def test_texts_and_logprobs_equal_those_of_one_rank(self, started, undisturbed) -> None:
+    def test_texts_and_logprobs_equal_those_of_one_rank(
+        self, started: tuple[LocalStack, boot.ModelService], undisturbed: list[Completion]
+    ) -> None:
         stack, service = started
         done = generate_all(stack.address, NUM_TOKENS)
         assert [one.token_ids for one in done] == [one.token_ids for one in undisturbed]
@@ -144,7 +146,11 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
     def test_a_rank_lost_in_mid_generation_loses_and_doubles_no_token(
-        self, started, undisturbed, rank: int, how: signal.Signals
+        self,
+        started: tuple[LocalStack, boot.ModelService],
+        undisturbed: list[Completion],
+        rank: int,
+        how: signal.Signals,
     ) -> None:
         """Killed, or stopped for ever: then only the limit of a step tells."""
         stack, service = started
@@ -172,7 +178,7 @@ class TestTwoRanks:
 
 @pytest.mark.slow
 class TestFourRanks:
-    def test_across_two_machines_the_logits_are_those_of_one_rank(self, cluster, tmp_path: Path) -> None:
+    def test_across_two_machines_the_logits_are_those_of_one_rank(self, cluster: Any, tmp_path: Path) -> None:
         target = save_target(tmp_path / "target", num_key_value_heads=4, tie_word_embeddings=True)
         config = VerifyConfig(
             model=str(target), dtype="float32", tensor_parallel_size=4, num_threads=1, num_kv_tokens=1024
@@ -229,7 +235,9 @@ def test_a_service_killed_takes_its_ranks_and_its_ray_instance_along(tmp_path: P
 class TestWhatCannotStart:
     """One typed error that names rank, device and reason, or flag and value; never a hang."""
 
-    def test_weights_that_only_a_rank_can_miss(self, cluster, models, tmp_path: Path) -> None:
+    def test_weights_that_only_a_rank_can_miss(
+        self, cluster: Any, models: tuple[Path, Path], tmp_path: Path
+    ) -> None:
         broken = save_target(tmp_path / "broken")
         weights = load_file(broken / "model.safetensors")
         del weights["model.layers.1.mlp.down_proj.weight"]
@@ -243,7 +251,7 @@ class TestWhatCannotStart:
             str(caught.value),
         )
 
-    def test_more_ranks_than_devices(self, cluster, models) -> None:
+    def test_more_ranks_than_devices(self, cluster: Any, models: tuple[Path, Path]) -> None:
         config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
         with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):
             boot.start(config, "verify", VerifyDecider())

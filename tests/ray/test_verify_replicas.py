@@ -158,7 +158,9 @@ class TestTwoReplicasOfTwoRanks:
         assert len({one.token_ids for one in done}) == len(PROMPTS)
         return {tuple(one.token_ids) for one in done}
 
-    def test_both_serve_and_say_what_one_process_says(self, up: Running, expected) -> None:
+    def test_both_serve_and_say_what_one_process_says(
+        self, up: Running, expected: set[tuple[int, ...]]
+    ) -> None:
         assert len(up.services()) == len(set(up.addresses)) == 2
         assert len(up.ranks()) == 4
         streams = Streams(up.address)
@@ -166,7 +168,7 @@ class TestTwoReplicasOfTwoRanks:
         assert [one.num_streams for one in up.seen().values()] == [2, 2]
         assert streams.texts() == expected
 
-    def test_a_rank_that_is_killed_changes_no_text(self, up: Running, expected) -> None:
+    def test_a_rank_that_is_killed_changes_no_text(self, up: Running, expected: set[tuple[int, ...]]) -> None:
         before = up.ranks()
         streams = Streams(up.address)
         streams.wait_until_all_go()
@@ -177,7 +179,9 @@ class TestTwoReplicasOfTwoRanks:
             "its group starts again, the other does not"
         )
 
-    def test_a_replica_that_is_killed_changes_no_text_and_comes_back(self, up: Running, expected) -> None:
+    def test_a_replica_that_is_killed_changes_no_text_and_comes_back(
+        self, up: Running, expected: set[tuple[int, ...]]
+    ) -> None:
         killed_at = up.addresses[1]
         before = up.services()
         streams = Streams(up.address)

@@ -55,7 +55,9 @@ async def generate_all(address: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("short", ["verify", "draft", "both"])
-def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
+def test_many_requests_share_the_memory_of_four(
+    pair: tuple[Path, Path], undisturbed: list[tuple[int, ...]], short: str
+) -> None:
     options: dict[str, Any] = {
         "verify_options": FOR_FOUR if short in ("verify", "both") else None,
         "draft_options": FOR_FOUR if short in ("draft", "both") else None,
@@ -67,7 +69,7 @@ def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
         stack.assert_idle_within(1.0)
 
 
-def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
+def test_the_cache_takes_a_fraction_of_the_free_memory(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the memory that is free with the model loaded, and no page more."""
     free = free_bytes(torch.device("cpu"))
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
@@ -81,13 +83,13 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
         service.engine.close()
 
 
-def test_a_fraction_too_small_for_a_page_is_refused(pair):
+def test_a_fraction_too_small_for_a_page_is_refused(pair: tuple[Path, Path]) -> None:
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=1e-12)
     with pytest.raises(ModelLoadError, match=r"--kv-cache-memory 1e-12 is 0 bytes on cpu, less than a page"):
         boot.start(config, "verify", VerifyDecider())
 
 
-def test_a_container_s_limit_counts(tmp_path):
+def test_a_container_s_limit_counts(tmp_path: Path) -> None:
     assert _cgroup_bytes(tmp_path) > 1 << 60
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.max").write_text("max\n")
@@ -96,7 +98,7 @@ def test_a_container_s_limit_counts(tmp_path):
     assert _cgroup_bytes(tmp_path) == 700
 
 
-def test_what_can_never_fit_is_refused_at_once(pair):
+def test_what_can_never_fit_is_refused_at_once(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, verify_options={"num_kv_tokens": 64, "page_size": PAGE_SIZE}) as stack:
         with pytest.raises(ContextLengthError, match=r"max_tokens=60: .* over the context of 64"):
             stack.client.generate(params=SamplingParams(max_tokens=60), prompt_token_ids=PROMPT)
@@ -174,7 +176,9 @@ def undisturbed_mixes(pair: tuple[Path, Path]) -> dict[int, list[tuple[int, ...]
 
 @pytest.mark.parametrize("seed", MIX_SEEDS)
 @pytest.mark.parametrize("sharing", [True, False], ids=["prefixes shared", "nothing shared"])
-def test_any_mix_gets_on_with_the_memory_of_its_longest(pair, undisturbed_mixes, seed, sharing):
+def test_any_mix_gets_on_with_the_memory_of_its_longest(
+    pair: tuple[Path, Path], undisturbed_mixes: dict[int, list[tuple[int, ...]]], seed: int, sharing: bool
+) -> None:
     requests = mix(seed)
     options = smallest_cache(requests) | {"prefix_sharing": sharing}
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.support.statistics import FALSE_ALARM_RATE
 PROMPT = [1, 2, 3]
 
 
-def test_the_draft_agrees_with_probability_alpha_and_else_never():
+def test_the_draft_agrees_with_probability_alpha_and_else_never() -> None:
     target, draft = EmulatedModel(), EmulatedModel(alpha=0.8)
     positions, before = np.arange(20_000), np.random.default_rng(0).integers(0, 32, 20_000)
     agrees = draft.agrees(positions, before)
@@ -31,7 +32,7 @@ def test_the_draft_agrees_with_probability_alpha_and_else_never():
 @pytest.mark.parametrize(
     "source", ["emulated:speed=3", "emulated:alpha=2", "emulated:vocab_size=7", "emulated:alpha"]
 )
-def test_what_it_does_not_know_is_refused(source):
+def test_what_it_does_not_know_is_refused(source: str) -> None:
     with pytest.raises(ModelLoadError, match="emulated:"):
         EmulatedModel.parse(source)
 
@@ -39,7 +40,7 @@ def test_what_it_does_not_know_is_refused(source):
 @pytest.mark.parametrize(
     "settings", [{}, {"rule": Rule.GUMBEL}, {"temperature": 0}], ids=["rejection", "gumbel", "greedy"]
 )
-def test_each_draft_token_is_accepted_with_probability_alpha(settings):
+def test_each_draft_token_is_accepted_with_probability_alpha(settings: dict[str, Any]) -> None:
     """The number accepted in a round of γ drafts has the law of Leviathan et al., equation 1."""
     alpha, gamma = 0.7, 4
     params = SamplingParams(max_tokens=2_000, seed=5, num_draft_tokens=gamma, **settings)
@@ -53,7 +54,7 @@ def test_each_draft_token_is_accepted_with_probability_alpha(settings):
     assert done.speculation.mean_acceptance_length == pytest.approx(mean, rel=0.1)
 
 
-def test_a_pass_takes_the_time_that_was_set():
+def test_a_pass_takes_the_time_that_was_set() -> None:
     params = SamplingParams(max_tokens=20, num_draft_tokens=0)
     with local_stack("emulated:step_ms=20") as stack:
         done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
@@ -61,7 +62,7 @@ def test_a_pass_takes_the_time_that_was_set():
     assert done.timing.verify_ms < 20 * 20 * 1.5
 
 
-def test_many_streams_share_each_pass():
+def test_many_streams_share_each_pass() -> None:
     """64 streams of 32 tokens take far fewer passes than tokens, and no token is lost or doubled."""
     params = SamplingParams(max_tokens=32, rule=Rule.GUMBEL, seed=9, num_draft_tokens=3)
 

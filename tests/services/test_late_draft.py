@@ -38,7 +38,7 @@ def gaps_ms(stack: LocalStack, params: SamplingParams, *, stall_at: int, resume_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_outcomes", ["0", "32"])
-def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
+def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes: str) -> None:
     """Lengths are chosen, so the wait is what the proposal is worth; the timeout is far off."""
     options = {"num_draft_tokens": "auto", "num_outcomes": num_outcomes}
     params = SamplingParams(max_tokens=800, seed=1, rule=Rule.GUMBEL)
@@ -55,7 +55,7 @@ def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
     assert again.speculation.mean_acceptance_length > 2
 
 
-def test_a_fixed_length_waits_until_the_timeout_and_no_longer():
+def test_a_fixed_length_waits_until_the_timeout_and_no_longer() -> None:
     """A request with a fixed length gets the same text again, however late the draft is."""
     options = {"num_draft_tokens": "4", "num_outcomes": "0", "draft_timeout_ms": 1000.0}
     params = SamplingParams(max_tokens=200, seed=1)

@@ -29,7 +29,7 @@ async def flood(address: str, num_requests: int) -> list[Completion | BaseExcept
         return await asyncio.gather(*requests, return_exceptions=True)
 
 
-def test_a_full_coordinator_refuses_and_what_it_took_is_served(pair):
+def test_a_full_coordinator_refuses_and_what_it_took_is_served(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, coordinator_options={"max_running": 2, "max_waiting": 3}) as stack:
         results = asyncio.run(flood(stack.address, 12))
         refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
@@ -40,7 +40,7 @@ def test_a_full_coordinator_refuses_and_what_it_took_is_served(pair):
         stack.assert_idle_within(1.0)
 
 
-def test_a_full_verify_service_refuses(pair):
+def test_a_full_verify_service_refuses(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, verify_options={"max_sequences": 2}) as stack:
         results = asyncio.run(flood(stack.address, 6))
         refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
@@ -48,7 +48,7 @@ def test_a_full_verify_service_refuses(pair):
         assert all(error.retry_after_ms for error in refused)
 
 
-def test_a_full_draft_service_costs_speed_only(pair):
+def test_a_full_draft_service_costs_speed_only(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, draft_options={"max_sequences": 1}) as stack:
         results = asyncio.run(flood(stack.address, 4))
         served = [done for done in results if isinstance(done, Completion)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -145,7 +146,7 @@ def assert_same(one: Proposal, other: Proposal) -> None:
 
 
 @pytest.mark.parametrize("settings", LAWS)
-def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
+def test_what_is_pushed_is_what_would_have_been_answered(stub: Any, settings: dict[str, Any]) -> None:
     """Rounds of every kind: hits that are only told, hits that are asked for again, misses."""
     params = SamplingParams(seed=3, **settings)
     stream = RawStream(stub, params)
@@ -181,7 +182,7 @@ def test_what_is_pushed_is_what_would_have_been_answered(stub, settings):
     stream.close()
 
 
-def test_it_gets_more_than_one_round_ahead(stub):
+def test_it_gets_more_than_one_round_ahead(stub: Any) -> None:
     """Without news from the coordinator it goes on with the outcomes of what it has prepared."""
     stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
     stream.send(PROMPT, NUM_DRAFT_TOKENS, Preparation(num_outcomes=32, num_draft_tokens=NUM_DRAFT_TOKENS))
@@ -194,7 +195,7 @@ def test_it_gets_more_than_one_round_ahead(stub):
     stream.close()
 
 
-def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack, stub):
+def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack: LocalStack, stub: Any) -> None:
     stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
     stream.send(PROMPT * 20, NUM_DRAFT_TOKENS, PREPARATION)
     stream.answer()
@@ -221,7 +222,7 @@ class SlowPush:
         await self.may_end.wait()
 
 
-def test_a_push_that_outlives_its_round_leaves_nothing_behind():
+def test_a_push_that_outlives_its_round_leaves_nothing_behind() -> None:
     """Its branches would begin at tokens that were not committed, and draft with judged random numbers."""
     config = DraftConfig(model="emulated:step_ms=1")
     service, thread = boot.start(config, "draft", DraftDecider(config)), LoopThread()
@@ -248,7 +249,7 @@ def test_a_push_that_outlives_its_round_leaves_nothing_behind():
     assert [start - num for start, num in starts] == [committed_len] * len(starts)
 
 
-def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub):
+def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub: Any) -> None:
     for preparation, name in [
         (draft_pb2.Preparation(num_draft_tokens=2), "prepare.num_outcomes=0"),
         (draft_pb2.Preparation(num_outcomes=65, num_draft_tokens=2), "prepare.num_outcomes=65"),
@@ -260,7 +261,7 @@ def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub):
             list(stub.Draft(iter([request]), timeout=20))
 
 
-def test_a_service_that_prepares_nothing_says_so(tmp_path):
+def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
     draft = save_good_draft(tmp_path / "draft")
     with (
         local_stack(save_target(tmp_path / "target"), draft, draft_options={"max_outcomes": 0}) as running,
@@ -296,7 +297,7 @@ class TestBackgroundJobs:
         yield made
         made.close()
 
-    def test_a_request_is_not_kept_waiting(self, service, thread):
+    def test_a_request_is_not_kept_waiting(self, service: boot.ModelService, thread: LoopThread) -> None:
         engine = service.engine
         ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
 
@@ -315,7 +316,7 @@ class TestBackgroundJobs:
         for sequence in (ahead, asked):
             engine.close_sequence(sequence)
 
-    def test_hurried_it_is_like_any_other(self, service, thread):
+    def test_hurried_it_is_like_any_other(self, service: boot.ModelService, thread: LoopThread) -> None:
         engine = service.engine
         ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
 
@@ -332,7 +333,9 @@ class TestBackgroundJobs:
         for sequence in (ahead, asked):
             engine.close_sequence(sequence)
 
-    def test_the_next_request_on_its_sequence_cancels_it(self, service, thread):
+    def test_the_next_request_on_its_sequence_cancels_it(
+        self, service: boot.ModelService, thread: LoopThread
+    ) -> None:
         engine = service.engine
         sequence = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
 
@@ -346,7 +349,7 @@ class TestBackgroundJobs:
         thread.run(both())
         engine.close_sequence(sequence)
 
-    def test_it_takes_memory_from_nobody(self, service, thread):
+    def test_it_takes_memory_from_nobody(self, service: boot.ModelService, thread: LoopThread) -> None:
         """Ten pages of 16 tokens: a stream that idles keeps its own."""
         engine = service.engine
         idle = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
@@ -370,8 +373,8 @@ class TestBackgroundJobs:
         engine.close_sequence(idle)
 
     def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
-        self, service, thread, monkeypatch
-    ):
+        self, service: boot.ModelService, thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Memory to work ahead in may have run out just before the engine hears of a waiting request."""
         engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
         stream, other = (engine.open(params, 3) for _ in range(2))

@@ -246,10 +246,11 @@ class Services:
     async def start(self, role: str, model: str, **options: Any) -> str:
         """Its address."""
         stack = contextlib.AsyncExitStack()
+        options.setdefault("grace_s", 0.0)
         if role == "verify":
-            serving = verify_service.service.serving(VerifyConfig(model=model, grace_s=0.0, **options))
+            serving = verify_service.service.serving(VerifyConfig(model=model, **options))
         else:
-            serving = draft_service.service.serving(DraftConfig(model=model, grace_s=0.0, **options))
+            serving = draft_service.service.serving(DraftConfig(model=model, **options))
         address: str = await stack.enter_async_context(serving)
         self._running[address] = stack
         return address

@@ -28,7 +28,7 @@ from verify_service.verifier import VerifyJob
 PROMPT = [5, 9, 11, 2, 7]
 
 
-def test_when_everything_is_accepted_the_last_draft_token_is_fed_in_the_next_round(tmp_path):
+def test_when_everything_is_accepted_the_last_draft_token_is_fed_in_the_next_round(tmp_path: Path) -> None:
     """The draft is the target, so each round commits γ + 1 tokens and the draft's cache lacks two of them."""
     target = save_target(tmp_path / "target")
     greedy = SamplingParams(temperature=0, max_tokens=61, ignore_eos=True, num_draft_tokens=4)
@@ -78,7 +78,7 @@ class RecordingVerifier:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
-def test_logits_after_any_history_equal_those_from_scratch(tmp_path, family):
+def test_logits_after_any_history_equal_those_from_scratch(tmp_path: Path, family: str) -> None:
     """Random rounds (accepts, rejects, retries of an older base_len, re-opens) on several sequences."""
     target = save_target(tmp_path / "target", family)
     verifier = RecordingVerifier(target)
@@ -117,7 +117,7 @@ def test_logits_after_any_history_equal_those_from_scratch(tmp_path, family):
     assert pool.num_held_pages == 0
 
 
-def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path):
+def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Path) -> None:
     """Rejection sampling: ids and the very probabilities, after accepts, rejects and a re-open."""
     draft = save_good_draft(tmp_path / "draft")
     config = DraftConfig(model=str(draft), dtype="float32", num_kv_tokens=4096)
@@ -148,7 +148,7 @@ def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path):
     assert service.runner.pool.num_held_pages == 0
 
 
-def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path):
+def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path: Path) -> None:
     """Over the wire's own bytes: inverting the sent distribution with the draft stream gives the token."""
     draft = save_good_draft(tmp_path / "draft")
     target = save_target(tmp_path / "target")

@@ -77,7 +77,8 @@ def verify(**fields: Any) -> verify_pb2.VerifyRequest:
 
 
 def opened(**fields: Any) -> common_pb2.OpenSequence:
-    return common_pb2.OpenSequence(**{"sampling": LAW, "prompt_len": 1, **fields})
+    valid: dict[str, Any] = {"sampling": LAW, "prompt_len": 1}
+    return common_pb2.OpenSequence(**valid | fields)
 
 
 TWICE = ids_to_bytes(np.zeros(1_000, np.int64))

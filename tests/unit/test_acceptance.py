@@ -69,7 +69,7 @@ def kept_and_recovered(
 
 
 @pytest.mark.parametrize(("mass", "max_support"), [(0.99, 1024), (0.9, 5), (0.5, 3), (1.0, 1)])
-def test_emitted_law_is_the_target(mass, max_support):
+def test_emitted_law_is_the_target(mass: float, max_support: int) -> None:
     """draft · accept + P(reject) · residual = target, to float32's precision."""
     rng = np.random.default_rng(3)
     for _ in range(100):
@@ -82,7 +82,7 @@ def test_emitted_law_is_the_target(mass, max_support):
         assert weights.sum() + tail_weight == pytest.approx(1 - kept.sum(), abs=1e-6)
 
 
-def test_emitted_law_is_the_target_for_equal_laws():
+def test_emitted_law_is_the_target_for_equal_laws() -> None:
     law = random_law(np.random.default_rng(4), 30)
     kept, recovered = kept_and_recovered(*judged(law, law, 0.99, 1024))
     np.testing.assert_allclose(kept + recovered, law, atol=1e-6)
@@ -90,7 +90,7 @@ def test_emitted_law_is_the_target_for_equal_laws():
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 64), (2, 64), (2, 2), (3, 3)])
-def test_joint_law_over_rounds_is_the_target(num_draft_tokens, max_support):
+def test_joint_law_over_rounds_is_the_target(num_draft_tokens: int, max_support: int) -> None:
     """Every way to emit three tokens over any number of rounds, summed, for random Markov models."""
     rng = np.random.default_rng(5)
     vocab_size, num_positions = 6, 3
@@ -124,7 +124,7 @@ def accepted(
     return accept_by_rejection(proposal, verdict, np.array(accepting), np.array(recovering))
 
 
-def test_the_rule_realises_the_two_functions():
+def test_the_rule_realises_the_two_functions() -> None:
     """Over a fine grid of both coins, `accept_by_rejection` does what the algebra says."""
     draft = support([4, 1, 7], [0.5, 0.3, 0.2])
     target_probs, tail_mass, tail_token = floats([0.2, 0.4, 0.1]), 0.3, 9
@@ -146,7 +146,7 @@ def test_the_rule_realises_the_two_functions():
 
 
 @pytest.mark.parametrize("u", [0.0, ALMOST_ONE])
-def test_a_token_without_target_mass_is_never_emitted(u):
+def test_a_token_without_target_mass_is_never_emitted(u: float) -> None:
     draft = support([0, 1, 2], [0.4, 0.3, 0.3])
     verdict = Verdict(5, [-1, 8], [floats([0, 1, 0])], [0.0])
     for token_id in (0, 2):
@@ -155,7 +155,7 @@ def test_a_token_without_target_mass_is_never_emitted(u):
     assert accepted(Proposal(5, [1], [draft]), verdict, [u], [u]) == Outcome(1, 8)
 
 
-def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual():
+def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual() -> None:
     draft = support([3], [1.0])
     verdict = Verdict(0, [6, 8], [floats([0.5])], [0.5])
     for u in (0.0, 0.4, ALMOST_ONE):
@@ -163,14 +163,14 @@ def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual():
     assert accepted(Proposal(0, [3], [draft]), verdict, [0.4999], [0.1]) == Outcome(1, 8)
 
 
-def test_a_missing_tail_token_has_no_weight():
+def test_a_missing_tail_token_has_no_weight() -> None:
     draft = support([3, 4], [0.9, 0.1])
     verdict = Verdict(0, [-1, 8], [floats([0.4, 0.6])], [1e-12])
     outcome = accepted(Proposal(0, [3], [draft]), verdict, [0.99], [ALMOST_ONE])
     assert outcome == Outcome(0, 4)
 
 
-def test_residual_emptied_by_rounding_falls_back_to_the_target():
+def test_residual_emptied_by_rounding_falls_back_to_the_target() -> None:
     draft = support([3, 4], [0.5, 0.5])
     almost = np.nextafter(np.float32(0.5), np.float32(0))
     verdict = Verdict(0, [-1, 8], [np.array([almost, almost])], [0.0])
@@ -178,7 +178,7 @@ def test_residual_emptied_by_rounding_falls_back_to_the_target():
     assert outcomes == [Outcome(0, 3), Outcome(0, 4)]
 
 
-def test_the_first_rejection_ends_the_round():
+def test_the_first_rejection_ends_the_round() -> None:
     draft = support([0, 1], [0.5, 0.5])
     judgements = [floats([0.5, 0.5]), floats([0, 1]), floats([0.5, 0.5])]
     verdict = Verdict(9, [-1, -1, -1, 1], judgements, [0.0, 0.0, 0.0])
@@ -196,17 +196,19 @@ def test_the_first_rejection_ends_the_round():
         ([1, 2], [7, 2, 3], Outcome(0, 7)),
     ],
 )
-def test_matching_keeps_the_longest_equal_prefix(draft_tokens, target_tokens, outcome):
+def test_matching_keeps_the_longest_equal_prefix(
+    draft_tokens: list[int], target_tokens: list[int], outcome: Outcome
+) -> None:
     assert accept_by_match(Proposal(3, draft_tokens), Verdict(3, target_tokens)) == outcome
     for params in (SamplingParams(temperature=0), SamplingParams(rule=Rule.GUMBEL)):
         assert accept(Proposal(3, draft_tokens), Verdict(3, target_tokens), params, seed=1) == outcome
 
 
-def test_an_empty_proposal_yields_the_bonus_token():
+def test_an_empty_proposal_yields_the_bonus_token() -> None:
     assert accept(Proposal(3), Verdict(3, [7]), SamplingParams(), seed=1) == Outcome(0, 7)
 
 
-def test_accept_addresses_its_coins_by_absolute_position():
+def test_accept_addresses_its_coins_by_absolute_position() -> None:
     draft = support(range(8), np.full(8, 1 / 8))
     target_probs = floats(np.arange(8) / 28)
     for base_len in range(40):
@@ -237,6 +239,6 @@ _TARGET = floats([0.5, 0.5])
         (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [floats([0, 0])], [0.0])),
     ],
 )
-def test_a_verdict_that_does_not_fit_is_refused(proposal, verdict):
+def test_a_verdict_that_does_not_fit_is_refused(proposal: Proposal, verdict: Verdict) -> None:
     with pytest.raises(InternalError):
         accept_by_rejection(proposal, verdict, np.array([0.999]), np.array([0.5]))

@@ -38,7 +38,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_places_are_given_in_turn_and_given_back():
+async def test_places_are_given_in_turn_and_given_back() -> None:
     work = Work(Admission(max_running=2, max_waiting=8))
     tasks = [work.submit("a", name) for name in ("1", "2", "3", "4")]
     await settle()
@@ -52,7 +52,7 @@ async def test_places_are_given_in_turn_and_given_back():
     assert work.admission.num_running == work.admission.num_waiting == 0
 
 
-async def test_one_request_does_not_wait_behind_another_clients_many():
+async def test_one_request_does_not_wait_behind_another_clients_many() -> None:
     work = Work(Admission(max_running=2, max_waiting=100))
     tasks = [work.submit("many", f"m{i}") for i in range(50)]
     await settle()
@@ -66,7 +66,7 @@ async def test_one_request_does_not_wait_behind_another_clients_many():
     await asyncio.gather(*tasks)
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back():
+async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     work = Work(Admission(max_running=1, max_waiting=1))
     tasks = [work.submit("a", "1"), work.submit("a", "2")]
     await settle()
@@ -80,7 +80,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back():
     assert work.started == ["1", "2"]
 
 
-async def test_a_full_queue_is_cleared_at_the_cost_of_who_fills_it():
+async def test_a_full_queue_is_cleared_at_the_cost_of_who_fills_it() -> None:
     work = Work(Admission(max_running=1, max_waiting=3))
     many = [work.submit("many", f"m{i}") for i in range(4)]
     await settle()
@@ -96,7 +96,7 @@ async def test_a_full_queue_is_cleared_at_the_cost_of_who_fills_it():
     await asyncio.gather(one, *many[:3])
 
 
-async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place():
+async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place() -> None:
     admission = Admission(max_running=1, max_waiting=8)
     work = Work(admission)
     first, second, third = (work.submit("a", name) for name in ("1", "2", "3"))
@@ -117,7 +117,7 @@ async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place():
     await last
 
 
-async def test_a_client_with_limits_of_its_own_waits_while_others_pass():
+async def test_a_client_with_limits_of_its_own_waits_while_others_pass() -> None:
     work = Work(Admission(max_running=4, max_waiting=8))
     work.limits["few"] = Principal(name="few", max_running=1, max_waiting=2)
     few = [work.submit("few", f"f{i}") for i in range(3)]
@@ -140,7 +140,7 @@ async def test_a_client_with_limits_of_its_own_waits_while_others_pass():
     assert work.admission.num_running == work.admission.num_waiting == 0
 
 
-async def test_a_client_that_may_not_wait_is_refused_at_once():
+async def test_a_client_that_may_not_wait_is_refused_at_once() -> None:
     work = Work(Admission(max_running=4, max_waiting=8))
     work.limits["one"] = Principal(name="one", max_running=1, max_waiting=0)
     first = work.submit("one", "1")
@@ -180,7 +180,7 @@ class Reading:
         return admission.num_running, admission.num_waiting, admission.num_paused
 
 
-async def test_a_paused_generation_gives_its_place_away_and_gets_in_line():
+async def test_a_paused_generation_gives_its_place_away_and_gets_in_line() -> None:
     work = Reading(Admission(max_running=1, max_waiting=8))
     tasks = [work.submit("a", "a1"), work.submit("b", "b1")]
     await settle()
@@ -205,7 +205,7 @@ async def test_a_paused_generation_gives_its_place_away_and_gets_in_line():
     assert work.counts() == (0, 0, 0)
 
 
-async def test_many_that_go_on_at_once_do_not_pass_one_of_another_client():
+async def test_many_that_go_on_at_once_do_not_pass_one_of_another_client() -> None:
     work = Reading(Admission(max_running=2, max_waiting=8))
     many = [work.submit("many", f"m{i}") for i in range(6)]
     for i in range(6):
@@ -231,7 +231,7 @@ async def test_many_that_go_on_at_once_do_not_pass_one_of_another_client():
     assert work.counts() == (0, 0, 0)
 
 
-async def test_one_that_goes_on_is_never_refused_and_takes_no_room_of_new_ones():
+async def test_one_that_goes_on_is_never_refused_and_takes_no_room_of_new_ones() -> None:
     work = Reading(Admission(max_running=1, max_waiting=1))
     paused = [work.submit("a", "a1"), work.submit("a", "a2")]
     for name in ("a1", "a2"):
@@ -255,7 +255,7 @@ async def test_one_that_goes_on_is_never_refused_and_takes_no_room_of_new_ones()
     await asyncio.gather(*paused, *tasks)
 
 
-async def test_over_the_limit_the_client_with_most_paused_loses_the_one_paused_the_longest():
+async def test_over_the_limit_the_client_with_most_paused_loses_the_one_paused_the_longest() -> None:
     work = Reading(Admission(max_running=1, max_waiting=2))
     tasks = {name: work.submit(name[0], name) for name in ("b1", "a1", "a2")}
     for name in tasks:
@@ -275,7 +275,7 @@ async def test_over_the_limit_the_client_with_most_paused_loses_the_one_paused_t
     assert work.counts() == (0, 0, 0)
 
 
-async def test_paused_and_cancelled_leaks_nothing():
+async def test_paused_and_cancelled_leaks_nothing() -> None:
     work = Reading(Admission(max_running=1, max_waiting=8))
     first, second = work.submit("a", "1"), work.submit("a", "2")
     await settle()
@@ -294,7 +294,7 @@ async def test_paused_and_cancelled_leaks_nothing():
     assert work.counts() == (0, 0, 0)
 
 
-async def test_the_time_of_a_pause_is_not_that_of_a_turn(monkeypatch):
+async def test_the_time_of_a_pause_is_not_that_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is refused is told when a place will be free, not when a client will read again."""
     now_s = [0.0]
     monkeypatch.setattr("coordinator.admission.time", SimpleNamespace(monotonic=lambda: now_s[0]))

@@ -92,14 +92,18 @@ def undisturbed() -> list[list[int]]:
         made.close()
 
 
-def test_a_step_that_was_lost_is_run_again_from_the_tokens(losing: Losing, undisturbed) -> None:
+def test_a_step_that_was_lost_is_run_again_from_the_tokens(
+    losing: Losing, undisturbed: list[list[int]]
+) -> None:
     losing.runner.dies = {1}
     assert [losing.verify(0, PROMPT, [5, 6]), losing.verify(40, [9], [7, 8, 9])] == undisturbed
     assert losing.runner.steps == [42, 4, 44], "nothing is found in a cache that is gone"
     losing.runner.pool.check_integrity()
 
 
-def test_a_loss_between_steps_is_mended_before_the_next_request(losing: Losing, undisturbed) -> None:
+def test_a_loss_between_steps_is_mended_before_the_next_request(
+    losing: Losing, undisturbed: list[list[int]]
+) -> None:
     assert losing.verify(0, PROMPT, [5, 6]) == undisturbed[0]
     losing.runner.is_lost = True
     losing.engine.check_device()
@@ -110,14 +114,18 @@ def test_a_loss_between_steps_is_mended_before_the_next_request(losing: Losing, 
     assert losing.runner.num_recoveries == 1, "a device that is there is left alone"
 
 
-def test_a_request_that_kills_the_device_again_and_again_fails(losing: Losing, undisturbed) -> None:
+def test_a_request_that_kills_the_device_again_and_again_fails(
+    losing: Losing, undisturbed: list[list[int]]
+) -> None:
     losing.runner.dies = {0, 1, 2}
     with pytest.raises(ServiceUnavailableError, match="the device was lost, 3 times at this request"):
         losing.verify(0, PROMPT, [5, 6])
     assert losing.verify(0, PROMPT, [5, 6]) == undisturbed[0]
 
 
-def test_a_device_that_stays_away_fails_requests_until_it_is_back(losing: Losing, undisturbed) -> None:
+def test_a_device_that_stays_away_fails_requests_until_it_is_back(
+    losing: Losing, undisturbed: list[list[int]]
+) -> None:
     losing.runner.dies, losing.runner.comes_back = {0}, False
     with pytest.raises(ServiceUnavailableError, match=r"the device did not come back$"):
         losing.verify(0, PROMPT, [5, 6])

@@ -25,7 +25,9 @@ KNOWN_ANSWERS = [  # counter, key, words; from the Random123 distribution (kat_v
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_known_answers_in_python_numpy_and_torch(counter, key, words):
+def test_known_answers_in_python_numpy_and_torch(
+    counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int, int, int]
+) -> None:
     assert philox(counter, key) == words
     makes: list[Callable[[int], Any]] = [lambda word: np.array([word]), lambda word: torch.tensor([word])]
     for make in makes:
@@ -33,7 +35,7 @@ def test_known_answers_in_python_numpy_and_torch(counter, key, words):
         assert tuple(int(word[0]) for word in result) == words
 
 
-def test_python_numpy_and_torch_agree_on_random_words():
+def test_python_numpy_and_torch_agree_on_random_words() -> None:
     lanes = np.random.default_rng(1).integers(0, 2**32, (6, 500))
     by_numpy = np.stack(philox(tuple(lanes[:4]), tuple(lanes[4:])))
     by_torch = torch.stack(philox(tuple(torch.from_numpy(lanes[:4])), tuple(torch.from_numpy(lanes[4:]))))
@@ -43,17 +45,17 @@ def test_python_numpy_and_torch_agree_on_random_words():
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 96, 97, 300])
-def test_vector_equals_scalar_however_it_is_computed(num):
+def test_vector_equals_scalar_however_it_is_computed(num: int) -> None:
     rng = np.random.default_rng(num)
-    seeds = rng.integers(0, 2**63, num, dtype=np.int64)
-    positions = rng.integers(0, 2**40, num)
+    seeds = rng.integers(0, 2**63, num, dtype=np.int64).tolist()
+    positions = rng.integers(0, 2**40, num).tolist()
     for stream in Purpose:
-        expected = [uniform(int(s), stream, int(p)) for s, p in zip(seeds, positions, strict=True)]
+        expected = [uniform(s, stream, p) for s, p in zip(seeds, positions, strict=True)]
         assert uniforms(seeds, stream, positions).tolist() == expected
     assert uniforms(5, Purpose.DRAFT, range(3)).tolist() == [uniform(5, Purpose.DRAFT, i) for i in range(3)]
 
 
-def test_uniforms_are_pinned_so_that_seeds_keep_their_meaning():
+def test_uniforms_are_pinned_so_that_seeds_keep_their_meaning() -> None:
     # word0 = 0x6627e8d5 and word1 = 0xe169c58d are the first known answer above.
     expected = ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
     assert uniform(0, Purpose.DRAFT, 0) == expected
@@ -61,7 +63,7 @@ def test_uniforms_are_pinned_so_that_seeds_keep_their_meaning():
 
 
 @pytest.mark.parametrize("stream", list(Purpose))
-def test_uniforms_are_uniform_in_position_and_in_seed(stream):
+def test_uniforms_are_uniform_in_position_and_in_seed(stream: Purpose) -> None:
     """Four tests of 1,000 bins; false alarms at most FALSE_ALARM_RATE together."""
     for numbers in (
         uniforms(1234, stream, range(100_000)),
@@ -74,7 +76,7 @@ def test_uniforms_are_uniform_in_position_and_in_seed(stream):
             assert chi_square_p_value(counts, np.full(1000, 1e-3)) > FALSE_ALARM_RATE / 4
 
 
-def test_streams_positions_and_seeds_are_independent():
+def test_streams_positions_and_seeds_are_independent() -> None:
     """Correlations among 10 sequences, all below 5.9 standard errors: false alarm 45 * 4e-9 < 1e-6."""
     num = 50_000
     sequences = [uniforms(77, stream, range(num)) for stream in Purpose]
@@ -84,12 +86,12 @@ def test_streams_positions_and_seeds_are_independent():
     assert np.abs(correlation - np.eye(len(sequences))).max() < 5.9 / num**0.5
 
 
-def test_seeds_that_differ_in_one_half_and_far_positions_differ():
+def test_seeds_that_differ_in_one_half_and_far_positions_differ() -> None:
     values = [uniform(s, Purpose.DRAFT, p) for s in (1, 1 + 2**32, 2**62) for p in (0, 1, 2**32, 2**32 + 1)]
     assert len(set(values)) == len(values)
 
 
-def test_gumbel_noise_matches_its_definition_word_by_word():
+def test_gumbel_noise_matches_its_definition_word_by_word() -> None:
     seed, position = 2**40 + 9, 2**33 + 5
     noise = gumbel_noise(seed, [position], 7)
     for token_id in range(7):
@@ -99,7 +101,7 @@ def test_gumbel_noise_matches_its_definition_word_by_word():
         assert noise[0, token_id] == pytest.approx(-np.log(-np.log(u)), rel=1e-12)
 
 
-def test_gumbel_noise_depends_on_address_alone(monkeypatch):
+def test_gumbel_noise_depends_on_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gumbel_noise([1, 2, 3], [10, 11, 12], 1001)
     assert (gumbel_noise(2, [11], 1001)[0] == whole[1]).all()
     assert (gumbel_noise([1, 2, 3], [10, 11, 12], 500) == whole[:, :500]).all()  # padded vocabularies
@@ -108,7 +110,7 @@ def test_gumbel_noise_depends_on_address_alone(monkeypatch):
     assert gumbel_noise([], [], 10).shape == (0, 10)
 
 
-def test_gumbel_noise_on_torch_equals_numpy(monkeypatch):
+def test_gumbel_noise_on_torch_equals_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sw_random, "_DEVICE_BLOCKS", 100)
     rows = np.array([[3, 2**62, 4, 4], [0, 2**35, 5, 6]])
     by_numpy = gumbel_noise(rows[0], rows[1], 301)
@@ -119,7 +121,7 @@ def test_gumbel_noise_on_torch_equals_numpy(monkeypatch):
     assert (on_cpu.numpy() == by_numpy).all()
 
 
-def test_gumbel_noise_is_finite_at_both_ends():
+def test_gumbel_noise_is_finite_at_both_ends() -> None:
     for word, expected in ((0, -3.6039), (0xFFFFFFFF, 36.7368)):
         units = sw_random._odd_53_bits(word, word)
         u = units * 2.0**-53
@@ -128,12 +130,12 @@ def test_gumbel_noise_is_finite_at_both_ends():
         assert -np.log(-np.log(u)) == pytest.approx(expected, abs=1e-3)
 
 
-def test_gumbel_noise_follows_the_gumbel_law():
+def test_gumbel_noise_follows_the_gumbel_law() -> None:
     noise = gumbel_noise(9, range(100), 2000).ravel()
     counts = np.bincount((np.exp(-np.exp(-noise)) * 500).astype(int), minlength=500)
     assert chi_square_p_value(counts, np.full(500, 1 / 500)) > FALSE_ALARM_RATE
 
 
-def test_importing_the_rule_does_not_import_torch():
+def test_importing_the_rule_does_not_import_torch() -> None:
     program = "import sys, specwire.rule.acceptance; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

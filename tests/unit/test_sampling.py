@@ -78,7 +78,7 @@ WARPS: list[dict[str, Any]] = [
 ]
 
 
-def test_parameters_take_single_strings_lists_and_names():
+def test_parameters_take_single_strings_lists_and_names() -> None:
     natural: dict[str, Any] = {"stop": "x", "stop_token_ids": [1, 2], "rule": "gumbel"}
     assert SamplingParams(**natural) == SamplingParams(stop=("x",), stop_token_ids=(1, 2), rule=Rule.GUMBEL)
 
@@ -89,7 +89,7 @@ def assert_same_log_probs(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_warps_equal_transformers_row_by_row_in_a_mixed_batch(seed):
+def test_warps_equal_transformers_row_by_row_in_a_mixed_batch(seed: int) -> None:
     rows = [row(**params) for params in WARPS]
     logits = random_logits(len(rows), seed=seed)
     before = logits.clone()
@@ -101,13 +101,13 @@ def test_warps_equal_transformers_row_by_row_in_a_mixed_batch(seed):
 
 
 @pytest.mark.parametrize("params", WARPS)
-def test_warps_equal_transformers_in_a_uniform_batch(params):
+def test_warps_equal_transformers_in_a_uniform_batch(params: dict[str, Any]) -> None:
     logits = random_logits(4, seed=9)
     rows = [row(**params)] * 4
     assert_same_log_probs(apply_warps(logits, rows), warped_by_transformers(logits, rows[0].params))
 
 
-def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equal():
+def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equal() -> None:
     """transformers compares logits; rounded to log probabilities the lower id would win."""
     logits = torch.zeros(2, VOCAB)
     logits[:, 7] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
@@ -118,7 +118,7 @@ def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equ
         assert apply_warps(logits, rows)[0].argmax() == 7
 
 
-def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch):
+def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def counted(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,20 +134,20 @@ def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch):
     assert sizes == [1, 2]
 
 
-def test_equal_logits_survive_top_k_together():
+def test_equal_logits_survive_top_k_together() -> None:
     log_probs = apply_warps(torch.tensor([[1.0, 2.0, 2.0, 2.0]]), [row(top_k=2)])
     assert torch.isneginf(log_probs[0]).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45, 1e-300])
-def test_a_temperature_near_zero_is_greedy_and_finite(temperature):
+def test_a_temperature_near_zero_is_greedy_and_finite(temperature: float) -> None:
     logits = random_logits(3)
     probs = apply_warps(logits, [row(temperature=temperature, top_p=0.9, min_p=0.1)] * 3).exp()
     assert (probs.max(dim=-1).values > 0.999).all()
     assert (probs.argmax(dim=-1) == greedy(logits)).all()
 
 
-def test_half_precision_and_excluded_tokens_pass_through():
+def test_half_precision_and_excluded_tokens_pass_through() -> None:
     logits = random_logits(2).bfloat16()
     logits[:, 5] = -torch.inf
     log_probs = apply_warps(logits, [row(top_p=0.9), row(temperature=2.0)])
@@ -156,7 +156,7 @@ def test_half_precision_and_excluded_tokens_pass_through():
     assert not log_probs.isnan().any()
 
 
-def test_history_features_equal_transformers():
+def test_history_features_equal_transformers() -> None:
     history = [3, 7, 7, 1, 150, 3]
     logits = random_logits(1)
     repeated = apply_history(logits, [row(history, 2, repetition_penalty=1.4)])
@@ -170,7 +170,7 @@ def test_history_features_equal_transformers():
     torch.testing.assert_close(biased, by_transformers)
 
 
-def test_presence_and_frequency_count_the_output_alone():
+def test_presence_and_frequency_count_the_output_alone() -> None:
     history = [3, 7, 7, 1, 7, 3]  # a prompt of two, then an output of four
     logits = random_logits(1)
     expected = logits.clone()
@@ -180,7 +180,7 @@ def test_presence_and_frequency_count_the_output_alone():
     torch.testing.assert_close(apply_history(logits, rows), expected)
 
 
-def test_history_features_combine_in_order_and_by_row():
+def test_history_features_combine_in_order_and_by_row() -> None:
     rng = np.random.default_rng(0)
     settings: list[dict[str, Any]] = [
         {},
@@ -208,25 +208,25 @@ def test_history_features_combine_in_order_and_by_row():
     assert (logits == before).all()
 
 
-def test_history_is_not_touched_where_nobody_asks():
+def test_history_is_not_touched_where_nobody_asks() -> None:
     logits = random_logits(2)
     assert apply_history(logits, [row(temperature=0.5), row(top_k=3)]) is logits
 
 
-def test_history_may_be_empty_or_name_tokens_that_the_vocabulary_lacks():
+def test_history_may_be_empty_or_name_tokens_that_the_vocabulary_lacks() -> None:
     logits = random_logits(3)
     params = {"repetition_penalty": 2.0, "presence_penalty": 1.0}
     rows = [row((), 0, **params), row([VOCAB, VOCAB + 9], 0, **params), row([1], 1, presence_penalty=1.0)]
     torch.testing.assert_close(apply_history(logits, rows), logits)
 
 
-def test_a_bias_outside_the_vocabulary_is_refused():
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"logit_bias\[200\]"):
         apply_history(random_logits(1), [row(logit_bias={VOCAB: 1.0})])
 
 
 @pytest.mark.parametrize("u", [0.0, 1e-300, 0.5, ALMOST_ONE])
-def test_draw_never_returns_an_impossible_token(u):
+def test_draw_never_returns_an_impossible_token(u: float) -> None:
     rng = np.random.default_rng(2)
     probs = torch.from_numpy(rng.gamma(0.1, size=(300, 50)) * (rng.random((300, 50)) < 0.3)).float()
     probs[:, 20] += 1e-30
@@ -236,7 +236,7 @@ def test_draw_never_returns_an_impossible_token(u):
     assert draw(one_hot, torch.full((50,), u, dtype=torch.float64)).tolist() == list(range(50))
 
 
-def test_draw_inverts_the_cumulative_law():
+def test_draw_inverts_the_cumulative_law() -> None:
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
     expected = {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, ALMOST_ONE: 3}
     for u, token_id in expected.items():
@@ -244,7 +244,7 @@ def test_draw_inverts_the_cumulative_law():
         assert draw(probs * 8, doubles(u)).tolist() == [token_id]  # normalised or not
 
 
-def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch):
+def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parallel sums round differently per element: an impossible token may seem to gain mass."""
     wobbly = torch.tensor([[0.3, 0.3 + 1e-16, 1.0 - 1e-16, 1.0]], dtype=torch.float64)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: wobbly.clone())
@@ -253,7 +253,7 @@ def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch):
         assert draw(probs, doubles(u)).item() in (0, 2)
 
 
-def test_draw_follows_the_law():
+def test_draw_follows_the_law() -> None:
     probs = torch.tensor([[0.5, 0.0, 0.25, 0.15, 0.1]])
     num = 200_000
     drawn = draw(probs.expand(num, -1), torch.from_numpy(uniforms(3, Purpose.TARGET, range(num))))
@@ -261,7 +261,7 @@ def test_draw_follows_the_law():
     assert p_value > FALSE_ALARM_RATE
 
 
-def test_truncation_keeps_the_smallest_set_that_holds_the_mass():
+def test_truncation_keeps_the_smallest_set_that_holds_the_mass() -> None:
     probs = torch.tensor([[0.05, 0.4, 0.3, 0.15, 0.1], [1.0, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
     token_ids, kept, lengths = truncate_support(probs, mass=0.8, max_support=4)
     assert lengths.tolist()[:2] == [3, 1]
@@ -275,7 +275,7 @@ def test_truncation_keeps_the_smallest_set_that_holds_the_mass():
     assert truncate_support(probs, mass=1e-9, max_support=2)[2].tolist() == [1, 1, 1]
 
 
-def test_a_small_vocabulary_is_kept_whole():
+def test_a_small_vocabulary_is_kept_whole() -> None:
     probs = torch.tensor([[0.0, 0.999, 0.001, 0.0], [0.25, 0.25, 0.25, 0.25]])
     token_ids, kept, lengths = truncate_support(probs, mass=0.5, max_support=4)
     assert lengths.tolist() == [2, 4]
@@ -284,7 +284,7 @@ def test_a_small_vocabulary_is_kept_whole():
     torch.testing.assert_close(kept[0], torch.tensor([0.999, 0.001, 0.0, 0.0]))
 
 
-def test_judging_splits_the_target_into_support_and_tail():
+def test_judging_splits_the_target_into_support_and_tail() -> None:
     probs = torch.softmax(random_logits(6), dim=-1)
     support_ids = torch.stack([torch.randperm(VOCAB)[:8] for _ in range(6)])
     support_ids[2, 3:] = -1
@@ -305,20 +305,20 @@ def test_judging_splits_the_target_into_support_and_tail():
     assert tail_mass[3] == 1
 
 
-def test_judging_without_a_tail():
+def test_judging_without_a_tail() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
     _, tail_mass, tail_token = judge_support(probs, torch.tensor([[1, 0, -1]]), doubles(0.5))
     assert (tail_mass.item(), tail_token.item()) == (0.0, -1)
 
 
-def test_a_tiny_tail_is_not_lost_to_cancellation():
+def test_a_tiny_tail_is_not_lost_to_cancellation() -> None:
     probs = torch.tensor([[1.0, 1e-20, 0.0]])
     _, tail_mass, tail_token = judge_support(probs, torch.tensor([[0]]), doubles(0.5))
     assert tail_mass.item() == pytest.approx(1e-20)
     assert tail_token.item() == 1
 
 
-def test_tail_tokens_follow_the_target_outside_the_support():
+def test_tail_tokens_follow_the_target_outside_the_support() -> None:
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.0]])
     num = 100_000
     coins = torch.from_numpy(uniforms(8, Purpose.TARGET, range(num)))
@@ -327,13 +327,13 @@ def test_tail_tokens_follow_the_target_outside_the_support():
     assert chi_square_p_value(np.bincount(tails, minlength=5), expected) > FALSE_ALARM_RATE
 
 
-def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids():
+def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids() -> None:
     log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
     noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
     assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
 
 
-def test_gumbel_argmax_follows_the_law():
+def test_gumbel_argmax_follows_the_law() -> None:
     probs = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
     num = 200_000
     noise = gumbel_noise(3, range(num), 5, device="cpu")
@@ -341,11 +341,11 @@ def test_gumbel_argmax_follows_the_law():
     assert chi_square_p_value(np.bincount(drawn, minlength=5), probs) > FALSE_ALARM_RATE
 
 
-def test_greedy_prefers_the_lowest_of_equals():
+def test_greedy_prefers_the_lowest_of_equals() -> None:
     assert greedy(torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])).tolist() == [1, 0]
 
 
-def test_top_logprobs():
+def test_top_logprobs() -> None:
     logits = random_logits(3)
     expected = torch.log_softmax(logits, dim=-1)
     token_ids = torch.tensor([[4, -1], [0, VOCAB], [199, 7]])

@@ -101,7 +101,7 @@ def test_the_oldest_sequence_gets_on_whatever_the_others_do() -> None:
     prompt = engine.open(PARAMS, 300)
     readers = [engine.open(PARAMS, 5) for _ in range(4)]
 
-    async def read(reader: TokenSequence, long: asyncio.Task) -> None:
+    async def read(reader: TokenSequence, long: asyncio.Task[Any]) -> None:
         length = 5
         while not long.done():
             await engine.run(VerifyJob(reader, 0, [1] * length))
