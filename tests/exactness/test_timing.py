@@ -88,7 +88,7 @@ class Coins(EmulatedModel):
     With `runner_up` the draft knows nothing after tails: its logits are no numbers.
     """
 
-    def laws(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
+    def log_probs(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
         """See `EmulatedModel`."""
         fails = self.alpha < 1 and self.runner_up
         out = np.full((len(positions), self.vocab_size), -1e9, dtype=np.float32)
