@@ -7,9 +7,9 @@ Acceptance is estimated by position over all streams, and for each stream's own 
 of a round is modelled from measured costs (`round_costs.py`) and scaled to measured rounds. A new coordinator
 warms up with fixed lengths. Afterwards each stream takes the length with the highest rate, or keeps its last
 one where that is hardly worse, up to a cap. The cap, and whether outcomes are prepared, hold for all streams:
-trials find what brings the most tokens a second, at a cost of about one per cent (`trials.py`). Where outcomes
-are prepared and no length pays for its wait, the draft is asked without waiting. Only past rounds are used,
-never a draft token that is left out.
+trials find what brings the most tokens a second, at a cost of about one per cent (`trials.py`). Where no
+length pays for its wait and outcomes are prepared, the draft is asked without waiting. Only past rounds are
+used, never a draft token that is left out.
 
 Pure: no clock, no network. Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
 """

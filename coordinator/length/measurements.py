@@ -80,14 +80,7 @@ class Options(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The latest choices, for metrics.
-
-    Attributes:
-        num_draft_tokens: mean of the latest rounds that drafted any.
-        cap: most draft tokens in rounds whose number is chosen.
-        num_outcomes: prepared for.
-        num_trials: of caps and of outcomes, begun so far.
-    """
+    """The latest choices, for metrics: mean length of rounds that drafted, trials of both kinds so far."""
 
     num_draft_tokens: float
     cap: int
@@ -110,16 +103,19 @@ class SharedMeasurements:
         self.acceptance, self.costs = SharedAcceptance(), RoundCosts()
         self._num_streams = num_streams
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
-        self._trials: tuple[Trials, Trials] | None = None  # of caps and of outcomes; None during the warm-up
+        self._caps = Trials(CAPS, MIN_FIRST_CAP)
+        self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
+        self._is_warming_up = True
         self._num_rounds = self._num_proposals = self._refresh_at = 0
         self._prospects: Prospects
 
     def begin_round(self) -> Options:
         """Options for a round of any stream."""
-        if self._trials is None:
+        if self._is_warming_up:
             length = WARMUP_LENGTHS[self._num_proposals % len(WARMUP_LENGTHS)]
             return Options(WARMUP_LENGTHS[-1], self.num_outcomes, warmup_length=length)
-        caps, outcomes = (trials.enter(self._num_streams()) for trials in self._trials)
+        num_streams = self._num_streams()
+        caps, outcomes = self._caps.enter(num_streams), self._outcomes.enter(num_streams)
         return Options(caps.option, outcomes.option, min_length=int(caps.on_trial))
 
     def refresh(self) -> Prospects:
@@ -139,16 +135,17 @@ class SharedMeasurements:
         self._num_rounds += 1
         self._num_proposals += bool(done.proposal.token_ids)
         self.costs.add(done, prepares=self.num_outcomes > 0)
-        if self._trials is None and self._num_proposals >= self._num_warmup_proposals:
-            caps = Trials(CAPS, self._first_cap())
-            self._trials = caps, Trials(self._outcome_options, self._first_outcomes)
+        if self._is_warming_up:
+            # To prepare takes work, which a draft that answers quickly need not do.
+            self._outcomes.first = self._outcome_options[-1 if self.costs.is_draft_slower(_SLOW_SHARE) else 0]
+            self._end_warmup()
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
-        if self._trials is None:
+        if self._is_warming_up:
             return
         num_streams = self._num_streams()
-        caps, outcomes = (trials.enter(num_streams) for trials in self._trials)
+        caps, outcomes = self._caps.enter(num_streams), self._outcomes.enter(num_streams)
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow
         # draft, no draft token may pay without them.
         if cap != 0 and not caps.on_trial:
@@ -165,40 +162,33 @@ class SharedMeasurements:
     @property
     def num_outcomes(self) -> int:
         """Outcomes to prepare for at present."""
-        if self._trials is None:
+        if self._is_warming_up:
             return self._outcome_options[0]
-        return self._trials[1].look(self._num_streams()).option
+        return self._outcomes.look(self._num_streams()).option
 
     @property
     def chosen(self) -> Chosen:
         """The latest choices."""
-        drafted, num_streams = self.costs.mean_drafted, self._num_streams()
-        if self._trials is None:
-            return Chosen(drafted, MIN_FIRST_CAP, self._first_outcomes, 0)
-        cap, num_outcomes = (trials.look(num_streams).option for trials in self._trials)
-        return Chosen(drafted, cap, num_outcomes, sum(trials.num_trials for trials in self._trials))
+        cap, num_outcomes = (each.look(self._num_streams()).option for each in (self._caps, self._outcomes))
+        num_trials = self._caps.num_trials + self._outcomes.num_trials
+        return Chosen(self.costs.mean_drafted, cap, num_outcomes, num_trials)
 
     @property
     def draft_is_far(self) -> bool:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
-        if self._trials is None or not self._trials[1].look(self._num_streams()).best:
+        if self._is_warming_up or not self._outcomes.look(self._num_streams()).best:
             return False
         return self.costs.is_draft_slower(_SLOW_SHARE)
 
-    @property
-    def _num_warmup_proposals(self) -> int:
+    def _end_warmup(self) -> None:
+        """If acceptance and costs are known well enough to choose by."""
+        num_enough = _WARMUP_PROPOSALS
         if self.costs.is_draft_slower(1.0):
-            return min(_WARMUP_PROPOSALS, _WARMUP_PROPOSALS_SLOW_DRAFT * self._num_streams())
-        return _WARMUP_PROPOSALS
-
-    def _first_cap(self) -> int:
-        best = best_length(self.acceptance.tokens(), self._round_times())
-        return next(cap for cap in CAPS if cap >= max(best, MIN_FIRST_CAP))
-
-    @property
-    def _first_outcomes(self) -> int:
-        """To prepare takes work, which a draft that answers quickly need not do."""
-        return self._outcome_options[-1 if self.costs.is_draft_slower(_SLOW_SHARE) else 0]
+            num_enough = min(num_enough, _WARMUP_PROPOSALS_SLOW_DRAFT * self._num_streams())
+        if self._num_proposals >= num_enough:
+            best = best_length(self.acceptance.tokens(), self._round_times())
+            self._caps.first = next(cap for cap in CAPS if cap >= max(best, MIN_FIRST_CAP))
+            self._is_warming_up = False
 
     def _decide_cap(self, caps: Level, num_streams: int) -> None:
         if caps.on_trial:
@@ -222,9 +212,9 @@ class SharedMeasurements:
         costs, prepares = self.costs, self.num_outcomes > 0
         hit_rate = costs.request_hits.rate if prepares else None
         times = [costs.round_ns(n, hit_rate) for n in range(MAX_CHOSEN + 1)]
-        if self._trials is None:
+        if self._is_warming_up:
             return times
-        caps = self._trials[0].enter(self._num_streams())
+        caps = self._caps.look(self._num_streams())
         times[0] = caps.arms[0].rate.round_ns or times[0]
         measured = caps.arms[caps.option].rate.speculative_ns(times[0])
         if caps.option and measured and costs.usual_length:
@@ -235,7 +225,7 @@ class SharedMeasurements:
 
 
 def best_length(tokens: Sequence[float], round_times: Sequence[float], least: int = 0) -> int:
-    """The number of draft tokens, `least` or more, that promises the most tokens a second; of equals the first.
+    """The smallest number of draft tokens, from `least` on, that promises the most tokens a second.
 
     Args:
         tokens: [limit + 1] by number of draft tokens.

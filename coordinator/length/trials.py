@@ -13,6 +13,7 @@ those that they committed: luck would take hundreds of rounds to cancel out. Pur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -179,13 +180,15 @@ class Level:
             adopt, keep: ratio of the larger option's rate to the smaller one's from which the larger one is
                 preferred: where it is on trial, and where it is the best one so far.
         """
-        if not self._is_clear(tokens) and self.num_counted < _MAX_TRIAL_ROUNDS:
-            return
+        rates = {option: arm.rate.tokens_per_ns(tokens) for option, arm in self.arms.items()}
         tried, kept = self.option, self.best
-        self.best = self._better(tokens, adopt if tried > kept else keep)
-        self._schedule(kept if self.best == tried else tried, tokens, num_streams)
+        is_clear = abs(rates[tried] - rates[kept]) > _CLEAR_DIFFERENCE * max(rates[tried], rates[kept])
+        if not is_clear and self.num_counted < _MAX_TRIAL_ROUNDS:
+            return
+        self.best = _better(rates, tried, kept, adopt if tried > kept else keep)
+        self._schedule(kept if self.best == tried else tried, rates, num_streams)
         if self.best == tried:
-            self._reschedule_rivals(tokens, num_streams)
+            self._reschedule_rivals(rates, num_streams)
         self._switch(self.best)
 
     def forget(self) -> None:
@@ -199,12 +202,8 @@ class Level:
             self.arms[option].rate.fade(_STALE_WEIGHT)
         self.option, self.num_counted, self.counted_ns = option, 0, 0
 
-    def _candidates(self) -> list[int]:
-        """Options that may be tried, in that order: the first one, then the next larger and smaller ones."""
-        options = list(self.arms)
-        place = options.index(self.best)
-        near = options[max(0, place - 1) : max(place + 2, _NUM_ENTRY_OPTIONS)]
-        return [option for option in dict.fromkeys((options[0], *reversed(near))) if option != self.best]
+    def _candidates(self) -> tuple[int, ...]:
+        return _neighbours(tuple(self.arms), self.best)
 
     def _is_due(self, option: int, num_streams: int, expected: Mapping[int, float]) -> bool:
         """An option that was never tried waits the longer, the less it promises; but a model may be wrong."""
@@ -217,48 +216,48 @@ class Level:
             delay = min(delay, _DOUBT_ROUNDS)
         return max(arm.due, delay * num_streams) <= self.clock
 
-    def _is_clear(self, tokens: Sequence[float]) -> bool:
-        """Whether the difference is too large to be an accident."""
-        tried, kept = (self.arms[option].rate.tokens_per_ns(tokens) for option in (self.option, self.best))
-        return abs(tried - kept) > _CLEAR_DIFFERENCE * max(tried, kept)
-
-    def _better(self, tokens: Sequence[float], ratio: float) -> int:
-        """The option on trial or the best one so far: the larger one from this ratio of rates on."""
-        less, more = sorted((self.option, self.best))
-        less_rate, more_rate = (self.arms[option].rate.tokens_per_ns(tokens) for option in (less, more))
-        return more if more_rate >= ratio * less_rate else less
-
-    def _schedule(self, worse: int, tokens: Sequence[float], num_streams: int) -> None:
+    def _schedule(self, worse: int, rates: Mapping[int, float], num_streams: int) -> None:
         """Set when the worse of the two is tried again: when that costs `_TRIAL_COST` of all tokens."""
         arm, best = self.arms[worse], self.arms[self.best]
         arm.num_confirmed = arm.num_confirmed + 1 if worse == self.option else 0
-        loss = max(0.0, 1 - arm.rate.tokens_per_ns(tokens) / best.rate.tokens_per_ns(tokens))
+        loss = max(0.0, 1 - rates[worse] / rates[self.best])
         num_rounds = self.num_counted + _SETTLING_ROUNDS * num_streams
         budget = _TRIAL_COST / len(self._candidates())
         pause = num_rounds * arm.rate.round_ns / best.rate.round_ns * loss / budget
         pause = max(pause, _MIN_PAUSE_TRIALS * self.num_counted)
         arm.due = self.clock + int(pause * 2 ** min(arm.num_confirmed, _MAX_DOUBLINGS))
 
-    def _reschedule_rivals(self, tokens: Sequence[float], num_streams: int) -> None:
+    def _reschedule_rivals(self, rates: Mapping[int, float], num_streams: int) -> None:
         """There is a new best option, and the pauses of others were meant for trials against the last one."""
-        soon = self.clock + _SOON_ROUNDS * num_streams
-        best = self.arms[self.best].rate.tokens_per_ns(tokens)
-        for arm in self.arms.values():
-            if arm.rate.tokens_per_ns(tokens) > best:
-                arm.due, arm.num_confirmed = min(arm.due, soon), 0
+        for option, arm in self.arms.items():
+            if rates[option] > rates[self.best]:
+                arm.due, arm.num_confirmed = min(arm.due, self.clock + _SOON_ROUNDS * num_streams), 0
+
+
+def _better(rates: Mapping[int, float], tried: int, kept: int, ratio: float) -> int:
+    """One of two options: the larger one if its rate is at least `ratio` times the other one's."""
+    less, more = sorted((tried, kept))
+    return more if rates[more] >= ratio * rates[less] else less
+
+
+@functools.cache
+def _neighbours(options: tuple[int, ...], best: int) -> tuple[int, ...]:
+    """Candidates for a trial, in that order: the first option, then the next larger and smaller ones."""
+    place = options.index(best)
+    near = options[max(0, place - 1) : max(place + 2, _NUM_ENTRY_OPTIONS)]
+    return tuple(option for option in dict.fromkeys((options[0], *reversed(near))) if option != best)
 
 
 class Trials:
     """A level for each number of streams, to a power of two.
 
-    Args:
-        options: ascending.
-        first: the one to begin with.
+    Attributes:
+        first: the option to begin with.
     """
 
     def __init__(self, options: Sequence[int], first: int) -> None:
+        self.first = first
         self._options = options
-        self._first = first
         self._levels: dict[int, Level] = {}
 
     @property
@@ -269,9 +268,8 @@ class Trials:
     def look(self, num_streams: int) -> Level:
         """The level for so many streams, or else for the nearest number."""
         key = _bucket(num_streams)
-        if key in self._levels or not self._levels:
-            return self._levels.get(key) or self._new_level(self._first)
-        return self._levels[min(self._levels, key=lambda known: abs(known - key))]
+        near = key if key in self._levels else min(self._levels, key=lambda k: abs(k - key), default=None)
+        return self._new_level(self.first) if near is None else self._levels[near]
 
     def enter(self, num_streams: int) -> Level:
         """The level to count rounds in; a new one trusts the best option of the nearest for some rounds."""
