@@ -60,7 +60,7 @@ def config(alpha: float, num_draft_tokens: str, num_outcomes: str, rtt_ms: float
 
 
 def measure(up: UpConfig, rule: str, lengths: Sequence[int]) -> list[Point]:
-    """A generation of each length, with seeds 1, 2, ..., after a short one that nobody counts."""
+    """A generation of each length, with seeds 1, 2, ..., after a short one that is not counted."""
     with Stack(up) as stack, Client(stack.address) as client:
         client.generate(params=SamplingParams(max_tokens=16, **RULES[rule]), prompt_token_ids=PROMPT)
         return [
@@ -77,7 +77,7 @@ def _generate(client: Client, params: SamplingParams) -> Point:
     done = stream.completion
     gaps_ms = [(later - sooner) * 1e3 for sooner, later in pairwise(times_s)]
     return Point(
-        tokens_per_s=params.max_tokens / done.timing.total_ms * 1e3,
+        tokens_per_s=len(done.token_ids) / done.timing.total_ms * 1e3,
         round_ms=done.timing.total_ms / done.speculation.num_rounds,
         usual_round_ms=median(gaps_ms),
         acceptance_length=done.speculation.mean_acceptance_length,
@@ -106,7 +106,8 @@ def lockstep(num_tokens: int) -> tuple[list[Bar], str, Any]:
 
 def far(num_tokens: int) -> tuple[list[Bar], str, Any]:
     """A draft 20 ms away: prepared outcomes against lockstep, the same seeds, in turns."""
-    rows, bars = [], []
+    rows: list[tuple[str, int, float, float, float, float, float]] = []
+    bars = []
     for rule in RULES:
         for gamma in (3, 4):
             off = measure(config(0.8, str(gamma), "0", FAR_MS), rule, [num_tokens] * 3)
@@ -114,7 +115,7 @@ def far(num_tokens: int) -> tuple[list[Bar], str, Any]:
             gain = median(a.tokens_per_s / b.tokens_per_s for a, b in zip(on, off, strict=True))
             hit_ms = median(point.usual_round_ms for point in on)
             rows.append(
-                [
+                (
                     rule,
                     gamma,
                     median(p.tokens_per_s for p in off),
@@ -122,7 +123,7 @@ def far(num_tokens: int) -> tuple[list[Bar], str, Any]:
                     gain,
                     median(p.hit_rate for p in on),
                     hit_ms,
-                ]
+                )
             )
     for rule in ("greedy", "gumbel"):
         best = max((row for row in rows if row[0] == rule), key=lambda row: row[3])
@@ -181,7 +182,7 @@ def main() -> None:
         part, num_tokens = PARTS[name]
         found, table, data[name] = part(num_tokens)
         bars += found
-        details.append(f"## {name.capitalize()}\n\n{part.__doc__.splitlines()[0]}\n\n{table}")
+        details.append(f"## {name.capitalize()}\n\n{str(part.__doc__).splitlines()[0]}\n\n{table}")
         print(details[-1], flush=True)
     result = Report(
         name="ahead",

@@ -28,7 +28,7 @@ from verify_service.verifier import VerifyDecider, VerifyJob
 
 _PROMPT_LEN = 100
 _PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=1)
-_MODEL = {"dtype": "float32", "num_threads": 1}
+_MODEL: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
 _START_TIMEOUT_S = 120.0
 
 Found = tuple[float, float]
@@ -64,7 +64,7 @@ async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
         calls = [stub.Verify() for _ in range(num_streams)]
         for i, call in enumerate(calls):
             opening = wire.open_sequence(_PARAMS, _PROMPT_LEN)
-            # Different prompts: nobody finds his prefix with somebody else.
+            # Different prompts: no stream shares the prefix of another.
             await call.write(verify_pb2.VerifyRequest(open=opening, token_ids=[5 + i] * _PROMPT_LEN))
             await call.read()
 
@@ -84,7 +84,7 @@ async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
 def compare(num_streams: int, num_rounds: int, repetitions: int) -> dict[str, list[Found]]:
     """Both ways by turns."""
     found: dict[str, list[Found]] = {"alone": [], "over gRPC": []}
-    engine = boot.start(VerifyConfig(**_MODEL), "verify", VerifyDecider())  # type: ignore[arg-type]
+    engine = boot.start(VerifyConfig(**_MODEL), "verify", VerifyDecider())
     service = Service(
         "verify_service", ["--dtype", "float32", "--num-threads", "1", "--address", "127.0.0.1:0"]
     )

@@ -119,7 +119,7 @@ def loaded_on_ranks(num_ranks: int, source: str, tiny: str = "") -> list[tuple[T
     shard = _taken(lambda: load_shard(source, dtype="float32", num_ranks=num_ranks)[0])
     whole = _taken(lambda: loading.load_model(source, dtype="float32"))
     found: list[Any] = [None] * num_ranks
-    dist.all_gather_object(found, (shard, whole))  # type: ignore[no-untyped-call]
+    dist.all_gather_object(found, (shard, whole))
     return found
 
 

@@ -60,7 +60,7 @@ class Found:
 def collectors() -> Iterator[dict[str, str]]:
     """Endpoint by name; empty for none."""
     with socket.socket() as refuses, socket.create_server(("127.0.0.1", 0)) as silent, Receiver() as live:
-        refuses.bind(("127.0.0.1", 0))  # and nobody listens
+        refuses.bind(("127.0.0.1", 0))  # and does not listen
         yield {
             OFF: "",
             LIVE: live.endpoint,

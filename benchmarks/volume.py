@@ -86,17 +86,24 @@ def _volume(spans: Sequence[RecordedSpan], traces: dict[str, int], chunk_bytes: 
         span
         for span in spans
         if span.name in ("draft", "verify")
-        and span.attributes.get(tracing.BASE_LEN, 0) > traces.get(span.trace_id, LARGE_VOCABULARY)
+        and tracing.BASE_LEN in span.attributes
+        and _count(span, tracing.BASE_LEN) > traces.get(span.trace_id, LARGE_VOCABULARY)
     ]
     verifies = [span for span in later if span.name == "verify"]
     num_bytes = sum(
-        span.attributes[name] for span in later for name in (tracing.REQUEST_BYTES, tracing.RESPONSE_BYTES)
+        _count(span, name) for span in later for name in (tracing.REQUEST_BYTES, tracing.RESPONSE_BYTES)
     )
     return Volume(
         model_bytes=num_bytes / len(verifies),
         client_bytes=statistics.mean(chunk_bytes),
-        num_draft_tokens=statistics.mean(span.attributes[tracing.NUM_DRAFT_TOKENS] for span in verifies),
+        num_draft_tokens=statistics.mean(_count(span, tracing.NUM_DRAFT_TOKENS) for span in verifies),
     )
+
+
+def _count(span: RecordedSpan, name: str) -> int:
+    value = span.attributes[name]
+    assert isinstance(value, int)
+    return value
 
 
 def synthetic() -> dict[str, int]:

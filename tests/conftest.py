@@ -13,6 +13,8 @@ import pytest
 # A thread for each model: several processes compute at a time, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from specwire import Client
 from specwire.tokenizer import Tokenizer
 from tests.support import report, texts
@@ -49,6 +51,23 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No OpenTelemetry settings and no proxies in the environment."""
+    for name in os.environ:
+        if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

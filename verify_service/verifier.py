@@ -122,7 +122,7 @@ class VerifyDecider:
         rows = [row for case in cases for row in case.rows()]
         supports = [support for case in cases for support in case.row_supports()]
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        found = _find(log_probs, rows, supports)
+        found = _evaluate(log_probs, rows, supports)
         judged, start = [], 0
         for case in cases:
             here = slice(start, start + case.num_rows)
@@ -147,7 +147,7 @@ class VerifyDecider:
                 job.result = _not_finite()
 
 
-class _Found(NamedTuple):
+class _RowResults(NamedTuple):
     """One entry a row; `target_probs` and `tail_mass` are unset where tokens are matched.
 
     Attributes:
@@ -161,14 +161,14 @@ class _Found(NamedTuple):
     target_probs: list[FloatArray]
 
 
-def _find(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _Found:
+def _evaluate(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _RowResults:
     """Compute all results on the device, and copy them to the host at once."""
     matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
     sampled = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
     chosen = _chosen(log_probs, rows, matched)
     on_support, tail_mass, tail_tokens = _judge(log_probs, rows, supports, sampled)
     host = to_host(chosen, on_support, tail_mass, tail_tokens, log_probs.amax(dim=1))
-    found = _Found(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
+    found = _RowResults(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
     found.token_ids[matched], found.token_ids[sampled] = host[0], host[3]
     found.tail_mass[sampled] = host[2]
     for i, row_probs in zip(sampled, host[1], strict=True):
@@ -196,7 +196,7 @@ def _judge(
     return sampling.judge_support(probs, padded, uniforms)
 
 
-def _judged(case: Case, found: _Found, here: slice, logits: Tensor) -> Judged:
+def _judged(case: Case, found: _RowResults, here: slice, logits: Tensor) -> Judged:
     is_finite = bool(np.isfinite(found.maxima[here]).all())
     token_ids = found.token_ids[here].tolist()
     logprobs = _logprobs(case, logits, token_ids)

@@ -70,7 +70,7 @@ class VirtualRunner(EmulatedRunner):
         self.num_rows = 0
 
     def forward(self, feeds: Sequence[Feed]) -> Any:
-        """The logits, or just `Rows` where nobody looks at logits."""
+        """The logits, or just `Rows` where logits are not read."""
         rows = Rows(*self._append(feeds))
         self.num_rows = len(rows.positions)
         self.step_s = self._cost.seconds(len(feeds), sum(len(feed.token_ids) for feed in feeds))
@@ -102,7 +102,7 @@ class Device:
         await asyncio.sleep(seconds)
 
     def step_is_over(self) -> None:
-        """Whoever waits for drafts looks again."""
+        """Streams that wait for drafts look again."""
         self._stepped.set()
 
     async def drafted(self) -> None:
@@ -168,16 +168,16 @@ class VirtualEngine(Engine):
     def share_device(self) -> None:
         """The device is a target's, which this engine drafts for."""
         self.shares_device = True
-        self._device.drafts = lambda: bool(self._jobs) or not self._inbox.empty()
+        self._device.drafts = lambda: bool(self._queues.foreground) or not self._inbox.empty()
 
     async def _live(self) -> None:
-        """As `Engine._run` and `Engine._gather`."""
+        """As `Engine._run`."""
         while True:
-            self._take_orders(timeout_s=0)
+            self._drain_inbox(timeout_s=0)
             while wait_s := self._gathering_s():
                 await self._inbox.arrival(wait_s)
-                self._take_orders(timeout_s=0)
-            if self._jobs or self._background:
+                self._drain_inbox(timeout_s=0)
+            if self._queues:
                 if not self.shares_device:
                     await self._device.drafted()
                 async with self._device.turn:
@@ -187,8 +187,8 @@ class VirtualEngine(Engine):
                 await self._inbox.arrival()
 
     async def _timed_step(self) -> None:
-        self._take_orders(timeout_s=0)  # it may have been another engine's turn before
-        if not self._jobs and not self._background:
+        self._drain_inbox(timeout_s=0)  # it may have been another engine's turn before
+        if not self._queues:
             return
         started_ns = clock.stopwatch_ns()
         with torch.inference_mode():

@@ -170,7 +170,7 @@ Handler = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 
 
 class VirtualCall:
-    """A `coordinator.streams.Call` to a handler in another simulated process."""
+    """A `coordinator.peers.streams.Call` to a handler in another simulated process."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks.simulation import workload
 from benchmarks.simulation.devices import StepCost

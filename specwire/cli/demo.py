@@ -27,7 +27,7 @@ PROMPT = '''class Stack:
 
     def __init__(self'''
 
-_NEXT = "go on: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
+_NEXT = "next: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
 _COLOURS = {
     Fate.ACCEPTED: "\x1b[32m",
     Fate.REJECTED: "\x1b[31;9m",

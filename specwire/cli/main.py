@@ -185,12 +185,12 @@ def _supervise(stack: Stack) -> int:
         if ended is stack.http:
             pause_s, status = stack.restart_front(), ended.process.returncode
             print(
-                f"the HTTP front ended with status {status}; it starts again in {pause_s:g} s",
+                f"the HTTP front ended with status {status}; restarting in {pause_s:g} s",
                 file=sys.stderr,
             )
             continue
         what = "the draft service" if ended is stack.draft else f"the verify service {ended.address}"
-        print(f"{what} ended; decoding goes on without it", file=sys.stderr)
+        print(f"{what} ended; decoding continues without it", file=sys.stderr)
     print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
     return 1
 

@@ -76,7 +76,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X", "help": "add X to a token's logit"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "string that ends the output; may be repeated"},
     "stop_token_ids": {"type": token_ids, "metavar": "1,2", "help": "token ids that end the output"},
-    "ignore_eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
+    "ignore_eos": {"action": "store_true", "help": "continue past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},

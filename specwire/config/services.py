@@ -182,7 +182,7 @@ class ModelServiceConfig(ServiceConfig):
         256, "most tokens of prompts in a pass that running streams wait for", check=at_least(1)
     )
     cuda_graphs: bool = option(True, "on CUDA, record passes of usual sizes and replay them")
-    batch_invariant: bool = option(False, "compute a token bitwise the same whatever else is in its pass")
+    batch_invariant: bool = option(False, "compute a token bitwise the same in any batch")
     max_sequences: int = option(1024, "most open streams; others are told when to retry", check=at_least(1))
     least_pass_ms: float = option(0.0, LEAST_PASS_HELP, check=check_amount)
 
@@ -208,7 +208,7 @@ class ModelServiceConfig(ServiceConfig):
 
     @property
     def num_pages(self) -> int:
-        """Pages that `num_kv_tokens` stands for."""
+        """Pages for `num_kv_tokens` tokens."""
         return self.num_kv_tokens // self.page_len
 
 

@@ -83,9 +83,9 @@ class ModelService:
         )
 
     @contextlib.asynccontextmanager
-    async def watched(self, tell: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
+    async def watched(self, on_change: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
         """Watch for a hung device while the body runs; see `Engine.watch`."""
-        watching = asyncio.create_task(self.engine.watch(tell))
+        watching = asyncio.create_task(self.engine.watch(on_change))
         try:
             yield
         finally:

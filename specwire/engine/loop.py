@@ -164,9 +164,9 @@ class Engine:
         self._sequences.remove(sequence)
         self._num_forks -= sequence.is_fork
 
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+    async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
         """Detect a device that hangs, and fail what waits for it, until cancelled; see `Watchdog.watch`."""
-        await self._watchdog.watch(tell)
+        await self._watchdog.watch(on_change)
 
     def check_device(self) -> None:
         """The device was seen to be lost: recover it now rather than when the next job arrives."""
@@ -262,13 +262,18 @@ class Engine:
         sequence.cache.release()
 
     def _step(self) -> None:
-        """Plan a step, run it, learn its cost, and answer the jobs that are done."""
         started_ns = clock.stopwatch_ns()
+        step = self._begin_step(started_ns)
+        if step is not None:
+            self._end_step(step, started_ns)
+
+    def _begin_step(self, started_ns: int) -> Step | None:
+        """Plan a step and run it; None when nothing could run, or the device was lost."""
         step = self._plan(started_ns)
         if not step.jobs:
             self._queues.fail_background(ResourceExhaustedError("no memory to work ahead in"))
             self._replies.flush()
-            return
+            return None
         for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
         self._limit_time(step)
@@ -276,7 +281,11 @@ class Engine:
             self._executor.run(step)
         except DeviceLostError as error:
             self._recovery.recover(step.jobs, error)
-            return
+            return None
+        return step
+
+    def _end_step(self, step: Step, started_ns: int) -> None:
+        """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
         self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)

@@ -67,11 +67,11 @@ class Watchdog:
         self._heartbeat = heartbeat
         self._replies = replies
 
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+    async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
         """Check the heartbeat until cancelled.
 
         Args:
-            tell: called with whether the device makes progress, whenever that has changed.
+            on_change: called with whether the device makes progress, whenever that has changed.
         """
         looked_ns, was_hung = clock.stopwatch_ns(), False
         while True:
@@ -83,7 +83,7 @@ class Watchdog:
                 self._fail_pending(was_hung)
             if hangs != was_hung:
                 was_hung = hangs
-                await tell(not hangs)
+                await on_change(not hangs)
 
     def _fail_pending(self, was_hung: bool) -> None:
         error = self._error()

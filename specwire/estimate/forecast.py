@@ -252,9 +252,7 @@ class Forecast:
                     for share, token_id in zip(shares, token_ids, strict=False)
                     if ends_here * share >= least
                 ]
-        return sorted(
-            found, key=lambda likely: -likely.probability
-        )  # equal ones stay in order of position and rank
+        return sorted(found, key=lambda likely: -likely.probability)  # stable: the better rank first
 
     def bonus_probabilities(self, num_drafted: int) -> list[float]:
         """[NUM_RANKS] probability that a whole proposal is accepted and the candidate of a rank follows."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks import curve, curve_report, measure, report, stats, systems, volume, widen, windows
 from benchmarks.__main__ import Target, compare, measure_curve
@@ -25,7 +28,7 @@ from tests.support import tiny_models
 SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
 
 
-def _greedy(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
+def _greedy(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
     return model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0].tolist()
 
 
@@ -126,7 +129,10 @@ class _Scripted:
         return Sample(elapsed_s=self._elapsed_s, token_ids=token_ids, num_passes=4, own_ms=2.0)
 
 
-class _NoEcho:
+class _NoEcho(EchoPair):
+    def __init__(self) -> None:
+        """Starts no processes."""
+
     def round_trips_s(self, count: int) -> list[float]:
         return [0.001] * count
 
@@ -135,7 +141,7 @@ def test_repetitions_are_interleaved() -> None:
     log: list[tuple[str, int, int]] = []
     plan = Plan(num_repetitions=2, num_tokens=8, prompts=[[10], [20]])
     both = [_Scripted("a", log, 0.5), _Scripted("b", log, 0.25)]
-    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)
     assert log == [(name, seed, prompt) for seed, prompt, name in itertools.product((0, 1), (10, 20), "ab")]
     assert done.series["a"].tokens_per_s == [16, 16]
     assert done.series["b"].tokens_per_s == [32, 32]
@@ -151,7 +157,7 @@ def test_a_system_that_stops_early_is_not_counted_as_fast() -> None:
 
     plan = Plan(num_repetitions=1, num_tokens=8, prompts=[[10]])
     with pytest.raises(RuntimeError, match="made 1 tokens, not 8"):
-        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)  # type: ignore[arg-type]
+        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)
 
 
 def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
@@ -216,13 +222,13 @@ class _ScriptedStreams:
     def __init__(self, name: str, log: list[tuple[str, list[list[int]]]], own_prompts: bool = False) -> None:
         self.name, self.own_prompts, self.learns, self._log = name, own_prompts, False, log
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+    def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
         self._log.append((self.name, [list(prompt) for prompt in prompts]))
         n = len(prompts)
         return Burst(elapsed_s=0.5, token_ids=[[7] * num_tokens] * n, tpots_ms=list(range(1, n + 1)))
 
 
-def _streams_plan(**changes: int) -> curve.Plan:
+def _streams_plan(**changes: Any) -> curve.Plan:
     return dataclasses.replace(
         curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
     )
@@ -271,7 +277,7 @@ def test_time_per_output_token_leaves_out_the_first() -> None:
 
 def test_speculation_must_not_change_a_text_in_float32() -> None:
     class Other(_ScriptedStreams):
-        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
             burst = super().run(prompts, num_tokens)
             return dataclasses.replace(burst, token_ids=[[8] * num_tokens, *burst.token_ids[1:]])
 
@@ -285,7 +291,7 @@ def test_speculation_must_not_change_a_text_in_float32() -> None:
 
 def test_a_short_stream_is_not_counted_as_fast() -> None:
     class Short(_ScriptedStreams):
-        def run(self, prompts: list[list[int]], num_tokens: int) -> Burst:
+        def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
             return super().run(prompts, num_tokens - 1)
 
     with pytest.raises(RuntimeError, match="a made 7 tokens, not 8"):
@@ -307,9 +313,9 @@ def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
     target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
     draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
     prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
-    settings = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
     with Peer(target, draft, "float32", "float32", 1) as peer:
-        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]  # type: ignore[arg-type]
+        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]
         for _ in range(2):  # the second time with the manager of the first
             batch = peer.run_batch(BatchOrder(prompts=prompts, max_new_tokens=6))
             assert batch.token_ids == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from coordinator.length.measurements import best_length
 from specwire import SamplingParams
 from specwire.engine.emulated import EmulatedModel
 from specwire.estimate import clock
+from specwire.v1 import generation_pb2
 
 TARGET_MS, DRAFT_MS = 30.0, 3.0
 
 
-def setting(alpha: float, num_draft_tokens: str = "4", **fields) -> Setting:
-    defaults = {
+def setting(alpha: float, num_draft_tokens: str = "4", **fields: Any) -> Setting:
+    defaults: dict[str, Any] = {
         "model": EmulatedModel(alpha=alpha, runner_up=0.55, vocab_size=WIDE_VOCAB),
         "target": StepCost(base_ms=TARGET_MS),
         "draft": StepCost(base_ms=DRAFT_MS),
@@ -31,7 +33,7 @@ def setting(alpha: float, num_draft_tokens: str = "4", **fields) -> Setting:
     return Setting(num_draft_tokens=num_draft_tokens, **defaults | fields)
 
 
-def one_stream(world: Setting, num_tokens: int = 1500):
+def one_stream(world: Setting, num_tokens: int = 1500) -> generation_pb2.Completion:
     params = SamplingParams(max_tokens=num_tokens, temperature=0, seed=0)
     return workload.completions(world, [[params]])[0][0]
 
@@ -105,7 +107,7 @@ def test_exact_sampling_and_the_short_cut_come_to_the_same() -> None:
 
 def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
     far = Link(rtt_ms=20)
-    devices = {"link": far, "overheads": LEAN, "draft": StepCost(base_ms=2)}
+    devices: dict[str, Any] = {"link": far, "overheads": LEAN, "draft": StepCost(base_ms=2)}
     lockstep = one_stream(setting(0.8, **devices), 600)
     prepared = one_stream(setting(0.8, num_outcomes="16", **devices), 600)
     assert prepared.speculation.num_prepared > 0.6 * prepared.speculation.num_rounds

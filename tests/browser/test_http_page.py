@@ -23,7 +23,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-from specwire import SamplingParams, embedded
+from specwire import Rule, SamplingParams, embedded
 from specwire.http import page
 from tests.support.fronts import Fronted, fronted
 
@@ -129,7 +129,7 @@ def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.
     shown.one("#run").click()
     shown.finished()
     done = here.stack.client.generate(
-        "class Queue:", SamplingParams(max_tokens=48, temperature=0.7, seed=7, rule="gumbel")
+        "class Queue:", SamplingParams(max_tokens=48, temperature=0.7, seed=7, rule=Rule.GUMBEL)
     )
     assert "".join(shown.tokens("on")) == done.text
     counts = shown.record("on")["speculation"]

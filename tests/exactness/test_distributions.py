@@ -44,18 +44,23 @@ NUM_FOR_A_PARAMETER = 3_000
 """Generations per sampling parameter, and per negative control."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Draft tokens [n], then the law they are declared to come from: ids, probabilities, lengths."""
 
 
 class Pair:
     """Draft, target and coordinator in one place, many generations at a time."""
 
-    def __init__(self, params: SamplingParams, draft=HOSTILE, mass=0.99, max_support=1024):
+    def __init__(
+        self,
+        params: SamplingParams,
+        draft: torch.Tensor = HOSTILE,
+        mass: float = 0.99,
+        max_support: int = 1024,
+    ) -> None:
         self.params = params
         self.draft_logits = draft
         self.mass = mass
@@ -68,26 +73,24 @@ class Pair:
         contexts = [list(PROMPT) for _ in range(num)]
         wanted = len(PROMPT) + NUM_POSITIONS
         while active := [i for i, context in enumerate(contexts) if len(context) < wanted]:
-            self.round([contexts[i] for i in active], np.array(active) + first_seed)
+            self.round([contexts[i] for i in active], [first_seed + i for i in active])
         return np.array([context[len(PROMPT) : wanted] for context in contexts])
 
-    def round(self, contexts: list[list[int]], seeds: np.ndarray) -> None:
+    def round(self, contexts: list[list[int]], seeds: list[int]) -> None:
         """Draft, verify, commit: extends every context by what its round emits."""
         proposals = self.propose(contexts, seeds)
         verdicts = self.verify(contexts, proposals, seeds)
-        for context, seed, proposal, verdict in zip(
-            contexts, seeds.tolist(), proposals, verdicts, strict=True
-        ):
+        for context, seed, proposal, verdict in zip(contexts, seeds, proposals, verdicts, strict=True):
             outcome = self.decide(proposal, verdict, seed)
             self.num_drafted += min(outcome.num_accepted + 1, len(proposal.token_ids))
             self.num_accepted += outcome.num_accepted
             context += [*proposal.token_ids[: outcome.num_accepted], outcome.next_token]
 
-    def propose(self, contexts: list[list[int]], seeds: np.ndarray) -> list[Proposal]:
+    def propose(self, contexts: list[list[int]], seeds: list[int]) -> list[Proposal]:
         extended = [list(context) for context in contexts]
         supports: list[list[Support]] = [[] for _ in contexts]
         for _ in range(NUM_DRAFT_TOKENS):
-            positions = np.array([len(context) for context in extended])
+            positions = [len(context) for context in extended]
             log_probs = self.law(self.draft_logits, self.params, extended, seeds, positions)
             if self.params.matches_tokens:
                 token_ids = self.choose(log_probs, seeds, positions).tolist()
@@ -104,9 +107,7 @@ class Pair:
             for context, longer, held in zip(contexts, extended, supports, strict=True)
         ]
 
-    def verify(
-        self, contexts: list[list[int]], proposals: list[Proposal], seeds: np.ndarray
-    ) -> list[Verdict]:
+    def verify(self, contexts: list[list[int]], proposals: list[Proposal], seeds: list[int]) -> list[Verdict]:
         """All positions of all proposals in one batch, the last one of each with an empty support."""
         histories, support_ids = [], []
         for context, proposal in zip(contexts, proposals, strict=True):
@@ -116,8 +117,8 @@ class Pair:
                 if i < len(proposal.supports):
                     ids[: len(proposal.supports[i].token_ids)] = proposal.supports[i].token_ids
                 support_ids.append(ids)
-        positions = np.array([len(history) for history in histories])
-        row_seeds = np.repeat(seeds, NUM_DRAFT_TOKENS + 1)
+        positions = [len(history) for history in histories]
+        row_seeds = [seed for seed in seeds for _ in range(NUM_DRAFT_TOKENS + 1)]
         log_probs = self.law(TARGET, self.target_params(), histories, row_seeds, positions)
         per_proposal = (len(contexts), NUM_DRAFT_TOKENS + 1)
         if self.params.matches_tokens:
@@ -127,10 +128,6 @@ class Pair:
         probs, tail_mass, tails = judge_support(
             log_probs.exp(), torch.from_numpy(np.stack(support_ids)), coins
         )
-        probs, tail_mass = (
-            probs.reshape(*per_proposal, VOCAB).numpy(),
-            tail_mass.reshape(per_proposal).tolist(),
-        )
         return [
             Verdict(
                 proposal.base_len,
@@ -139,22 +136,32 @@ class Pair:
                 masses[: len(proposal.token_ids)],
             )
             for proposal, token_ids, target_probs, masses in zip(
-                proposals, tails.reshape(per_proposal).tolist(), probs, tail_mass, strict=True
+                proposals,
+                tails.reshape(per_proposal).tolist(),
+                probs.reshape(*per_proposal, VOCAB).numpy(),
+                tail_mass.reshape(per_proposal).tolist(),
+                strict=True,
             )
         ]
 
     @staticmethod
-    def law(table, params, contexts, seeds, positions) -> torch.Tensor:
+    def law(
+        table: torch.Tensor,
+        params: SamplingParams,
+        contexts: list[list[int]],
+        seeds: list[int],
+        positions: list[int],
+    ) -> torch.Tensor:
         """The warped law of a model after each context."""
         logits = table[torch.tensor([context[-1] for context in contexts])]
         if params.needs_history:
-            each = zip(contexts, positions.tolist(), seeds.tolist(), strict=True)
+            each = zip(contexts, positions, seeds, strict=True)
             rows = [Row(params, len(PROMPT), *rest) for rest in each]
         else:
             rows = [Row(params, len(PROMPT), (), 0, 0)] * len(contexts)
         return apply_warps(apply_history(logits, rows), rows)
 
-    def choose(self, log_probs, seeds, positions) -> torch.Tensor:
+    def choose(self, log_probs: torch.Tensor, seeds: list[int], positions: list[int]) -> torch.Tensor:
         """The token that greedy decoding or the Gumbel coupling takes."""
         if self.params.greedy:
             return greedy(log_probs)
@@ -162,8 +169,8 @@ class Pair:
 
     # What follows is what the negative controls get wrong.
 
-    def sample(self, probs, coins):
-        """Draft tokens, then the law they are declared to come from: ids, probabilities, lengths."""
+    def sample(self, probs: torch.Tensor, coins: torch.Tensor) -> Sampled:
+        """See `Sampled`."""
         token_ids, declared, lengths = truncate_support(probs, self.mass, self.max_support)
         slots = draw(declared, coins)[:, None]
         return token_ids.gather(1, slots)[:, 0], token_ids, declared, lengths
@@ -292,7 +299,7 @@ def test_under_gumbel_coupling_the_draft_never_changes_the_text():
     assert (texts[0] == texts[1]).all()
     assert (texts[0] == texts[2]).all()
     contexts = [list(PROMPT)] * 300
-    log_probs = Pair.law(TARGET, params, contexts, np.arange(300), np.full(300, len(PROMPT)))
+    log_probs = Pair.law(TARGET, params, contexts, list(range(300)), [len(PROMPT)] * 300)
     noise = gumbel_noise(range(300), [len(PROMPT)] * 300, VOCAB, device="cpu")
     assert (texts[0][:, 0] == greedy(gumbel_scores(log_probs, noise)).numpy()).all()
 
@@ -306,7 +313,7 @@ def test_the_same_seed_gives_the_same_text():
 class GreedyAssistant(Pair):
     """Takes the draft's argmax, yet declares the softmax as the law it was sampled from."""
 
-    def sample(self, probs, coins):
+    def sample(self, probs: torch.Tensor, coins: torch.Tensor) -> Sampled:
         token_ids, declared, lengths = truncate_support(probs, self.mass, self.max_support)
         return token_ids[:, 0], token_ids, declared, lengths
 
@@ -314,7 +321,7 @@ class GreedyAssistant(Pair):
 class RawProbabilitiesDeclared(Pair):
     """Samples from a truncated law, yet declares the one before truncation."""
 
-    def sample(self, probs, coins):
+    def sample(self, probs: torch.Tensor, coins: torch.Tensor) -> Sampled:
         sampled, *_ = Pair(self.params, mass=0.6, max_support=4).sample(probs, coins)
         return sampled, *truncate_support(probs, 1.0, VOCAB)
 
@@ -324,10 +331,10 @@ class NoiseSharedWithResidual(Pair):
 
     coin_streams = Purpose.ACCEPT, Purpose.DRAFT
 
-    def decide(self, proposal, verdict, seed):
+    def decide(self, proposal: Proposal, verdict: Verdict, seed: int) -> Outcome:
         positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
-        coins = (uniforms(seed, stream, positions) for stream in self.coin_streams)
-        return accept_by_rejection(proposal, verdict, *coins)
+        accepting, recovering = (uniforms(seed, stream, positions) for stream in self.coin_streams)
+        return accept_by_rejection(proposal, verdict, accepting, recovering)
 
 
 class NoiseSharedWithAcceptance(NoiseSharedWithResidual):
@@ -339,14 +346,14 @@ class NoiseSharedWithAcceptance(NoiseSharedWithResidual):
 class TemperatureOnOneSide(Pair):
     """The draft is warped by the temperature, the target is not."""
 
-    def target_params(self):
+    def target_params(self) -> SamplingParams:
         return replace(self.params, temperature=1.0)
 
 
 class UnlikelyDraftTokenDropped(Pair):
     """Shortens the draft where the sampled token has a low probability: a look at its own value."""
 
-    def cut(self, proposal):
+    def cut(self, proposal: Proposal) -> Proposal:
         for i, (token_id, support) in enumerate(zip(proposal.token_ids, proposal.supports, strict=True)):
             if support.probs[support.token_ids == token_id] < 0.1:
                 return Proposal(proposal.base_len, proposal.token_ids[:i], proposal.supports[:i])
@@ -356,7 +363,7 @@ class UnlikelyDraftTokenDropped(Pair):
 class QuantisedAfterSampling(Pair):
     """Declares the draft law in steps of 1/8, which is not what was sampled from."""
 
-    def sample(self, probs, coins):
+    def sample(self, probs: torch.Tensor, coins: torch.Tensor) -> Sampled:
         sampled, token_ids, declared, lengths = super().sample(probs, coins)
         coarse = (declared * 8).ceil()
         return sampled, token_ids, coarse / coarse.sum(dim=-1, keepdim=True), lengths
@@ -365,7 +372,7 @@ class QuantisedAfterSampling(Pair):
 class TruncatedAfterSampling(Pair):
     """Samples from the whole law, then declares only its likeliest tokens and the sampled one."""
 
-    def sample(self, probs, coins):
+    def sample(self, probs: torch.Tensor, coins: torch.Tensor) -> Sampled:
         sampled, *_ = super().sample(probs, coins)
         threshold = probs.topk(4, dim=-1).values[:, -1:]
         kept = (probs >= threshold) | (torch.arange(VOCAB) == sampled[:, None])

@@ -1,9 +1,12 @@
-"""Greedy text, in float32, is token for token that of transformers' own `generate`, whatever the draft."""
+"""Greedy text, in float32, is token for token that of transformers' own `generate`, with any draft."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from specwire import SamplingParams
 from tests.support import tiny_models
@@ -14,7 +17,7 @@ NUM_TOKENS = 40
 PROMPTS = [[5, 9, 11, 2, 7], [3] * 20 + [8, 1, 30], [64]]
 
 
-def reference(model, prompt: list[int], **options: object) -> list[int]:
+def reference(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
     """What transformers writes by itself."""
     with torch.inference_mode():
         output = model.generate(

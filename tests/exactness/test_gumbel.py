@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def params(seed: int, num_draft_tokens: int | None = None) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("gumbel")
     return {
         "target": save_target(directory / "target"),
@@ -38,7 +39,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(models):
+def expected(models: dict[str, Path]) -> dict[int, tuple[int, ...]]:
     """Seed → token ids, without any draft service."""
     with local_stack(models["target"]) as stack:
         return {

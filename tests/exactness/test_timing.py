@@ -62,12 +62,12 @@ def generated(setting: Setting, params: SamplingParams) -> tuple[list[int], gene
         assert reader.completion is not None
         return reader.token_ids, reader.completion.speculation
 
-    return virtual_time.run(main())  # type: ignore[no-any-return]
+    return virtual_time.run(main())
 
 
 def setting(model: EmulatedModel, **fields: Any) -> Setting:
     """A draft 20 ms away from a target with passes of 30 ms, with real sampling."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "target": StepCost(base_ms=30.0),
         "draft": StepCost(base_ms=2.0),
         "link": Link(rtt_ms=20.0),
@@ -103,7 +103,7 @@ class Coins(EmulatedModel):
 
 
 class Impatient(AdaptiveLength):
-    """Waits for some proposals and hardly for others, whatever they are."""
+    """Waits long for some proposals and hardly for others, regardless of their tokens."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -121,7 +121,9 @@ def test_lateness_does_not_look_at_the_tokens(monkeypatch, fails_after_tails):
     given up because the draft fails after one of its tokens.
     """
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
-    monkeypatch.setattr(Replica, "lost", lambda *_: None)  # by logits that are no numbers: it is asked again
+    monkeypatch.setattr(
+        Replica, "mark_lost", lambda *_: None
+    )  # by logits that are no numbers: it is asked again
     world = setting(
         Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
         draft=StepCost(base_ms=1.0),

@@ -12,12 +12,14 @@ function raises a false alarm with probability 1e-6 (FALSE_ALARM_RATE) if seeds 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import coordinator.servicer
-from coordinator.generation import Plan
+from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
@@ -57,7 +59,7 @@ def logits() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("markov")
     target = save(markov_model(), directory / "target")
     draft = save(markov_model(scale=-1.0), directory / "draft")
@@ -85,7 +87,7 @@ def test_gumbel_coupling_follows_the_target(address, logits, settings, length):
     check_law(address, logits, Rule.GUMBEL, settings, length)
 
 
-def check_law(address, logits, rule, settings, length):
+def check_law(address: str, logits: torch.Tensor, rule: Rule, settings: dict[str, Any], length: int) -> None:
     params = {"rule": rule, "max_tokens": length, **settings}
     completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
     drafted = sum(done.speculation.num_draft_tokens for done in completions)
@@ -105,7 +107,7 @@ def test_a_draft_that_is_cut_down_and_shifted(tmp_path, logits):
         check_law(stack.address, logits, Rule.REJECTION, {}, LONG)
 
 
-MIXED = [
+MIXED: list[dict[str, Any]] = [
     {"rule": Rule.REJECTION},
     {"rule": Rule.REJECTION, "temperature": 0.5},
     {"rule": Rule.REJECTION, "temperature": 1.6, "top_k": 6},
@@ -139,7 +141,7 @@ class Restless(AdaptiveLength):
     def plan(self) -> Plan:
         return Plan((1, 3, 0, 5, 2)[self.last], num_outcomes=8)
 
-    def observe(self, done, elapsed_ns):
+    def observe(self, done: Round, elapsed_ns: int) -> None:
         super().observe(done, elapsed_ns)
         self.last = (len(done.proposal.token_ids) + 2 * done.outcome.num_accepted) % 5
 
@@ -149,7 +151,7 @@ def test_a_length_chosen_by_what_happened_does_not_bend_the_law(tmp_path, monkey
     target = save(markov_model(), tmp_path / "target")
     draft = save(markov_model(scale=-1.0), tmp_path / "draft")
     with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
-        params = {"max_tokens": ALONE, "rule": Rule.REJECTION}
+        params: dict[str, Any] = {"max_tokens": ALONE, "rule": Rule.REJECTION}
         completions = asyncio.run(_sample(stack.address, params, 4))
     lengths = {len(done.speculation.drafted_per_position) for done in completions}
     assert max(lengths) == 5
@@ -163,7 +165,7 @@ def test_outcomes_prepared_ahead_do_not_bend_the_law(tmp_path, logits, rule):
     draft = save(markov_model(scale=0.7), tmp_path / "draft")
     options = {"num_outcomes": "8", "num_draft_tokens": "2"}
     with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
-        params = {"max_tokens": ALONE, "rule": rule}
+        params: dict[str, Any] = {"max_tokens": ALONE, "rule": rule}
         completions = asyncio.run(_sample(stack.address, params, 2, num_streams=1))
     hits = sum(done.speculation.num_prepared for done in completions)
     assert hits > 0.1 * sum(done.speculation.num_rounds for done in completions)
@@ -184,7 +186,7 @@ def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, log
     draft = save(markov_model(scale=0.9), tmp_path / "draft")
     options = {"num_draft_tokens": "auto"}
     with local_stack(target, draft, coordinator_options=options, verify_link=Link(rtt_ms=30)) as stack:
-        params = {"max_tokens": ALONE, "rule": Rule.REJECTION, "temperature": 0.5}
+        params: dict[str, Any] = {"max_tokens": ALONE, "rule": Rule.REJECTION, "temperature": 0.5}
         completions = asyncio.run(_sample(stack.address, params, 2))
     accepted = sum(done.speculation.num_accepted_tokens for done in completions)
     assert accepted > 0.1 * sum(len(done.token_ids) for done in completions)
@@ -193,14 +195,14 @@ def test_asking_without_waiting_does_not_bend_the_law(tmp_path, monkeypatch, log
 
 def test_a_wrong_law_is_caught(address, logits):
     """The same tokens against a slightly different law: the tests above can fail."""
-    params = {"max_tokens": LONG, "rule": Rule.REJECTION}
+    params: dict[str, Any] = {"max_tokens": LONG, "rule": Rule.REJECTION}
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))
     wrong = SamplingParams(**params, temperature=1.25)
     assert law_p_value(completions, logits, wrong) < CLEARLY_WRONG
 
 
 async def _sample(
-    address: str, params: dict[str, object], num_generations: int, num_streams: int = NUM_STREAMS
+    address: str, params: dict[str, Any], num_generations: int, num_streams: int = NUM_STREAMS
 ) -> list[Completion]:
     """That many generations with seeds 0, 1, ..., of which so many run at a time."""
     free = asyncio.Semaphore(num_streams)
@@ -213,12 +215,10 @@ async def _sample(
         return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
 
 
-async def _sample_together(
-    address: str, kinds: list[dict[str, object]], seeds: range
-) -> list[list[Completion]]:
+async def _sample_together(address: str, kinds: list[dict[str, Any]], seeds: range) -> list[list[Completion]]:
     """Generations of several kinds, each with these seeds, all at once."""
 
-    async def of_kind(client: AsyncClient, params: dict[str, object]) -> list[Completion]:
+    async def of_kind(client: AsyncClient, params: dict[str, Any]) -> list[Completion]:
         made = (SamplingParams(**params, seed=seed) for seed in seeds)
         return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in made))
 

@@ -181,7 +181,7 @@ def assert_refused(counts: Counter[str]) -> None:
 def _check(seen: Watching, what: str, counts: Counter[str], before_mib: float) -> None:
     assert seen.num_failed == 0
     assert seen.num_probes > 5
-    assert seen.num_generations > 2
+    assert seen.num_generations > sized(0, 2), "the short flood is over in seconds"
     growth_mib = seen.peak_mib - before_mib
     assert growth_mib < MAX_GROWTH_MIB
     probes = f"{seen.num_probes} probes, longest {seen.longest_s:.2f} s"

@@ -1,4 +1,4 @@
-"""Mutated messages on every method: nobody crashes, nothing is a defect, and others are served as before."""
+"""Mutated messages on every method: no process crashes, no status is INTERNAL, others are served."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +15,9 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import SamplingParams
+from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
-from tests.support import report, texts
+from tests.support import report
 from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
 from tests.support.harness import LocalStack, local_stack, started_services
@@ -25,11 +26,11 @@ from tests.support.mutations import mutated_bytes, mutated_conversation
 NUM_MESSAGES = sized(150, 5_000)  # of each kind, for each method
 NUM_THREADS = 8
 TIMEOUT_S = 60.0
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule="gumbel")
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
 FINE = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,  # health of a service that nobody knows
+    grpc.StatusCode.NOT_FOUND,  # health of an unknown service
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -44,10 +45,8 @@ def services() -> Iterator[dict[str, ModelService]]:
 
 
 @pytest.fixture(scope="module")
-def stack(
-    services: dict[str, ModelService], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalStack]:
-    with local_stack(*texts.save_pair(tmp_path_factory.mktemp("pair"))) as running:
+def stack(services: dict[str, ModelService], pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,8 @@ import verify_service.service
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
+from specwire.engine.batch import Feed
+from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Heartbeat
 from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
 
@@ -42,11 +44,11 @@ class Brake:
         self.is_held = threading.Event()
         run, runner = service.runner.run, service.runner
 
-        def held(*arguments: Any) -> Any:
+        def held(feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
             if not self._may_run.is_set():
                 self.is_held.set()
             self._may_run.wait()
-            return run(*arguments)
+            return run(feeds, question, decide)
 
         runner.run = held  # type: ignore[method-assign]
 
@@ -159,9 +161,10 @@ def test_a_verify_service_that_hangs_is_left_for_another() -> None:
         brakes, addresses = [], []
         for _ in range(2):
             with started_services() as services:
-                config = VerifyConfig(model=TARGET, grace_s=0.0)
                 address = stack.enter_context(
-                    thread.entered(lambda c=config: verify_service.service.serving(c))
+                    thread.entered(
+                        lambda: verify_service.service.serving(VerifyConfig(model=TARGET, grace_s=0.0))
+                    )
                 )
             brakes.append(Brake(services["verify"]))
             addresses.append(address)

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from specwire import AsyncClient, Rule, SamplingParams, SpecwireError
+from specwire.cli.supervisor import Service
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from tests.support import report
 from tests.support.effort import sized
@@ -60,7 +61,7 @@ class Fault:
             await asyncio.sleep(self.for_s)
 
     @contextlib.contextmanager
-    def _held(self, service) -> Iterator[None]:
+    def _held(self, service: Service) -> Iterator[None]:
         with stopped(service) if self.kind == "stop" else hung_device(service, self.role):
             yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from specwire import Client, GenerationLostError, SamplingParams, ServiceUnavail
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from tests.support import texts
 from tests.support.harness import LoopThread
+from tests.support.processes import wait_until
 from tests.support.refusals import refused
 
 PROMPT = "The quick brown"
@@ -148,10 +149,3 @@ def skip_until_plain(chunks: Iterator[Any]) -> Iterator[Any]:
             break
     assert num_plain == 5
     yield from chunks
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,6 @@ SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBE
 START_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with local_stack(*texts.save_pair(tmp_path_factory.mktemp("pair"))) as running:
-        yield running
-
-
 @pytest.fixture
 def proxy(stack: LocalStack) -> Iterator[StackProxy]:
     """A second way to the coordinator, which a test may cut."""
@@ -82,7 +77,7 @@ class TestSeam:
     def test_same_tokens_texts_and_log_probabilities_wherever_it_lies(
         self, stack: LocalStack, rule: str
     ) -> None:
-        law = {"temperature": 0.0} if rule == "greedy" else {"rule": rule}
+        law: dict[str, Any] = {"temperature": 0.0} if rule == "greedy" else {"rule": rule}
         params = SamplingParams(
             max_tokens=40,
             ignore_eos=True,
@@ -91,7 +86,7 @@ class TestSeam:
             logprobs=1,
             presence_penalty=0.5,
             repetition_penalty=1.1,
-            **law,  # type: ignore[arg-type]
+            **law,
         )
         whole = stack.client.generate(PROMPT, params)
         for cuts in [(1,), (2,), (5,), (3, 1, 2)]:
@@ -110,10 +105,8 @@ class TestSeam:
             stop = "".join(token.text for token in free.tokens[i : i + 3])
             if not stop or "\N{REPLACEMENT CHARACTER}" in stop or stop in free.text[: free.text.index(stop)]:
                 continue
-            params = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, stop=stop)
-            params = params.__class__(
-                **{n: getattr(params, n) for n in params.__slots__} | {"num_draft_tokens": 0}
-            )
+            params = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, stop=(stop,))
+            params = dataclasses.replace(params, num_draft_tokens=0)
             whole = stack.client.generate(PROMPT, params)
             assert whole.stop_reason == stop
             num_tokens = len(whole.token_ids)
@@ -125,7 +118,7 @@ class TestSeam:
     def test_every_round_names_all_that_it_emitted(self, stack: LocalStack) -> None:
         """Held back or not: the law of what follows the seam rests on it."""
         params = SamplingParams(
-            max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop="the lazy dog"
+            max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop=("the lazy dog",)
         )
         *chunks, end = messages_of(stack.address, client_wire.generate_request(PROMPT, params))
         assert any(message.chunk.held for message in chunks)
@@ -147,7 +140,7 @@ class TestSeam:
         assert not any(message.HasField("resume_info") for message in messages[1:])
 
     def test_a_generation_whose_completion_alone_was_lost(self, stack: LocalStack) -> None:
-        for params in (SEEDED, SamplingParams(seed=7, rule=Rule.GUMBEL, stop="e", ignore_eos=True)):
+        for params in (SEEDED, SamplingParams(seed=7, rule=Rule.GUMBEL, stop=("e",), ignore_eos=True)):
             whole = stack.client.generate(PROMPT, params)
             request = client_wire.generate_request(PROMPT, params)
             request.generated_token_ids.extend(whole.token_ids)
@@ -260,13 +253,21 @@ class TestClient:
             assert completion.num_resumes == 1
         assert completion.token_ids == whole.token_ids
 
-    def test_what_the_server_chose_stays_chosen(self, stack: LocalStack, proxy: StackProxy) -> None:
+    def test_what_the_server_chose_stays_chosen(
+        self, stack: LocalStack, proxy: StackProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.0)
         with Client([proxy.address, stack.address]) as client, client.stream(PROMPT, params) as stream:
             done = list(next(iter(stream)).tokens)
             seen: list[Any] = []
-            open_ = stream._stream._progress.request
-            stream._stream._progress.request = lambda: seen.append(open_()) or seen[-1]
+            progress = stream._stream._progress
+            open_ = progress.request
+
+            def noted() -> Any:
+                seen.append(open_())
+                return seen[-1]
+
+            monkeypatch.setattr(progress, "request", noted)
             proxy.cut()
             completion = read_on(stream, done)
         assert (seen[0].sampling.seed, completion.num_resumes) == (completion.seed, 1)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.processes import Devices
-from specwire import Client, SamplingParams
+from specwire import Client, Rule, SamplingParams
 from specwire.cli.supervisor import Service, Stack
 from tests.support import report
 from tests.support.effort import sized
@@ -20,7 +20,7 @@ from tests.support.harness import LocalStack
 from tests.support.rigs import HEAL_S, is_serving, read
 
 STOP_S = sized(2.5, 5.0)
-PARAMS = SamplingParams(max_tokens=400, rule="gumbel", seed=5)
+PARAMS = SamplingParams(max_tokens=400, rule=Rule.GUMBEL, seed=5)
 """Over a second of work."""
 NUM_REQUESTS = 3
 TIMEOUT_S = 60.0

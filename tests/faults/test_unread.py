@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.cancels import Engines, idle_after_s
 from benchmarks.processes import Devices
-from specwire import AsyncClient, RetryPolicy, SamplingParams, StreamIdleError
+from specwire import AsyncClient, GenerationIdleError, RetryPolicy, Rule, SamplingParams, StreamIdleError
 from specwire.cli.supervisor import Stack
 from specwire.client.streaming import AsyncStream
 from specwire.config.services import Link
@@ -36,7 +36,7 @@ NUM_SILENT = sized(12, 256)
 NUM_CONNECTIONS, NUM_CHOICES = sized(2, 125), 4
 """Over HTTP: a connection holds some 250 kB, which several generations fill sooner."""
 IDLE_S = sized(4, 20)
-PARAMS = SamplingParams(max_tokens=200, rule="gumbel", seed=5)
+PARAMS = SamplingParams(max_tokens=200, rule=Rule.GUMBEL, seed=5)
 PROMPT = (1, 2, 3)
 MAX_START_S = 2.0
 """To the first token of a client that comes when all the others are as far ahead as they may be."""
@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(120, 900))]
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     devices = Devices(target_ms=5.0, draft_ms=0.5)
-    limits = {"max_running": MAX_RUNNING, "idle_timeout_s": IDLE_S}
+    limits: dict[str, Any] = {"max_running": MAX_RUNNING, "idle_timeout_s": IDLE_S}
     with devices.stack(num_kv_tokens=NUM_STREAMS * 512, **limits) as running:
         yield running
 
@@ -157,7 +157,7 @@ async def test_streams_of_the_sdk_that_nobody_reads(stack: Stack) -> None:
         assert await read(resumed) == expected
         assert resumed.num_resumes == 1
         for stream in streams:
-            with pytest.raises(StreamIdleError, match="no token was taken") as caught:
+            with pytest.raises(GenerationIdleError, match="no token was taken") as caught:
                 await read(stream)
             assert 0 < caught.value.num_tokens <= MIN_CREDIT_TOKENS
             assert tuple(t.token_id for t in caught.value.tokens) == expected[: caught.value.num_tokens]

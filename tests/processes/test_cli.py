@@ -24,6 +24,7 @@ from specwire import SamplingParams
 from specwire.cli import main as cli
 from specwire.cli import supervisor
 from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from tests.support.command_line import check_completion, one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
@@ -246,11 +247,11 @@ class TestSamplingFlags:
         args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
         shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
         defaults = {"demo": shown, "generate": SamplingParams()}
-        assert cli._sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
+        assert sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
 
     def test_repeated_flags_add_up(self) -> None:
         argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
-        params = cli._sampling_params(cli._parser().parse_args(argv))
+        params = sampling_params(cli._parser().parse_args(argv))
         assert params.stop == ("a", "b")
         assert params.logit_bias == {1: 2.0, 3: 4.0}
 

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from specwire.v1 import verify_pb2, verify_pb2_grpc
+from tests.support.processes import wait_until
 
 LIMIT = 200
 NUM_STRANGERS = 250
@@ -76,10 +76,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def strangers() -> Iterator[list[socket.socket]]:
-    with contextlib.ExitStack() as stack:
-        opened: list[socket.socket] = []
-        stack.callback(lambda: [each.close() for each in opened])
-        yield opened
+    opened: list[socket.socket] = []
+    yield opened
+    for each in opened:
+        each.close()
 
 
 def num_closed(connections: list[socket.socket]) -> int:
@@ -92,19 +92,13 @@ def num_closed(connections: list[socket.socket]) -> int:
         for key, _ in selector.select(0):
             with contextlib.suppress(BlockingIOError):
                 try:
-                    while data := key.fileobj.recv(65536):  # type: ignore[union-attr]
+                    assert isinstance(key.fileobj, socket.socket)
+                    while data := key.fileobj.recv(65536):
                         assert data
                     ended += 1
                 except ConnectionError:
                     ended += 1
         return ended
-
-
-def until(is_so: Callable[[], Any], seconds: float = 20.0) -> None:
-    ends_s = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
 
 
 def test_a_grpc_server_sheds_connections_and_keeps_descriptors(
@@ -121,10 +115,10 @@ def test_a_grpc_server_sheds_connections_and_keeps_descriptors(
             strangers.append(service.connect())
             with contextlib.suppress(ConnectionError):
                 strangers[-1].sendall(HTTP2)
-        until(lambda: num_closed(strangers) >= NUM_STRANGERS - LIMIT * 3 // 4)
+        wait_until(lambda: num_closed(strangers) >= NUM_STRANGERS - LIMIT * 3 // 4, 20)
         assert service.num_descriptors < LIMIT - 10, "others are left for files and peers"
         stub.GetModelInfo(request, timeout=30)
-        until(lambda: "file descriptors are open" in service.log)
+        wait_until(lambda: "file descriptors are open" in service.log, 20)
     assert len(service.log.splitlines()) == 1, service.log
 
 
@@ -137,8 +131,9 @@ def test_asyncios_servers_log_no_traceback_for_each_connection(
     )
     assert is_answered(front.address)
     strangers += [front.connect() for _ in range(100)]
-    until(lambda: "are open" in front.log)
-    until(lambda: is_answered(front.address))  # in the middle of the flood it may be among those closed
+    wait_until(lambda: "are open" in front.log, 20)
+    # In the middle of the flood it may be among those closed.
+    wait_until(lambda: is_answered(front.address), 20)
     time.sleep(1.2)  # asyncio tries again every second
     assert is_answered(front.address)
     assert "Traceback" not in front.log
@@ -157,4 +152,4 @@ def is_answered(address: str) -> bool:
 
 def test_the_soft_limit_is_raised(start: Callable[..., Process]) -> None:
     proxy = start("ulimit -S -n 100; ulimit -H -n 300", "specwire.cli", "proxy", "--to", "127.0.0.1:1")
-    until(lambda: proxy.limit == 300)
+    wait_until(lambda: proxy.limit == 300, 20)

@@ -29,7 +29,7 @@ from specwire.rpc.server import Server
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
-NUM_TOKENS = 100  # farther than a generation gets that nobody reads
+NUM_TOKENS = 100  # more than an unread generation emits
 START_S = 240.0
 END_S = 60.0
 GRACE_S = 60.0
@@ -123,7 +123,7 @@ async def ask_to_end(service: Service) -> None:
 
 @contextlib.asynccontextmanager
 async def begun(client: AsyncClient, num_streams: int) -> AsyncIterator[list[AsyncStream]]:
-    """So many generations, begun and not read on: none can end before somebody does."""
+    """So many generations, begun and not read on: none can end before it is read."""
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.GUMBEL, seed=1)
     async with contextlib.AsyncExitStack() as stack:
         contexts = [client.stream(params=params, prompt_token_ids=PROMPT) for _ in range(num_streams)]

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specwire import Client, SamplingParams, UnauthenticatedError
+from specwire import Client, Rule, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
 from specwire.cli.supervisor import Service, Stack
 from specwire.config.services import UpConfig
@@ -19,7 +19,7 @@ from specwire.rpc.statuses import from_rpc_error
 from specwire.security.bearer import make_token
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
-PARAMS = SamplingParams(max_tokens=30, seed=1, rule="gumbel")
+PARAMS = SamplingParams(max_tokens=30, seed=1, rule=Rule.GUMBEL)
 
 
 @pytest.fixture(scope="module")

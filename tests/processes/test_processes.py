@@ -96,7 +96,7 @@ class TestUp:
         done = reading.result()
         assert done.token_ids == undisturbed.token_ids
         assert done.speculation.draft_unavailable != ""
-        wait_until(lambda: "draft service ended; decoding goes on" in up.errors(), 10)
+        wait_until(lambda: "draft service ended; decoding continues" in up.errors(), 10)
         assert up.process.poll() is None
 
     def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:

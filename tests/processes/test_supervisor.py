@@ -19,7 +19,7 @@ from specwire.config.services import UpConfig
 
 HANGS = """
 import signal, threading
-from specwire import stacks
+from specwire.telemetry import stacks
 stacks.show_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -58,6 +58,7 @@ def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.C
             for _ in range(2):
                 os.kill(pids[-1], signal.SIGKILL)
                 served.append(answer(address, old_pid=pids[-1], stack=stack))
+                assert stack.http is not None
                 pids.append(stack.http.process.pid)
             stack.coordinator.process.kill()
 
@@ -68,8 +69,8 @@ def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.C
     assert [data["data"][0]["id"] for data in served] == ["m", "m"]
     assert len(set(pids)) == 3
     told = capfd.readouterr().err
-    assert "the HTTP front ended with status -9; it starts again in 0.5 s" in told
-    assert "the HTTP front ended with status -9; it starts again in 1 s" in told
+    assert "the HTTP front ended with status -9; restarting in 0.5 s" in told
+    assert "the HTTP front ended with status -9; restarting in 1 s" in told
     assert "error: coordinator ended with status -9" in told
 
 

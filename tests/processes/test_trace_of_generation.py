@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from specwire import Client, Rule, SamplingParams
+from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
+from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import UpConfig
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.pairs import save_good_draft, save_target
@@ -33,7 +34,7 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory):
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RecordedSpan], Completion, Completion]:
     """Spans of two generations, one of them with a caller's trace context, and their completions."""
     directory = tmp_path_factory.mktemp("traced")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
@@ -59,7 +60,7 @@ def traced(tmp_path_factory):
         return receiver.spans, first, second
 
 
-def of_trace(spans, trace_id):
+def of_trace(spans: list[RecordedSpan], trace_id: str) -> list[RecordedSpan]:
     return [span for span in spans if span.trace_id == trace_id]
 
 
@@ -98,6 +99,12 @@ def test_a_callers_trace_context_is_continued(traced):
     assert [(span.trace_id, span.parent_id) for span in continued] == [(CALLER[3:35], CALLER[36:52])]
 
 
+def count(span: RecordedSpan, name: str) -> int:
+    value = span.attributes[name]
+    assert isinstance(value, int)
+    return value
+
+
 def test_attributes_agree_with_the_completion(traced):
     spans, first, _ = traced
     root = min((span for span in spans if span.name == "generate"), key=lambda span: span.start_ns)
@@ -109,7 +116,7 @@ def test_attributes_agree_with_the_completion(traced):
         ("specwire.num_draft_tokens", first.speculation.num_draft_tokens),
         ("specwire.num_accepted_tokens", first.speculation.num_accepted_tokens),
     ):
-        assert sum(span.attributes[name] for span in rounds) == total
+        assert sum(count(span, name) for span in rounds) == total
     calls = [span for span in of_trace(spans, root.trace_id) if span.name in ("draft", "verify")]
-    assert all(span.attributes["specwire.request_bytes"] > 0 for span in calls)
-    assert all(span.attributes["specwire.response_bytes"] > 0 for span in calls)
+    assert all(count(span, "specwire.request_bytes") > 0 for span in calls)
+    assert all(count(span, "specwire.response_bytes") > 0 for span in calls)

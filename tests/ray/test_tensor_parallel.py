@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import re
 import signal
@@ -20,11 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
-from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, SamplingParams
+from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, Rule, SamplingParams
 from specwire.config.services import UpConfig, VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
-from specwire.engine.group import placement
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
@@ -48,7 +48,7 @@ PROMPT = np.random.default_rng(5).integers(3, 97, 40).tolist()
 PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
-    SamplingParams(seed=2, rule="gumbel", temperature=0.8),
+    SamplingParams(seed=2, rule=Rule.GUMBEL, temperature=0.8),
     SamplingParams(seed=3, repetition_penalty=1.2, presence_penalty=0.3, top_k=20),
     SamplingParams(seed=4, top_p=0.8, logprobs=3),
     SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={7: 2.0}),
@@ -132,9 +132,9 @@ class TestTwoRanks:
         assert [one.token_ids for one in done] == [one.token_ids for one in undisturbed]
         for one in done:
             assert 0 < one.speculation.num_accepted_tokens < one.speculation.num_draft_tokens
-        for one, other in zip(done[4].tokens, undisturbed[4].tokens, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            assert [v for _, v in one.top_logprobs] == pytest.approx(
+        for token, other in zip(done[4].tokens, undisturbed[4].tokens, strict=True):
+            assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [v for _, v in token.top_logprobs] == pytest.approx(
                 [v for _, v in other.top_logprobs], abs=1e-4
             )
         nodes = {place.node_id for place in group_runner(service).locations}
@@ -266,7 +266,7 @@ class TestWhatCannotStart:
             boot.start(VerifyConfig(model=str(model), tensor_parallel_size=2), "verify", VerifyDecider())
 
     def test_without_ray_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 2: needs Ray.*specwire\[ray\]"):
             boot.start(VerifyConfig(tensor_parallel_size=2), "verify", VerifyDecider())
 
@@ -365,10 +365,11 @@ def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[An
     """Logits with padded steps, how many of them are replayed, and why not."""
     from specwire.engine.group.sharding import load_shard
 
+    untyped: Any = dist
     rank, found = dist.get_rank(), []
     for name, ours in (("all record", EagerReplay()), ("one cannot", Broken() if rank else EagerReplay())):
         model, _ = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        part = dist.PrefixStore(name, dist.FileStore(store, num_ranks))
+        part = untyped.PrefixStore(name, untyped.FileStore(store, num_ranks))
         replay = AgreedReplay(ours, part, rank, num_ranks)
         runner = ModelRunner(model, num_pages=64, replay=replay)
         replay.warm(runner)

@@ -49,7 +49,7 @@ class TestFlags:
             ),
         ],
     )
-    def test_what_is_refused(self, options: dict[str, object], problem: str) -> None:
+    def test_what_is_refused(self, options: dict[str, Any], problem: str) -> None:
         with pytest.raises(ConfigError, match=f"^{re.escape(problem)}$"):
             VerifyConfig(**options)
 
@@ -74,7 +74,8 @@ class Streams:
     """Greedy generations that another thread reads, one for each prompt."""
 
     def __init__(self, address: str) -> None:
-        self.found: list[tuple[int, ...] | Exception] = []
+        self.found: list[tuple[int, ...]] = []
+        self.failed: list[Exception] = []
         self._all_going = threading.Barrier(len(PROMPTS) + 1)
         self._threads = [
             threading.Thread(target=self._read, args=(address, prompt), daemon=True) for prompt in PROMPTS
@@ -88,8 +89,7 @@ class Streams:
     def texts(self) -> set[tuple[int, ...]]:
         for thread in self._threads:
             thread.join(START_S)
-        failed = [one for one in self.found if isinstance(one, Exception)]
-        assert not failed
+        assert not self.failed
         return set(self.found)
 
     def _read(self, address: str, prompt: list[int]) -> None:
@@ -102,7 +102,7 @@ class Streams:
                     pass
                 self.found.append(tuple(stream.completion.token_ids))
         except Exception as error:
-            self.found.append(error)
+            self.failed.append(error)
 
 
 class Running:
@@ -118,7 +118,7 @@ class Running:
 
     def services(self) -> dict[str, psutil.Process]:
         """Replicas by the address that they were started at."""
-        found = {}
+        found: dict[str, psutil.Process] = {}
         for child in self.own.children():
             with contextlib.suppress(psutil.Error):
                 listening = [one.laddr.port for one in child.net_connections("tcp") if one.status == "LISTEN"]

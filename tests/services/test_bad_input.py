@@ -1,4 +1,4 @@
-"""What must be refused is refused with a typed error that names field and value, and nobody else notices.
+"""What must be refused is refused with a typed error that names field and value; others are unaffected.
 
 Messages of the model services are built by hand here, past everything the client and the coordinator check.
 """
@@ -20,6 +20,7 @@ from specwire import (
     ContextLengthError,
     InvalidRequestError,
     PrefixMismatchError,
+    Rule,
     SamplingParams,
     SpecwireError,
     UnsupportedError,
@@ -41,14 +42,9 @@ from tests.support.refusals import our_errors, refused
 PROMPT = "The quick brown"
 # Gumbel: its text is fixed by the seed alone. Under rejection sampling the company in a batch may change the
 # last bits of a probability, and with them the order of equally likely tokens.
-LONG = SamplingParams(max_tokens=1200, ignore_eos=True, seed=11, rule="gumbel")
+LONG = SamplingParams(max_tokens=1200, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
 OUTSIDE = texts.VOCAB_SIZE
 MAX_MESSAGE_BYTES = 200_000
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return texts.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -222,17 +218,20 @@ def law(**fields: Any) -> common_pb2.SamplingParams:
 
 
 def opening(**fields: Any) -> common_pb2.OpenSequence:
-    return common_pb2.OpenSequence(**{"sampling": law(), "prompt_len": 3} | fields)
+    valid: dict[str, Any] = {"sampling": law(), "prompt_len": 3}
+    return common_pb2.OpenSequence(**valid | fields)
 
 
 def draft(**fields: Any) -> draft_pb2.DraftRequest:
-    return draft_pb2.DraftRequest(**{"token_ids": [3, 4, 5], "num_draft_tokens": 2} | fields)
+    valid: dict[str, Any] = {"token_ids": [3, 4, 5], "num_draft_tokens": 2}
+    return draft_pb2.DraftRequest(**valid | fields)
 
 
 def verify(**fields: Any) -> verify_pb2.VerifyRequest:
     """Two draft tokens with supports of two."""
     support = ids_to_bytes(np.array([6, 7]))
-    valid = {"token_ids": [3, 4, 5], "draft_token_ids": [6, 7], "support_token_ids": [support, support]}
+    valid: dict[str, Any] = {"token_ids": [3, 4, 5], "draft_token_ids": [6, 7]}
+    valid["support_token_ids"] = [support, support]
     return verify_pb2.VerifyRequest(**valid | fields)
 
 

@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.model.memory import _cgroup_bytes, free_bytes
+from specwire.engine.model.runner import ModelRunner
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyDecider
@@ -32,13 +35,13 @@ def params(seed: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("memory")
     return save_target(directory / "target"), save_good_draft(directory / "draft")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pair):
+def undisturbed(pair: tuple[Path, Path]) -> list[tuple[int, ...]]:
     with local_stack(pair[0]) as stack:
         return asyncio.run(generate_all(stack.address))
 
@@ -53,7 +56,7 @@ async def generate_all(address: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("short", ["verify", "draft", "both"])
 def test_many_requests_share_the_memory_of_four(pair, undisturbed, short):
-    options = {
+    options: dict[str, Any] = {
         "verify_options": FOR_FOUR if short in ("verify", "both") else None,
         "draft_options": FOR_FOUR if short in ("draft", "both") else None,
     }
@@ -70,6 +73,7 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair, tmp_path):
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
     service = boot.start(config, "verify", VerifyDecider())
     try:
+        assert isinstance(service.runner, ModelRunner)
         pool, per_token = service.runner.pool, service.runner.kv_bytes_per_token
         assert pool.num_pages * PAGE_SIZE * per_token == pytest.approx(0.01 * free, rel=0.2)
         assert service.info.context_len <= pool.num_pages * PAGE_SIZE
@@ -159,7 +163,7 @@ async def generate_mix(address: str, requests: Sequence[Request]) -> list[Comple
 
 
 @pytest.fixture(scope="module")
-def undisturbed_mixes(pair):
+def undisturbed_mixes(pair: tuple[Path, Path]) -> dict[int, list[tuple[int, ...]]]:
     """Texts of every mix with room for all, prompts in one piece, no draft and no known prefixes."""
     options = {"num_kv_tokens": NUM_MIXED * 256, "prefix_sharing": False}
     with local_stack(pair[0], verify_options=options) as stack:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +27,8 @@ OPTIONS = {"page_size": PAGE_SIZE}
 TARGET, DRAFT = "emulated:step_ms=0", "emulated:step_ms=0,alpha=0.8"
 
 
-def law(**settings: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 8, "seed": 4, "rule": Rule.GUMBEL} | settings)  # type: ignore[arg-type]
+def law(**settings: Any) -> SamplingParams:
+    return dataclasses.replace(SamplingParams(max_tokens=8, seed=4, rule=Rule.GUMBEL), **settings)
 
 
 def seen(stack: LocalStack, client: Client, token: str, params: SamplingParams) -> tuple[int, list[int]]:
@@ -126,9 +128,11 @@ def test_over_http() -> None:
             answer = here.openai.completions.create(
                 model=here.model, prompt=PROMPT, max_tokens=4, extra_body=extras
             )
-            return answer.usage.prompt_tokens_details.cached_tokens
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-        salts = ({}, {}, {"cache_salt": "mine"}, {"cache_salt": "mine"})
+        salts: tuple[dict[str, str], ...] = ({}, {}, {"cache_salt": "mine"}, {"cache_salt": "mine"})
         assert [cached(**salt) > 0 for salt in salts] == [False, True, False, True]
 
 

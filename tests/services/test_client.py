@@ -25,7 +25,7 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.client.client import Stream
+from specwire.client.streaming import Stream
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from specwire.wire.client import generate_request
@@ -269,7 +269,7 @@ class TestTargetAlone:
         with pytest.raises(UnsupportedError, match="no tokenizer"):
             bare.client.generate(messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(UnsupportedError, match=r"stop=.*use stop_token_ids"):
-            bare.client.generate(prompt_token_ids=[3], params=SamplingParams(stop="x"))
+            bare.client.generate(prompt_token_ids=[3], params=SamplingParams(stop=("x",)))
 
 
 class TestHealthAndReflection:

@@ -114,7 +114,7 @@ class TestLife:
         client.close()
         for call in (client.generate, client.get_status):
             with pytest.raises(SpecwireError, match="closed"):
-                call()  # type: ignore[operator]
+                call()
 
     def test_closing_ends_what_other_threads_wait_for(self, stack: LocalStack) -> None:
         client = Client(stack.address)

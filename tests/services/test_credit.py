@@ -76,10 +76,13 @@ def stack() -> Iterator[LocalStack]:
         yield running
 
 
+Readers = queue.SimpleQueue[WatchedReader]
+
+
 @pytest.fixture
-def readers(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WatchedReader]:
+def readers(monkeypatch: pytest.MonkeyPatch) -> Readers:
     """The clients of generations, in the order of their start."""
-    found: queue.SimpleQueue[WatchedReader] = queue.SimpleQueue()
+    found: Readers = queue.SimpleQueue()
 
     def watched(*args: Any) -> WatchedReader:
         found.put(reader := WatchedReader(*args))
@@ -103,7 +106,7 @@ class TestStalledReader:
     @pytest.mark.parametrize("num_draft_tokens", [0, 4, 48, 64])
     @pytest.mark.parametrize("rule", list(Rule))
     def test_pauses_its_generation_and_goes_on_to_the_same_text(
-        self, stack: LocalStack, readers: Any, rule: Rule, num_draft_tokens: int
+        self, stack: LocalStack, readers: Readers, rule: Rule, num_draft_tokens: int
     ) -> None:
         law = params(150, rule=rule, num_draft_tokens=num_draft_tokens)
         undisturbed = stack.client.generate(params=law, prompt_token_ids=PROMPT)
@@ -121,7 +124,7 @@ class TestStalledReader:
             assert stream.completion.token_ids == undisturbed.token_ids
             assert rounds(stream.completion) == rounds(undisturbed), "the very same rounds"
 
-    def test_the_target_stands_still(self, stack: LocalStack, readers: Any) -> None:
+    def test_the_target_stands_still(self, stack: LocalStack, readers: Readers) -> None:
         """Each round runs one token through the target; so its count says how far the generation is."""
         law = params(10_000, num_draft_tokens=0)
         before = stack.status("verify").num_tokens
@@ -134,7 +137,7 @@ class TestStalledReader:
             assert stack.status("verify").num_steps == paused.num_steps
         stack.assert_idle_within(1.0)
 
-    def test_control_without_credit_it_runs_ahead(self, stack: LocalStack, readers: Any) -> None:
+    def test_control_without_credit_it_runs_ahead(self, stack: LocalStack, readers: Readers) -> None:
         with raw_stub(stack) as stub:
             call = stub.Generate(iter([opening(0, 10_000)]), timeout=30)
             next(call)
@@ -146,7 +149,7 @@ class TestStalledReader:
             call.cancel()
         stack.assert_idle_within(1.0)
 
-    def test_others_go_on(self, stack: LocalStack, readers: Any) -> None:
+    def test_others_go_on(self, stack: LocalStack, readers: Readers) -> None:
         with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
             stalled = readers.get(timeout=10)
@@ -157,16 +160,18 @@ class TestStalledReader:
                 assert len(done.token_ids) == 200
             assert stalled.num_emitted == num_emitted
 
-    def test_a_slow_reader_in_asyncio_code(self, stack: LocalStack, readers: Any) -> None:
+    def test_a_slow_reader_in_asyncio_code(self, stack: LocalStack, readers: Readers) -> None:
         async def read() -> tuple[int, ...]:
             async with (
                 AsyncClient(stack.address) as client,
                 client.stream(params=params(200), prompt_token_ids=PROMPT) as stream,
             ):
-                reader, num_read = None, 0
+                reader: WatchedReader | None = None
+                num_read = 0
                 async for chunk in stream:
                     num_read += len(chunk.tokens)
-                    reader = reader or await asyncio.to_thread(readers.get, timeout=10)
+                    if reader is None:
+                        reader = await asyncio.to_thread(readers.get, timeout=10)
                     if num_read + MIN_CREDIT_TOKENS < 200:
                         assert await asyncio.to_thread(reader.paused.wait, 10)
                         assert reader.num_emitted - num_read <= MIN_CREDIT_TOKENS
@@ -179,7 +184,7 @@ class TestStalledReader:
 
 class TestPausedStreamEnds:
     @pytest.fixture
-    def paused(self, stack: LocalStack, readers: Any) -> Iterator[Any]:
+    def paused(self, stack: LocalStack, readers: Readers) -> Iterator[Any]:
         with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
             assert readers.get(timeout=10).paused.wait(10)
@@ -192,14 +197,14 @@ class TestPausedStreamEnds:
         with pytest.raises(RequestCancelledError):
             list(paused)
 
-    def test_when_its_context_is_left(self, stack: LocalStack, readers: Any) -> None:
+    def test_when_its_context_is_left(self, stack: LocalStack, readers: Readers) -> None:
         with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
             assert readers.get(timeout=10).paused.wait(10)
         stack.assert_idle_within(1.0)
         assert stack.client.get_status().num_running == 0
 
-    def test_when_its_client_closes(self, stack: LocalStack, readers: Any) -> None:
+    def test_when_its_client_closes(self, stack: LocalStack, readers: Readers) -> None:
         client = Client(stack.address)
         with client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
@@ -209,7 +214,7 @@ class TestPausedStreamEnds:
             assert time.monotonic() - started < 0.5, "the end of a stream leaves nothing to wait for"
         stack.assert_idle_within(1.0)
 
-    def test_at_its_deadline(self, stack: LocalStack, readers: Any) -> None:
+    def test_at_its_deadline(self, stack: LocalStack, readers: Readers) -> None:
         started = time.monotonic()
         with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=2.0) as stream:
             next(iter(stream))
@@ -219,7 +224,7 @@ class TestPausedStreamEnds:
             with pytest.raises(DeadlineExceededError):
                 list(stream)
 
-    def test_at_shutdown(self, readers: Any) -> None:
+    def test_at_shutdown(self, readers: Readers) -> None:
         with contextlib.ExitStack() as clients:
             with local_stack(TARGET, DRAFT) as stack:
                 client = clients.enter_context(Client(stack.address))
@@ -233,7 +238,7 @@ class TestPausedStreamEnds:
 
 
 class TestAcknowledgements:
-    def test_they_are_few(self, stack: LocalStack, readers: Any) -> None:
+    def test_they_are_few(self, stack: LocalStack, readers: Readers) -> None:
         """One for each 16 tokens, and one a second."""
         started_s = time.monotonic()
         done = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
@@ -269,7 +274,7 @@ class TestAcknowledgements:
         assert tuple(received(responses)) == expected.token_ids
         assert responses[-1].WhichOneof("event") == "completion"
 
-    def test_after_a_half_close_it_stays_within_its_credit(self, stack: LocalStack, readers: Any) -> None:
+    def test_after_a_half_close_it_stays_within_its_credit(self, stack: LocalStack, readers: Readers) -> None:
         responses: list[Any] = []
         with raw_stub(stack) as stub:
             call = stub.Generate(iter([opening(64)]), timeout=30)
@@ -280,7 +285,7 @@ class TestAcknowledgements:
         assert 60 <= len(received(responses)) <= 64
         stack.assert_idle_within(1.0)
 
-    def test_a_larger_credit_is_kept_too(self, stack: LocalStack, readers: Any) -> None:
+    def test_a_larger_credit_is_kept_too(self, stack: LocalStack, readers: Readers) -> None:
         with raw_stub(stack) as stub:
             call = stub.Generate(iter([opening(200, num_draft_tokens=4)]), timeout=30)
             reader = readers.get(timeout=10)
@@ -319,7 +324,7 @@ class TestBadValues:
         ],
     )
     def test_in_a_later_request(
-        self, stack: LocalStack, readers: Any, late: GenerateRequest, refusal: str
+        self, stack: LocalStack, readers: Readers, late: GenerateRequest, refusal: str
     ) -> None:
         """It ends a paused generation at once, and frees its memory."""
         requests: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
@@ -373,7 +378,7 @@ class TestMemory:
                     next(iter(stream))
 
             coordinator_process = psutil.Process(stack.coordinator.process.pid)
-            stall(20)  # what is allocated only once belongs to nobody
+            stall(20)  # what is allocated only once is not a stream's
             wait_until_still(stack.verify.address)
             before = coordinator_process.memory_info().rss
             stall(self.NUM_STREAMS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import random
 import socket
@@ -26,7 +27,7 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.errors import ConfigError
 from specwire.testing import alarm
 from specwire.testing.delay_proxy import DelayProxy, Link
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, StackProxy, local_stack
 from tests.support.links import MS, Linked, Peer, until
 
 pytestmark = pytest.mark.serial
@@ -205,8 +206,12 @@ class TestAlarm:
         called: list[tuple[float, float]] = []
         now = time.monotonic()
         times = [now + ms * MS for ms in (7.3, 2.1, 2.1, 30.0, 0.4, -5.0)]
+
+        def call(when_s: float) -> None:
+            called.append((when_s, time.monotonic()))
+
         for when_s in times:
-            running.set(when_s, lambda when_s=when_s: called.append((when_s, time.monotonic())))
+            running.set(when_s, functools.partial(call, when_s))
         await until(lambda: len(called) == len(times))
         assert [when_s for when_s, _ in called] == sorted(times)
         assert all(called_s >= when_s for when_s, called_s in called)
@@ -253,6 +258,12 @@ def far() -> Iterator[LocalStack]:
         yield stack
 
 
+@pytest.fixture
+def proxy(far: LocalStack) -> StackProxy:
+    assert far.draft_proxy is not None
+    return far.draft_proxy
+
+
 class TestBetweenServices:
     """gRPC through it, with emulated devices."""
 
@@ -264,7 +275,7 @@ class TestBetweenServices:
     @pytest.mark.parametrize("which", ["draft_link", "verify_link"])
     def test_a_round_takes_one_round_trip_longer(self, which: str) -> None:
         lockstep = {"num_outcomes": "0"}
-        link = {which: Link(rtt_ms=20)}
+        link: dict[str, Any] = {which: Link(rtt_ms=20)}
         with (
             local_stack(TARGET, DRAFT, coordinator_options=lockstep) as near,
             local_stack(TARGET, DRAFT, coordinator_options=lockstep, **link) as far,
@@ -280,23 +291,23 @@ class TestBetweenServices:
         longer_ms = (found.timing.total_ms - expected.timing.total_ms) / num_rounds
         assert 0.9 * 20 <= longer_ms < 3 * 20
 
-    def test_the_network_parts_and_heals(self, far: LocalStack) -> None:
+    def test_the_network_parts_and_heals(self, far: LocalStack, proxy: StackProxy) -> None:
         expected = self.generate(far).token_ids
-        far.draft_proxy.stall()
+        proxy.stall()
         assert self.generate(far).token_ids == expected
-        far.draft_proxy.resume()
+        proxy.resume()
         assert self.generate(far).token_ids == expected
 
-    def test_connections_are_cut_in_the_middle(self, far: LocalStack) -> None:
+    def test_connections_are_cut_in_the_middle(self, far: LocalStack, proxy: StackProxy) -> None:
         expected = self.generate(far).token_ids
         with far.client.stream(params=self.PARAMS, prompt_token_ids=[1, 2, 3]) as stream:
             chunks = iter(stream)
             next(chunks)
-            far.draft_proxy.cut()
+            proxy.cut()
             list(chunks)
             assert stream.completion.token_ids == expected
 
-    def test_the_link_changes_under_way(self, far: LocalStack) -> None:
+    def test_the_link_changes_under_way(self, far: LocalStack, proxy: StackProxy) -> None:
         before = self.generate(far).timing.total_ms
-        far.draft_proxy.link = Link(rtt_ms=30)
+        proxy.link = Link(rtt_ms=30)
         assert self.generate(far).timing.total_ms > before + 10 * 20

@@ -27,6 +27,7 @@ from specwire import (
     ConfigError,
     InvalidRequestError,
     ResourceExhaustedError,
+    Rule,
     SamplingParams,
     ServiceUnavailableError,
     UnauthenticatedError,
@@ -270,7 +271,7 @@ class TestRotation:
     """A chain of certificates and tokens is replaced under running services."""
 
     PROMPT = (1, 2, 3)
-    PARAMS = SamplingParams(max_tokens=200, seed=3, rule="gumbel")
+    PARAMS = SamplingParams(max_tokens=200, seed=3, rule=Rule.GUMBEL)
 
     @pytest.fixture
     def rotated(self, tmp_path: Path) -> Iterator[tuple[Keys, LocalStack]]:
@@ -438,10 +439,11 @@ class TestPlaintext:
     @pytest.mark.parametrize("name", ["verify_address", "draft_address"])
     def test_a_coordinator_refuses_peers_beyond_this_machine(self, name: str) -> None:
         flag = "--" + name.replace("_", "-")
+        peer: dict[str, Any] = {name: "10.0.0.2:7072"}
         with pytest.raises(ConfigError, match=f"{flag} 10.0.0.2:7072: would be plaintext"):
-            CoordinatorConfig(**{name: "10.0.0.2:7072"})
-        assert CoordinatorConfig(**{name: "10.0.0.2:7072"}, allow_plaintext=True)
-        assert CoordinatorConfig(**{name: "10.0.0.2:7072"}, peer_ca=__file__)
+            CoordinatorConfig(**peer)
+        assert CoordinatorConfig(**peer, allow_plaintext=True)
+        assert CoordinatorConfig(**peer, peer_ca=__file__)
 
     def test_a_client_keeps_its_token_from_the_network(self) -> None:
         with pytest.raises(InvalidRequestError, match=r"is not sent to 10\.0\.0\.1:7070") as refused:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specwire import AsyncClient, ModelLoadError, Rule, SamplingParams
+from specwire import AsyncClient, Completion, ModelLoadError, Rule, SamplingParams
 from specwire.engine.emulated import EmulatedModel
 from tests.support.harness import local_stack
 from tests.support.statistics import FALSE_ALARM_RATE
@@ -65,7 +65,7 @@ def test_many_streams_share_each_pass():
     """64 streams of 32 tokens take far fewer passes than tokens, and no token is lost or doubled."""
     params = SamplingParams(max_tokens=32, rule=Rule.GUMBEL, seed=9, num_draft_tokens=3)
 
-    async def together(address: str):
+    async def together(address: str) -> list[Completion]:
         async with AsyncClient(address) as client:
             return await asyncio.gather(
                 *(client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(64))

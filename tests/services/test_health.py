@@ -41,7 +41,7 @@ def test_nobody_there(free_address: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def free_address() -> Iterator[str]:
-    """Bound and not listened to, so that connections to it are refused and nobody else gets it."""
+    """Bound and not listened to, so that connections to it are refused and no other process gets it."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"

@@ -35,14 +35,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
         yield running
 
 
-def complete(here: Fronted, **request: Any) -> Any:
-    request = {"model": here.model, "prompt": PROMPT, "max_tokens": 24, "seed": 7} | request
-    return here.openai.completions.create(**request)
+def complete(here: Fronted, **changes: Any) -> Any:
+    request: dict[str, Any] = {"model": here.model, "prompt": PROMPT, "max_tokens": 24, "seed": 7}
+    return here.openai.completions.create(**request | changes)
 
 
-def chat(here: Fronted, **request: Any) -> Any:
-    request = {"model": here.model, "messages": QUESTION, "max_tokens": 24, "seed": 7} | request
-    return here.openai.chat.completions.create(**request)
+def chat(here: Fronted, **changes: Any) -> Any:
+    request: dict[str, Any] = {"model": here.model, "messages": QUESTION, "max_tokens": 24, "seed": 7}
+    return here.openai.chat.completions.create(**request | changes)
 
 
 def by_sdk(here: Fronted, **params: Any) -> Any:
@@ -222,8 +222,9 @@ class TestChat:
     def test_without_a_limit_it_goes_on_to_the_end_of_the_context(self, here: Fronted) -> None:
         long = "a queue " * 660
         usage = chat(here, messages=[{"role": "user", "content": long}], max_tokens=None).usage
-        context_len = here.openai.models.retrieve(here.model).model_extra["max_model_len"]
-        assert usage.total_tokens <= context_len
+        extra = here.openai.models.retrieve(here.model).model_extra
+        assert extra is not None
+        assert usage.total_tokens <= extra["max_model_len"]
         limited = chat(here, max_tokens=None, max_completion_tokens=5)
         assert limited.usage.completion_tokens == 5
 
@@ -320,11 +321,12 @@ def test_up_starts_a_front_and_ends_it() -> None:
         with openai.OpenAI(base_url=f"http://{stack.http.address}/v1", api_key="-", max_retries=0) as client:
             model = client.models.list().data[0].id
             answer = client.completions.create(model=model, prompt=[1, 2], max_tokens=8)
+        assert answer.usage is not None
         assert answer.usage.completion_tokens == 8
         stack.http.terminate()
         assert stack.wait() is stack.http, "its end is seen"
         assert stack.http.process.returncode == 0
-        assert not stack.is_missed(stack.http)
+        assert not stack.is_required(stack.http)
 
 
 async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

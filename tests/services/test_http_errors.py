@@ -16,8 +16,9 @@ import coordinator.servicer
 from specwire import errors
 from specwire.config.client import HttpConfig
 from specwire.errors import ConfigError
-from specwire.http import app, server
+from specwire.http import server
 from specwire.http.errors import api_error
+from specwire.http.model import Models
 from specwire.security.bearer import make_token
 from tests.support.certificates import Authority
 from tests.support.fronts import Fronted, front, fronted
@@ -38,8 +39,8 @@ def here() -> Iterator[Fronted]:
 def post(here: Fronted, path: str, body: Any, **headers: str | bytes) -> tuple[int, dict[str, Any], Any]:
     """Status, error object and headers of a request as it stands."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json", **headers}
-    response = httpx2.post(here.url + path, content=data, headers=headers, timeout=60)
+    pairs: Any = {"content-type": "application/json", **headers}
+    response = httpx2.post(here.url + path, content=data, headers=pairs, timeout=60)
     return response.status_code, response.json().get("error", {}), response.headers
 
 
@@ -155,7 +156,7 @@ def test_the_client_raises_its_own_types(here: Fronted) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         here.openai.completions.create(model=here.model, prompt=[1], top_p=2)
     assert (raised.value.param, raised.value.type) == ("top_p", "invalid_request_error")
-    assert raised.value.request_id.startswith("req-")
+    assert str(raised.value.request_id).startswith("req-")
 
 
 def test_every_response_has_a_request_id(here: Fronted) -> None:
@@ -170,7 +171,7 @@ def test_a_defect_has_one_too(here: Fronted, monkeypatch: pytest.MonkeyPatch) ->
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(app.Models, "served", broken)
+    monkeypatch.setattr(Models, "served", broken)
     status, error, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "mine-2"})
     assert (status, error["type"], found["x-request-id"]) == (500, "server_error", "mine-2")
 
@@ -288,6 +289,7 @@ def test_tls_and_tokens(tmp_path: Path) -> None:
             if expected == 200:
                 assert client.models.list().data[0].id == "m"
                 answer = client.completions.create(model="m", prompt=[1], max_tokens=2)
+                assert answer.usage is not None
                 assert answer.usage.completion_tokens == 2
             else:
                 with pytest.raises(openai.AuthenticationError):

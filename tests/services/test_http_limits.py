@@ -135,7 +135,7 @@ class TestTokenFirst:
         answers = AnswerCache(ask)
         for token in range(100):
             assert await answers.get(token) == token
-        assert len(answers._asked) == 10
+        assert len(answers._entries) == 10
 
 
 class TestBodies:

@@ -8,7 +8,7 @@ import pytest
 
 from specwire import Rule, SamplingParams
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import local_stack
+from tests.support.harness import LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
 
@@ -17,8 +17,10 @@ TARGET_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={TARGET_MS:g}", "emulated:step_ms=1,alpha=0.9,runner_up=0.55"
 
 
-def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> list[float]:
+def gaps_ms(stack: LocalStack, params: SamplingParams, *, stall_at: int, resume_at: int) -> list[float]:
     """Times between those chunks that came while the way to the draft was blocked."""
+    proxy = stack.draft_proxy
+    assert proxy is not None
     gaps, num_tokens, last_s = [], 0, time.perf_counter()
     with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
         for chunk in stream:
@@ -27,9 +29,9 @@ def gaps_ms(stack, params: SamplingParams, *, stall_at: int, resume_at: int) -> 
             if stall_at <= before < resume_at:
                 gaps.append((now_s - last_s) * 1e3)
             if before < stall_at <= num_tokens:
-                stack.draft_proxy.stall()
+                proxy.stall()
             if before < resume_at <= num_tokens:
-                stack.draft_proxy.resume()
+                proxy.resume()
             last_s = now_s
     return gaps
 
@@ -53,7 +55,7 @@ def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes):
 
 
 def test_a_fixed_length_waits_until_the_timeout_and_no_longer():
-    """Who fixes the length wants the same text again, whatever the weather."""
+    """A request with a fixed length gets the same text again, however late the draft is."""
     options = {"num_draft_tokens": "4", "num_outcomes": "0", "draft_timeout_ms": 1000.0}
     params = SamplingParams(max_tokens=200, seed=1)
     with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:

@@ -101,22 +101,30 @@ class RawStream:
             pass
 
 
+Services = dict[str, boot.ModelService]
+
+
 @pytest.fixture
-def stack(tmp_path_factory) -> Iterator[LocalStack]:
+def services() -> Iterator[Services]:
+    with started_services() as services:
+        yield services
+
+
+@pytest.fixture
+def stack(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A new one for each test: the service learns what to expect from what it has seen."""
     directory = tmp_path_factory.mktemp("lookahead")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
-    with started_services() as services, local_stack(target, draft) as running:
-        running.services = services  # type: ignore[attr-defined]
+    with local_stack(target, draft) as running:
         yield running
 
 
 @pytest.fixture
-def stub(stack) -> Iterator[Any]:
+def stub(services: Services, stack: LocalStack) -> Iterator[Any]:
     with grpc.insecure_channel(stack.draft_address) as channel:
         yield draft_pb2_grpc.DraftServiceStub(channel)
     stack.assert_idle_within(2.0)
-    stack.services["draft"].runner.pool.check_integrity()
+    services["draft"].runner.pool.check_integrity()
 
 
 def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:
@@ -192,7 +200,9 @@ def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack, stub):
     stream.answer()
     while not stream.pushed():
         pass
-    stream.send([96], NUM_DRAFT_TOKENS, None)  # nobody foresaw that, and nothing more is to be prepared
+    stream.send(
+        [96], NUM_DRAFT_TOKENS, None
+    )  # not among the prepared outcomes, and nothing more is to be prepared
     stream.answer()
     one_sequence = -(-len([*stream.held]) // 16)
     assert stack.status("draft").num_held_pages <= one_sequence
@@ -362,7 +372,7 @@ class TestBackgroundJobs:
     def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
         self, service, thread, monkeypatch
     ):
-        """Memory to work ahead in may have run out just before the engine hears that somebody waits."""
+        """Memory to work ahead in may have run out just before the engine hears of a waiting request."""
         engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
         stream, other = (engine.open(params, 3) for _ in range(2))
 

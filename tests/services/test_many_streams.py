@@ -41,7 +41,9 @@ def test_two_hundred_streams_at_once() -> None:
     streams.check(found, texts, PLAN, faults)
     streams.check([one for [one] in alone], texts[:NUM_ALONE], PLAN, faults)
     assert faults == Faults()
-    assert all(received[-1].speculation.draft_unavailable == "" for received in found)
+    for received in found:
+        assert isinstance(received[-1], Completion)
+        assert received[-1].speculation.draft_unavailable == ""
     assert (status.num_running, status.num_waiting) == (0, 0)
     assert status.num_finished == PLAN.num_streams + NUM_ALONE
 
@@ -64,7 +66,7 @@ def completion() -> Completion:
 
 def test_a_stream_is_whole_when_each_index_comes_once(completion: Completion) -> None:
     assert streams.is_whole([chunk(0, 7), chunk(1, 8, 9), completion], 3)
-    torn = {
+    torn: dict[str, list[Chunk | Completion]] = {
         "lost": [chunk(0, 7), chunk(2, 9), completion],
         "doubled": [chunk(0, 7, 8), chunk(1, 8, 9), completion],
         "swapped": [chunk(1, 8, 9), chunk(0, 7), completion],
@@ -78,6 +80,6 @@ def test_a_stream_is_whole_when_each_index_comes_once(completion: Completion) ->
 
 def test_other_tokens_are_noticed(completion: Completion) -> None:
     plan, faults = dataclasses.replace(PLAN, num_tokens=3), Faults()
-    received = [chunk(0, 7, 8, 9), completion]
+    received: list[Chunk | Completion] = [chunk(0, 7, 8, 9), completion]
     streams.check([received, received], [[7, 8, 9], [7, 8, 8]], plan, faults)
     assert (faults.num_torn, faults.num_wrong) == (0, 1)

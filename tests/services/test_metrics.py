@@ -45,8 +45,7 @@ pytestmark = pytest.mark.serial
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
-SECRET = "only its client knows this"
-EVERYTHING = (*COORDINATOR, *ENGINE, *TRACING)
+EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)
 TIMEOUT_S = 30.0
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -276,11 +275,14 @@ class Numbers:
     calls = 0
 
 
-TABLE = (Metric(MetricKind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),)
+TABLE: tuple[Metric[Numbers], ...] = (
+    Metric(MetricKind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),
+)
 
 
 def ask(address: str, request: bytes) -> bytes:
-    with socket.create_connection(address.split(":"), timeout=TIMEOUT_S) as connection:  # type: ignore[arg-type]
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
@@ -442,7 +444,7 @@ def test_every_query_of_the_dashboard_reads_what_is_there(observed: Observed) ->
         for selector in selectors(query):
             assert selector.name in labels, query
             assert {matcher.name for matcher in selector.matchers.matchers} <= labels[selector.name], query
-    shown = {family(selector.name) for query in queries for selector in selectors(query)}
+    shown = {family(str(selector.name)) for query in queries for selector in selectors(query)}
     assert {metric.name for metric in EVERYTHING} - shown == {"specwire_engine_kv_page_tokens"}
 
 
@@ -470,7 +472,7 @@ def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
     ]
     assert on_page == [(m.name, m.labels, m.kind.value, m.help) for m in EVERYTHING]
     for name, _, _, _, query in rows:
-        assert name in {family(selector.name) for selector in selectors(query)}, query
+        assert name in {family(str(selector.name)) for selector in selectors(query)}, query
 
 
 @pytest.mark.parametrize("metric", EVERYTHING, ids=lambda metric: metric.name)

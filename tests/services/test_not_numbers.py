@@ -20,7 +20,7 @@ HOT = 60
 
 @pytest.fixture(params=list(Rule), ids=lambda rule: rule.name.lower())
 def rule(request: pytest.FixtureRequest) -> Rule:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,7 +19,7 @@ from coordinator.peers.attempts import MAX_FAILURES, Attempts
 from coordinator.peers.handshake import check_same
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
-from specwire import AsyncClient, Rule, SamplingParams
+from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli import supervisor
 from specwire.config.fields import split_addresses
 from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
@@ -31,6 +32,7 @@ from specwire.errors import (
     ServiceUnavailableError,
 )
 from specwire.estimate import clock
+from specwire.v1 import generation_pb2
 from tests.support.pairs import save_good_draft, save_target
 
 pytestmark = pytest.mark.serial
@@ -50,8 +52,14 @@ class Fake(Replica):
         self.mark_ready(ModelInfo(name="m", vocab_size=64, context_len=64, incarnation=name))
         self.num_streams, self.num_other_streams = num_streams, num_others
 
-    def open_stream(self, timeout_s: float | None) -> None:
+    def open_stream(self, timeout_s: float | None) -> NoReturn:
         raise AssertionError
+
+
+def taken_of(replicas: list[Fake], holder: str = "") -> str:
+    taken = choose(replicas, holder)
+    assert taken is not None
+    return taken.address
 
 
 class TestChoice:
@@ -61,7 +69,7 @@ class TestChoice:
             Fake("b", num_streams=2),
             Fake("c", num_streams=3),
         ]
-        assert choose(replicas).address == "b"
+        assert taken_of(replicas) == "b"
 
     def test_of_equals_the_one_taken_longest_ago(self) -> None:
         a, b = Fake("a"), Fake("b")
@@ -73,7 +81,7 @@ class TestChoice:
         self, num_streams: int, taken: str
     ) -> None:
         replicas = [Fake("other", num_streams=4), Fake("holder", num_streams=num_streams)]
-        assert choose(replicas, "holder").address == taken
+        assert taken_of(replicas, "holder") == taken
 
     def test_nobody(self) -> None:
         assert choose([]) is None
@@ -235,14 +243,13 @@ class Services:
     def __init__(self) -> None:
         self._running: dict[str, contextlib.AsyncExitStack] = {}
 
-    async def start(self, role: str, model: str, **options: object) -> str:
+    async def start(self, role: str, model: str, **options: Any) -> str:
         """Its address."""
         stack = contextlib.AsyncExitStack()
-        options = {"model": model, "grace_s": 0.0} | options
         if role == "verify":
-            serving = verify_service.service.serving(VerifyConfig(**options))
+            serving = verify_service.service.serving(VerifyConfig(model=model, grace_s=0.0, **options))
         else:
-            serving = draft_service.service.serving(DraftConfig(**options))
+            serving = draft_service.service.serving(DraftConfig(model=model, grace_s=0.0, **options))
         address: str = await stack.enter_async_context(serving)
         self._running[address] = stack
         return address
@@ -291,19 +298,21 @@ async def serving(verify: str, draft: str = "", zone: Zone | None = None) -> Asy
         yield client
 
 
-async def replicas(client: AsyncClient, role: str = "verify") -> dict[str, object]:
+async def replicas(client: AsyncClient, role: str = "verify") -> dict[str, generation_pb2.ReplicaStatus]:
     status = await client.get_status()
     found = status.verify_replicas if role == "verify" else status.draft_replicas
     return {replica.address: replica for replica in found}
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not await condition():  # noqa: ASYNC110 - of another process, or as good as
             await asyncio.sleep(0.02)
 
 
-async def generate(client: AsyncClient, params: SamplingParams = SHORT, prompt: list[int] = PROMPT) -> object:
+async def generate(
+    client: AsyncClient, params: SamplingParams = SHORT, prompt: list[int] = PROMPT
+) -> Completion:
     return await client.generate(params=params, prompt_token_ids=prompt)
 
 
@@ -363,7 +372,7 @@ async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Servic
 
         await until(is_gone)
         zone.is_down = True
-        await asyncio.sleep(0.2)  # some look-ups fail meanwhile, whatever the machine does
+        await asyncio.sleep(0.2)  # some look-ups fail meanwhile, even on a busy machine
         assert list(await replicas(client)) == [b]
         assert (await generate(client, LONG)).token_ids == alone.token_ids
 
@@ -406,7 +415,7 @@ async def test_other_weights_under_the_same_name_are_left_out(services: Services
 def test_what_texts_depend_on_is_compared() -> None:
     info = ModelInfo(name="m", vocab_size=64, context_len=2048, dtype="bfloat16", weights_fingerprint="a")
     check_same(info, dataclasses.replace(info, incarnation="another", prepares_outcomes=True))
-    for name, value in {
+    others: dict[str, Any] = {
         "name": "n",
         "vocab_size": 65,
         "context_len": 256,
@@ -415,7 +424,8 @@ def test_what_texts_depend_on_is_compared() -> None:
         "tokenizer_fingerprint": "c",
         "eos_token_ids": (7,),
         "batch_invariant": True,
-    }.items():
+    }
+    for name, value in others.items():
         with pytest.raises(HandshakeError, match=f"{name}="):
             check_same(info, dataclasses.replace(info, **{name: value}))
 

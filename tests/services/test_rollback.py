@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ def test_when_everything_is_accepted_the_last_draft_token_is_fed_in_the_next_rou
 class RecordingVerifier:
     """The real engine over a real model; keeps the logits that each verify job saw."""
 
-    def __init__(self, directory) -> None:
+    def __init__(self, directory: Path) -> None:
         self.logits: dict[Job, torch.Tensor] = {}
         config = VerifyConfig(model=str(directory), dtype="float32", num_kv_tokens=4096)
         self.service = boot.start(config, "verify", LogitsDecider(self.consume))

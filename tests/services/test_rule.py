@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specwire import Rule, SamplingParams
@@ -14,7 +16,7 @@ PROMPT = [1, 2, 3]
 PREPARING = {"num_draft_tokens": "3", "num_outcomes": "16"}
 
 
-def rules(params: SamplingParams, *, options: dict[str, object], rtt_ms: float = 0.0) -> list[Rule]:
+def rules(params: SamplingParams, *, options: dict[str, Any], rtt_ms: float = 0.0) -> list[Rule]:
     """Of two generations, one after the other."""
     link = Link(rtt_ms=rtt_ms) if rtt_ms else None
     with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=link) as stack:

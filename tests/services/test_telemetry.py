@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +24,9 @@ from specwire.telemetry import tracing
 from specwire.telemetry.metrics import TRACING
 from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
-from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.otlp_receiver import OtlpReceiver, refusing, silent
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
 
 PAGE = (Path(__file__).parents[2] / "docs/jaeger.md").read_text()
 PROMPT = [3, 5, 7, 11]
@@ -38,28 +36,6 @@ EXPORT_S = "600"
 
 TIMEOUT_S = 60.0
 """Far over what anything here takes: only a hang comes near."""
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[int]:
-    """A port that is bound, and not listened on."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[int]:
-    """A port where the kernel accepts connections, and nobody ever answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        yield server.getsockname()[1]
 
 
 def generate(num_requests: int) -> list[tuple[int, ...]]:
@@ -138,7 +114,7 @@ def check_page(spans: list[RecordedSpan]) -> None:
 
 def test_every_name_on_the_page_exists() -> None:
     attributes = {text for name, text in vars(tracing).items() if name.isupper() and isinstance(text, str)}
-    metrics = {metric.name for metric in (*COORDINATOR, *ENGINE, *TRACING)}
+    metrics = {metric.name for table in (COORDINATOR, ENGINE, TRACING) for metric in table}
     named = set(re.findall(r"`((?:specwire|gen_ai|error)\.[\w.]+)`", PAGE))
     assert len(named) > 15
     assert named <= attributes

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
-from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver
+from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("specwire-test")
 with t.span("generate", attributes={"a": 1, "b": None, "c": ["x"]}) as span:
     span.set({"d": 0.5, "e": True})
     print(span.traceparent, t.enabled)
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
 
 
 def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +73,7 @@ def test_over_http() -> None:
 def test_one_trace_over_two_processes() -> None:
     coordinator = """
 import subprocess, sys
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("coordinator")
 with t.span("generate", parent=sys.argv[2]) as generate:
     with t.span("round", parent=generate.traceparent) as round_:
@@ -90,7 +82,7 @@ with t.span("generate", parent=sys.argv[2]) as generate:
 """
     draft_service = """
 import sys
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("draft")
 t.record("draft.forward", start_ns=1_000, end_ns=3_000, parent=sys.argv[1], attributes={tracing.BASE_LEN: 7})
 """
@@ -108,7 +100,7 @@ t.record("draft.forward", start_ns=1_000, end_ns=3_000, parent=sys.argv[1], attr
 def test_what_ends_a_span_is_noted_and_orphans_are_not_made() -> None:
     code = """
 import asyncio
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("test")
 from specwire.errors import RequestCancelledError
 for error in (RequestCancelledError(), ValueError("no"), asyncio.CancelledError()):
@@ -147,7 +139,7 @@ def test_names_and_resource_from_the_environment() -> None:
 def test_sampling_holds_for_a_whole_trace() -> None:
     code = """
 import sys
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("test")
 with t.span("root") as root:
     t.record("child", start_ns=1, end_ns=2, parent=root.traceparent)
@@ -216,28 +208,15 @@ def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
         tracing.configure("test")
 
 
-@contextmanager
-def silent_port() -> Iterator[int]:
-    """A port where connections are accepted (by the kernel) and never answered."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        yield server.getsockname()[1]
-
-
-@contextmanager
-def closed_port() -> Iterator[int]:
-    """A port that refuses connections: bound, not listening."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
-
-
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-@pytest.mark.parametrize("collector", [closed_port, silent_port])
-def test_a_collector_that_does_not_answer_harms_nobody(collector: object, protocol: str) -> None:
+@pytest.mark.parametrize("collector", [refusing, silent])
+def test_a_collector_that_does_not_answer_harms_nobody(
+    collector: Callable[[], AbstractContextManager[int]], protocol: str
+) -> None:
     code = """
 import atexit, time
 atexit.register(lambda: print(time.monotonic() - finished))
-from specwire import tracing
+from specwire.telemetry import tracing
 t = tracing.configure("test")
 longest = 0
 for number in range(6000):
@@ -249,7 +228,7 @@ with t.span("round"): pass
 finished = time.monotonic()
 print(longest)
 """
-    with collector() as port:  # type: ignore[operator]
+    with collector() as port:
         done = run(
             code,
             OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}",

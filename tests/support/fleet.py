@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,9 @@ class Seen:
     errors: list[str] = field(default_factory=list)
 
 
-async def run(address: str, load: Load, disturb: Callable[[Seen], Awaitable[Any]] | None = None) -> Seen:
+async def run(
+    address: str, load: Load, disturb: Callable[[Seen], Coroutine[Any, Any, None]] | None = None
+) -> Seen:
     """The load, with something happening meanwhile."""
     seen = Seen()
     async with AsyncClient(address, timeout_s=60.0) as client:
@@ -205,6 +207,7 @@ async def _client(client: AsyncClient, load: Load, index: int, seen: Seen) -> No
 async def _request(client: AsyncClient, params: SamplingParams, seen: Seen) -> None:
     token_ids: list[int] = []
     last_s = time.monotonic()
+    assert params.seed is not None
     prompt = [params.seed % 60 + 1, 2, 3]
     async with client.stream(params=params, prompt_token_ids=prompt) as stream:
         async for chunk in stream:

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.flood ADDRESS METHOD NUM CONNECTIONS MAX_OPEN [TOKEN]`: streams without end.
+"""`python -m tests.support.flood ADDRESS METHOD NUM CONNECTIONS MAX_OPEN [TOKEN]`: streams without end.
 
 Each sends one empty message to a method of Health, and none to any other. When no more than MAX_OPEN are
 left, and again when none is, it writes a line of JSON: how many are open, and how the others ended.
@@ -94,7 +94,6 @@ async def _one(channel: grpc.aio.Channel, method: str, metadata: Any, counts: Co
 
 
 if __name__ == "__main__":
+    address, method, num, num_connections, max_open, *token = sys.argv[1:]
     os.nice(10)  # it would be on another machine
-    asyncio.run(
-        main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), token="".join(sys.argv[6:]))  # type: ignore[arg-type]
-    )
+    asyncio.run(main(address, method, int(num), int(num_connections), int(max_open), "".join(token)))

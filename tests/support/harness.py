@@ -28,6 +28,12 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verif
 LOOPBACK = "127.0.0.1:0"
 _START_TIMEOUT_S = 240
 """Ranks of a group import torch each in a process of its own, on a machine that may be busy."""
+_MODEL_OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0}
+_COORDINATOR_OPTIONS: dict[str, Any] = {
+    "grace_s": 0.0,
+    "num_draft_tokens": "4",
+    "draft_timeout_ms": 60_000.0,
+}
 
 
 class LoopThread:
@@ -114,11 +120,11 @@ class LocalStack:
         """Engine counts of "draft" or "verify"."""
         if role == "draft":
             with grpc.insecure_channel(self.draft_address) as channel:
-                request = draft_pb2.DraftServiceGetModelInfoRequest()
-                return draft_pb2_grpc.DraftServiceStub(channel).GetModelInfo(request, timeout=5).status
+                draft = draft_pb2_grpc.DraftServiceStub(channel)
+                return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5).status
         with grpc.insecure_channel(self.verify_address) as channel:
-            request = verify_pb2.VerifyServiceGetModelInfoRequest()
-            return verify_pb2_grpc.VerifyServiceStub(channel).GetModelInfo(request, timeout=5).status
+            verify = verify_pb2_grpc.VerifyServiceStub(channel)
+            return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=5).status
 
     def assert_idle_within(self, seconds: float) -> None:
         """No sequence and no page is held on either model service, at the latest after this time."""
@@ -151,17 +157,11 @@ def local_stack(
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
         stack.callback(thread.close)
-        verify_config = VerifyConfig(
-            **{"model": str(target), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0}
-            | (verify_options or {})
-        )
+        verify_config = VerifyConfig(**_MODEL_OPTIONS | {"model": str(target)} | (verify_options or {}))
         verify = stack.enter_context(thread.entered(lambda: verify_service.service.serving(verify_config)))
         draft_address = ""
         if draft is not None:
-            draft_config = DraftConfig(
-                **{"model": str(draft), "dtype": "float32", "num_kv_tokens": 16384, "grace_s": 0.0}
-                | (draft_options or {})
-            )
+            draft_config = DraftConfig(**_MODEL_OPTIONS | {"model": str(draft)} | (draft_options or {}))
             draft_address = stack.enter_context(
                 thread.entered(lambda: draft_service.service.serving(draft_config))
             )
@@ -170,8 +170,7 @@ def local_stack(
         config = CoordinatorConfig(
             verify_address=verify_proxy.address if verify_proxy else verify,
             draft_address=draft_proxy.address if draft_proxy else draft_address,
-            **{"grace_s": 0.0, "num_draft_tokens": "4", "draft_timeout_ms": 60_000.0}
-            | (coordinator_options or {}),
+            **_COORDINATOR_OPTIONS | (coordinator_options or {}),
         )
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))

@@ -9,7 +9,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from specwire.config import services as config
 from specwire.config.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
+from specwire.telemetry.metrics import Metric
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
 from tests.support.ray_schema import RAY_CLUSTER
@@ -41,13 +42,13 @@ HEALTH_SERVICES = {
     "verify": verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name,
     "coordinator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
 }
-METRICS = {
+METRICS: dict[str, Sequence[Metric[Any]]] = {
     "draft": engine_metrics.TABLE,
     "verify": engine_metrics.TABLE,
     "coordinator": coordinator_metrics.TABLE,
 }
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
-"""Fields that say where somebody else listens."""
+"""Fields with the address of a peer."""
 OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"}
 """Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}
@@ -169,7 +170,7 @@ def _useless_variables(pod: Pod) -> Iterator[str]:
 
 
 def variables(manifests: Manifests) -> Iterator[str]:
-    """Every variable is known to somebody, and those it is made of come before it."""
+    """Every variable has a reader, and those it refers to come before it."""
     tracing = (ROOT / "specwire/telemetry/tracing.py").read_text()
     for pod in manifests.pods:
         known: set[str] = set()
@@ -313,7 +314,7 @@ def selectors(manifests: Manifests) -> Iterator[str]:
 
 
 def measures(manifests: Manifests) -> Iterator[str]:
-    """Autoscalers look at metrics that their services have, and somebody scrapes them."""
+    """Autoscalers look at metrics that their services have, and a scraper collects them."""
     for name, item in manifests.of("HorizontalPodAutoscaler").items():
         shown = {metric.name for metric in METRICS.get(item["spec"]["scaleTargetRef"]["name"], ())}
         for metric in item["spec"]["metrics"]:
@@ -377,7 +378,7 @@ def _references(spec: Object) -> Iterator[tuple[str, str]]:
 
 
 def grace(manifests: Manifests) -> Iterator[str]:
-    """Nobody is killed before its grace is over, and nobody is restarted while it starts."""
+    """No pod is killed before its grace is over, and none is restarted while it starts."""
     for pod, values in _started(manifests):
         wait_s = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         needed_s = wait_s + values.grace_s + SHUTDOWN_MARGIN_S
@@ -419,7 +420,7 @@ def rights(manifests: Manifests) -> Iterator[str]:
 
 
 def isolation(manifests: Manifests) -> Iterator[str]:
-    """Draft and verify are the coordinator's alone, and nobody but verify gets at Ray."""
+    """Draft and verify are reachable by the coordinator alone, and Ray by verify alone."""
     ray = ("verify", "ray-head", "ray-worker")
     allowed = {"draft": ("coordinator",), "ray-head": ray, "ray-worker": ray, "verify": ("coordinator", *ray)}
     for server in (pod for pod in manifests.pods if pod.labels[COMPONENT] in allowed):

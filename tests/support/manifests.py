@@ -126,10 +126,11 @@ class Manifests:
         """The Service, and its port, that `HOST:PORT` stands for; KubeRay makes one for the head."""
         host, _, port = address.rpartition(":")
         service = self.of("Service").get(host) or self._head_service(host)
-        for entry in service["spec"]["ports"] if service else ():
-            if entry["port"] == int(port):
-                return service, entry
-        return None
+        if service is None:
+            return None
+        return next(
+            ((service, entry) for entry in service["spec"]["ports"] if entry["port"] == int(port)), None
+        )
 
     def _head_service(self, host: str) -> Object | None:
         for name, item in self.of("RayCluster").items():

@@ -34,7 +34,8 @@ def law_p_value(completions: list[Completion], logits: torch.Tensor, params: Sam
             covariance[before] += np.diag(law) - np.outer(law, law)
     statistic, freedom = 0.0, 0
     for deviation, spread in zip(excess, covariance, strict=True):
-        statistic += deviation @ np.linalg.pinv(spread, rcond=1e-6, hermitian=True) @ deviation
+        inverse = np.linalg.pinv(spread, rcond=1e-6, hermitian=True)
+        statistic += float(deviation @ inverse @ deviation)
         freedom += np.linalg.matrix_rank(spread, tol=1e-6 * max(spread.max(), 1e-300), hermitian=True)
     assert freedom > 0, "nothing was left to chance"
     return float(stats.chi2.sf(statistic, freedom))

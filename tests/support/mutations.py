@@ -1,4 +1,4 @@
-"""Messages as nobody should send them: bytes changed at random, or fields set to what they must not be.
+"""Malformed messages: bytes changed at random, or fields set to what they must not be.
 
 Everything is drawn from the generator that is handed in, so a seed names a message.
 """
@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 _INT_EXTREMES = (0, 1, -1, 2, 15, 16, 63, 64, 65, 335, 336, 337, 4096, 2**20, 2**31 - 1, -(2**31))
@@ -66,7 +66,7 @@ def _place(data: bytes, draws: Draws) -> int:
     return draws.randint(0, len(data))
 
 
-def _flip(data: bytes, _: bytes, draws: Draws) -> bytes:
+def _flip(data: bytes, _other: bytes, draws: Draws) -> bytes:
     if not data:
         return data
     changed = bytearray(data)
@@ -132,14 +132,14 @@ def mutated_conversation(messages: Sequence[Message], draws: Draws) -> list[Mess
 
 
 def _change_field(message: Message, draws: Draws) -> None:
-    fields = message.DESCRIPTOR.fields
+    fields: Sequence[Any] = message.DESCRIPTOR.fields
     if not fields:
         return
-    field = draws.choice(list(fields))
+    field = draws.choice(fields)
     if draws.random() < 0.15:
         message.ClearField(field.name)
     elif field.message_type and field.message_type.GetOptions().map_entry:
-        _change_map(getattr(message, field.name), field, draws)
+        _change_map(getattr(message, field.name), field.message_type, draws)
     elif field.is_repeated:
         _change_repeated(message, field, draws)
     elif field.message_type:
@@ -151,8 +151,8 @@ def _change_field(message: Message, draws: Draws) -> None:
         setattr(message, field.name, _extreme(field, draws))
 
 
-def _change_map(entries: Any, field: FieldDescriptor, draws: Draws) -> None:
-    keys, values = field.message_type.fields
+def _change_map(entries: Any, entry: Descriptor, draws: Draws) -> None:
+    keys, values = entry.fields
     for _ in range(draws.choice((1, 1, 3, 400))):
         entries[_extreme(keys, draws)] = _extreme(values, draws)
 

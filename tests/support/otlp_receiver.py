@@ -1,9 +1,11 @@
-"""Real OTLP receivers for tests: specwire's own over gRPC, and one over HTTP."""
+"""OTLP receivers for tests: specwire's own over gRPC, one over HTTP, and ports where none answers."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Self
 
@@ -54,3 +56,18 @@ class OtlpHttpReceiver(_Waiting):
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[int]:
+    """A port that is bound, and not listened on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[int]:
+    """A port where the kernel accepts connections and no process answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,13 +13,13 @@ from tests.support import tiny_models
 MARKOV_VOCAB_SIZE = 16
 
 
-def save_target(directory: Path, family: str = "llama", seed: int = 0, **overrides: object) -> Path:
+def save_target(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A tiny random target."""
     return tiny_models.save(tiny_models.build(family, seed, **overrides), directory)
 
 
 def save_good_draft(
-    directory: Path, family: str = "llama", seed: int = 0, noise: float = 0.02, **overrides: object
+    directory: Path, family: str = "llama", seed: int = 0, noise: float = 0.02, **overrides: Any
 ) -> Path:
     """The target with noise on its weights: mostly right."""
     model = tiny_models.build(family, seed, **overrides)
@@ -30,7 +31,7 @@ def save_good_draft(
     return tiny_models.save(model, directory)
 
 
-def save_hostile_draft(directory: Path, family: str = "llama", seed: int = 0, **overrides: object) -> Path:
+def save_hostile_draft(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """The target with its logits negated: likes best what the target likes least."""
     model = tiny_models.build(family, seed, **overrides)
     return tiny_models.save(_negate(model), directory)

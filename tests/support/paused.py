@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from specwire import (
@@ -19,16 +20,14 @@ def most_ahead(round_len: int) -> int:
 
 
 PROMPT = [1, 2, 3]
-
-
 TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.8"
-
+GUMBEL = SamplingParams(seed=7, rule=Rule.GUMBEL)
 
 GenerateRequest = generation_pb2.GenerateRequest
 
 
 def params(max_tokens: int = 400, **settings: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": max_tokens, "seed": 7, "rule": Rule.GUMBEL} | settings)
+    return dataclasses.replace(GUMBEL, max_tokens=max_tokens, **settings)
 
 
 def opening(credit_tokens: int, max_tokens: int = 400, **settings: Any) -> GenerateRequest:

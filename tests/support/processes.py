@@ -90,7 +90,7 @@ class Command:
 
 
 def gone(process: psutil.Process) -> bool:
-    """Ended; whoever inherited it may not have collected it."""
+    """Ended; its new parent may not have reaped it yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

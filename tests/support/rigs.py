@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import Client, SamplingParams, SpecwireError
+from specwire import Client, Rule, SamplingParams, SpecwireError
 from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
-PARAMS = SamplingParams(max_tokens=60, rule="gumbel", seed=5)
-"""Half a second of work; the rule fixes the text whatever befalls the draft."""
+PARAMS = SamplingParams(max_tokens=60, rule=Rule.GUMBEL, seed=5)
+"""Half a second of work; the rule fixes the text, even when the draft fails."""
 LINKS = ("client", "draft", "verify")
 """From each of them to the coordinator."""
 HEAL_S = 30.0

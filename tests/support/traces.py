@@ -67,8 +67,8 @@ def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[Recor
     plain = trace.add("round", 80, 100, root, num_draft_tokens=0, num_accepted_tokens=0)
     verify = trace.add("verify", 80, 99, plain)
     trace.add("verify.forward", 81, 98, verify)
-    named = {tracing.GEN_AI_REQUEST_MODEL: model, tracing.GEN_AI_USAGE_OUTPUT_TOKENS: 9}
-    trace.spans[0] = dataclasses.replace(trace.spans[0], attributes=trace.spans[0].attributes | named)
+    named: dict[str, Any] = {tracing.GEN_AI_REQUEST_MODEL: model, tracing.GEN_AI_USAGE_OUTPUT_TOKENS: 9}
+    trace.spans[0] = dataclasses.replace(trace.spans[0], attributes={**trace.spans[0].attributes, **named})
     return trace.spans
 
 

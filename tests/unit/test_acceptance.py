@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -21,22 +22,24 @@ from specwire.rule.sampling import judge_support, truncate_support
 ALMOST_ONE = 1 - 2.0**-53
 
 
-def support(token_ids, probs) -> Support:
+def support(token_ids: npt.ArrayLike, probs: npt.ArrayLike) -> Support:
     return Support(np.array(token_ids, dtype=np.int64), np.array(probs, dtype=np.float32))
 
 
-def floats(values) -> np.ndarray:
+def floats(values: npt.ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def random_law(rng, vocab_size) -> np.ndarray:
+def random_law(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
     """A law with many zeros and orders of magnitude between the rest."""
     weights = rng.gamma(0.3, size=vocab_size) * (rng.random(vocab_size) < rng.choice([0.3, 0.7, 1.0]))
     weights[rng.integers(vocab_size)] += 0.1
     return (weights / weights.sum()).astype(np.float32)
 
 
-def judged(draft_law, target_law, mass, max_support):
+def judged(
+    draft_law: np.ndarray, target_law: np.ndarray, mass: float, max_support: int
+) -> tuple[Support, np.ndarray, float, np.ndarray]:
     """Cut and judge with the real functions: the support, target on it, tail mass, law of the tail."""
     token_ids, probs, lengths = truncate_support(torch.from_numpy(draft_law)[None], mass, max_support)
     length = int(lengths[0])
@@ -49,7 +52,9 @@ def judged(draft_law, target_law, mass, max_support):
     return draft, target_probs[0].numpy(), float(tail_mass[0]), outside / max(outside.sum(), 1e-300)
 
 
-def kept_and_recovered(draft, target_probs, tail_mass, outside):
+def kept_and_recovered(
+    draft: Support, target_probs: np.ndarray, tail_mass: float, outside: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Probability that a position emits each token by acceptance, and by recovery."""
     kept, recovered = np.zeros(len(outside)), np.zeros(len(outside))
     law = draft.probs.astype(np.float64) / draft.probs.sum(dtype=np.float64)
@@ -113,6 +118,12 @@ def test_joint_law_over_rounds_is_the_target(num_draft_tokens, max_support):
     assert total == pytest.approx(1, abs=1e-5)
 
 
+def accepted(
+    proposal: Proposal, verdict: Verdict, accepting: list[float], recovering: list[float]
+) -> Outcome:
+    return accept_by_rejection(proposal, verdict, np.array(accepting), np.array(recovering))
+
+
 def test_the_rule_realises_the_two_functions():
     """Over a fine grid of both coins, `accept_by_rejection` does what the algebra says."""
     draft = support([4, 1, 7], [0.5, 0.3, 0.2])
@@ -122,12 +133,12 @@ def test_the_rule_realises_the_two_functions():
     verdict = Verdict(0, [tail_token, 2], [target_probs], [tail_mass])
     for slot, token_id in enumerate(draft.token_ids.tolist()):
         proposal = Proposal(0, [token_id], [draft])
-        outcomes = [accept_by_rejection(proposal, verdict, [u], [0.5]) for u in grid]
+        outcomes = [accepted(proposal, verdict, [u], [0.5]) for u in grid]
         rate = sum(outcome.num_accepted for outcome in outcomes) / len(grid)
         expected = acceptance_probability(float(draft.probs[slot]), float(target_probs[slot]))
         assert rate == pytest.approx(expected, abs=1e-3)
         assert {outcome.next_token for outcome in outcomes if outcome.num_accepted} == {2}
-    outcomes = [accept_by_rejection(Proposal(0, [4], [draft]), verdict, [0.9], [u]) for u in grid]
+    outcomes = [accepted(Proposal(0, [4], [draft]), verdict, [0.9], [u]) for u in grid]
     counts = np.bincount([outcome.next_token for outcome in outcomes], minlength=10) / len(grid)
     total = weights.sum() + tail_weight
     np.testing.assert_allclose(counts[draft.token_ids], weights / total, atol=1e-3)
@@ -139,23 +150,23 @@ def test_a_token_without_target_mass_is_never_emitted(u):
     draft = support([0, 1, 2], [0.4, 0.3, 0.3])
     verdict = Verdict(5, [-1, 8], [floats([0, 1, 0])], [0.0])
     for token_id in (0, 2):
-        outcome = accept_by_rejection(Proposal(5, [token_id], [draft]), verdict, [u], [u])
+        outcome = accepted(Proposal(5, [token_id], [draft]), verdict, [u], [u])
         assert outcome == Outcome(0, 1)
-    assert accept_by_rejection(Proposal(5, [1], [draft]), verdict, [u], [u]) == Outcome(1, 8)
+    assert accepted(Proposal(5, [1], [draft]), verdict, [u], [u]) == Outcome(1, 8)
 
 
 def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual():
     draft = support([3], [1.0])
     verdict = Verdict(0, [6, 8], [floats([0.5])], [0.5])
     for u in (0.0, 0.4, ALMOST_ONE):
-        assert accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.5], [u]) == Outcome(0, 6)
-    assert accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.4999], [0.1]) == Outcome(1, 8)
+        assert accepted(Proposal(0, [3], [draft]), verdict, [0.5], [u]) == Outcome(0, 6)
+    assert accepted(Proposal(0, [3], [draft]), verdict, [0.4999], [0.1]) == Outcome(1, 8)
 
 
 def test_a_missing_tail_token_has_no_weight():
     draft = support([3, 4], [0.9, 0.1])
     verdict = Verdict(0, [-1, 8], [floats([0.4, 0.6])], [1e-12])
-    outcome = accept_by_rejection(Proposal(0, [3], [draft]), verdict, [0.99], [ALMOST_ONE])
+    outcome = accepted(Proposal(0, [3], [draft]), verdict, [0.99], [ALMOST_ONE])
     assert outcome == Outcome(0, 4)
 
 
@@ -163,9 +174,7 @@ def test_residual_emptied_by_rounding_falls_back_to_the_target():
     draft = support([3, 4], [0.5, 0.5])
     almost = np.nextafter(np.float32(0.5), np.float32(0))
     verdict = Verdict(0, [-1, 8], [np.array([almost, almost])], [0.0])
-    outcomes = [
-        accept_by_rejection(Proposal(0, [3], [draft]), verdict, [ALMOST_ONE], [u]) for u in (0.0, 0.7)
-    ]
+    outcomes = [accepted(Proposal(0, [3], [draft]), verdict, [ALMOST_ONE], [u]) for u in (0.0, 0.7)]
     assert outcomes == [Outcome(0, 3), Outcome(0, 4)]
 
 
@@ -174,10 +183,8 @@ def test_the_first_rejection_ends_the_round():
     judgements = [floats([0.5, 0.5]), floats([0, 1]), floats([0.5, 0.5])]
     verdict = Verdict(9, [-1, -1, -1, 1], judgements, [0.0, 0.0, 0.0])
     proposal = Proposal(9, [0, 0, 0], [draft] * 3)
-    assert accept_by_rejection(proposal, verdict, [0.1] * 3, [0.1] * 3) == Outcome(1, 1)
-    assert accept_by_rejection(Proposal(9, [0, 1, 0], [draft] * 3), verdict, [0.1] * 3, [0] * 3) == Outcome(
-        3, 1
-    )
+    assert accepted(proposal, verdict, [0.1] * 3, [0.1] * 3) == Outcome(1, 1)
+    assert accepted(Proposal(9, [0, 1, 0], [draft] * 3), verdict, [0.1] * 3, [0.0] * 3) == Outcome(3, 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specwire.config import services as config
+from specwire.config import flags
 from specwire.config.client import ClientConfig
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, env_name, flag_name, flag_words, read_config
@@ -120,7 +120,7 @@ class TestSources:
 class TestBooleans:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Switch:
-        on: bool = config.option(False, "a switch")
+        on: bool = flags.option(False, "a switch")
 
     @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("no", False), ("0", False)])
     def test_variables(self, text: str, value: bool) -> None:

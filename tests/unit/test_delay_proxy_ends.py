@@ -225,7 +225,7 @@ class TestEnds:
 
 
 async def fill(peer: Peer) -> int:
-    """Write until nobody takes more; returns how many bytes were taken or wait on this side."""
+    """Write until the other end takes no more; returns how many bytes were taken or wait on this side."""
     num_bytes = 0
     with contextlib.suppress(TimeoutError):
         while num_bytes < 256 << 20:

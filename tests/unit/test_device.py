@@ -23,6 +23,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
 from tests.support.tiny_models import build, save
+from verify_service.verifier import VerifyDecider
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
@@ -39,7 +40,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 def test_a_service_refuses_a_device_before_it_loads_anything() -> None:
     config = VerifyConfig(device="cuda:97")
     with pytest.raises(ConfigError, match="--device cuda:97"):
-        boot.start(config, "verify", lambda *_: None)
+        boot.start(config, "verify", VerifyDecider())
 
 
 def test_pages_suit_the_device_unless_their_size_is_given() -> None:
@@ -81,11 +82,13 @@ class _Posing(torch.Tensor):
 
 def test_weights_of_another_kind_are_not_packed() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
-    posing = model[0].weight.detach().clone().as_subclass(_Posing)
-    model[0].weight = nn.Parameter(posing, requires_grad=False)
-    assert type(model[0].weight.data) is _Posing
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    posing = first.weight.detach().clone().as_subclass(_Posing)
+    first.weight = nn.Parameter(posing, requires_grad=False)
+    assert type(first.weight.data) is _Posing
     assert pack_linears(model) <= 1
-    assert "forward" not in vars(model[0])
+    assert "forward" not in vars(first)
 
 
 def _fp8_checkpoint(directory: Path) -> Path:

@@ -82,7 +82,7 @@ def test_the_limits(unit: bytes, most: int, what: str) -> None:
     assert refused.value.status == 413
 
 
-WITHIN_LIMITS = {
+WITHIN_LIMITS: dict[str, tuple[type[CompletionBody | ChatBody], dict[str, Any]]] = {
     "objects": (CompletionBody, {"prompt": [{}] * 16_000}),
     "tokens of a wrong type": (CompletionBody, {"prompt": [[1.5] * 100_000]}),
     "unknown keys": (CompletionBody, {"prompt": "x"} | {f"k{i}": 1 for i in range(30_000)}),
@@ -118,7 +118,7 @@ def test_biases_are_counted_before_they_are_looked_at() -> None:
 
 
 def test_the_first_error_is_named() -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "messages[2].content": {"messages": [said("a"), said([text("b")]), said([text("c"), {}])]},
         "messages[1].k0": {"messages": [said("a"), said("b") | {f"k{i}": 1 for i in range(20)}]},
         "stop_token_ids[1]": {"messages": [said("a")], "stop_token_ids": [1, "a", "b"]},

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from specwire.engine import private
 from specwire.engine.model import packing
 from specwire.engine.model.packing import pack_linears
 from tests.support import tiny_models
 
-packs = pytest.mark.skipif(not packing.can_pack_weights(), reason="this processor has no bfloat16 kernels")
+packs = pytest.mark.skipif(not private.can_pack_weights(), reason="this processor has no bfloat16 kernels")
 
 
 @packs

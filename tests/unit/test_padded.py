@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from tests.support.tiny_models import VOCAB_SIZE, build
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Traced:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ KNOWN_ANSWERS = [  # counter, key, words; from the Random123 distribution (kat_v
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers_in_python_numpy_and_torch(counter, key, words):
     assert philox(counter, key) == words
-    for make in (lambda word: np.array([word]), lambda word: torch.tensor([word])):
+    makes: list[Callable[[int], Any]] = [lambda word: np.array([word]), lambda word: torch.tensor([word])]
+    for make in makes:
         result = philox(tuple(map(make, counter)), tuple(map(make, key)))
         assert tuple(int(word[0]) for word in result) == words
 

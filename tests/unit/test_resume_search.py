@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specwire import (
@@ -84,7 +86,8 @@ class TestSearch:
         assert search.next(0.0) == (0, 0.3)
         search.refused(0, full(500))
         assert search.next(99.6) is None
-        assert search.error.retry_after_ms == 500  # type: ignore[attr-defined]
+        assert isinstance(search.error, ResourceExhaustedError)
+        assert search.error.retry_after_ms == 500
 
     def test_being_full_is_the_most_helpful_answer(self) -> None:
         search = self.search(2, gone(), until_s=-1e9)
@@ -94,8 +97,9 @@ class TestSearch:
 
 @pytest.mark.parametrize("field", ["patience_s", "pause_s", "max_resumes"])
 def test_a_policy_that_cannot_be(field: str) -> None:
+    negative: dict[str, Any] = {field: -1}
     with pytest.raises(InvalidRequestError, match=field):
-        RetryPolicy(**{field: -1})  # type: ignore[arg-type]
+        RetryPolicy(**negative)
 
 
 def test_addresses_as_people_write_them() -> None:

@@ -1,10 +1,10 @@
-"""The packed, paged forward pass equals transformers' own, whatever the history and the company."""
+"""The packed, paged forward pass equals transformers' own, for every history and batch."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,12 +30,7 @@ NUM_TOKENS = 4 * WINDOW
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

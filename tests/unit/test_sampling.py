@@ -1,11 +1,15 @@
 """Processors and warps against transformers' own classes; draws, supports and their edges."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specwire.core import SamplingParams
+from specwire.core import Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
@@ -25,19 +29,14 @@ VOCAB = 200
 ALMOST_ONE = 1 - 2.0**-53
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def row(history=(), prompt_len=0, **params) -> Row:
+def row(history: Any = (), prompt_len: int = 0, **params: Any) -> Row:
     return Row(SamplingParams(**params), prompt_len, history, position=len(history), seed=0)
 
 
@@ -61,7 +60,7 @@ def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torc
     return logits if params.greedy else torch.log_softmax(logits, dim=-1)
 
 
-WARPS = [
+WARPS: list[dict[str, Any]] = [
     {},
     {"temperature": 0},
     {"temperature": 0.6},
@@ -77,6 +76,11 @@ WARPS = [
     {"temperature": 1.5, "top_p": 0.5, "min_p": 0.1},
     {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5},
 ]
+
+
+def test_parameters_take_single_strings_lists_and_names():
+    natural: dict[str, Any] = {"stop": "x", "stop_token_ids": [1, 2], "rule": "gumbel"}
+    assert SamplingParams(**natural) == SamplingParams(stop=("x",), stop_token_ids=(1, 2), rule=Rule.GUMBEL)
 
 
 def assert_same_log_probs(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -115,12 +119,14 @@ def test_greedy_takes_the_larger_of_logits_that_their_log_probabilities_make_equ
 
 
 def test_warps_sort_only_for_the_rows_that_need_it(monkeypatch):
-    sizes = []
+    sizes: list[int] = []
+
+    def counted(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(x.shape[0])
+        return original(x, *args, **kwargs)
+
     for name in ("sort", "topk"):
-        original = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda x, *a, _f=original, **k: sizes.append(x.shape[0]) or _f(x, *a, **k)
-        )
+        monkeypatch.setattr(torch, name, functools.partial(counted, getattr(torch, name)))
     logits = random_logits(5)
     apply_warps(logits, [row(), row(temperature=0.5), row(min_p=0.1), row(temperature=0), row()])
     assert sizes == []
@@ -176,7 +182,7 @@ def test_presence_and_frequency_count_the_output_alone():
 
 def test_history_features_combine_in_order_and_by_row():
     rng = np.random.default_rng(0)
-    settings = [
+    settings: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 0.7},
         {"logit_bias": {5: 4.0, 6: -3.0}, "repetition_penalty": 1.5, "presence_penalty": -0.5},
@@ -191,12 +197,12 @@ def test_history_features_combine_in_order_and_by_row():
         expected = before[i].double().numpy().copy()
         for token_id, bias in each.params.logit_bias.items():
             expected[token_id] += bias
-        for token_id in set(each.history.tolist()):
+        for token_id in set(each.history):
             penalty = each.params.repetition_penalty
             expected[token_id] *= penalty if expected[token_id] < 0 else 1 / penalty
-        for token_id in each.history[10:].tolist():
+        for token_id in each.history[10:]:
             expected[token_id] -= each.params.frequency_penalty
-        for token_id in set(each.history[10:].tolist()):
+        for token_id in set(each.history[10:]):
             expected[token_id] -= each.params.presence_penalty
         np.testing.assert_allclose(actual[i].numpy(), expected, rtol=1e-5, atol=1e-5)
     assert (logits == before).all()

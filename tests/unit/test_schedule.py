@@ -1,17 +1,19 @@
-"""What goes into a step: rounds before prompts, everybody in time, and nobody left behind."""
+"""What goes into a step: rounds before prompts, and no sequence starves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from specwire import AsyncClient, SamplingParams
+from specwire.engine.batch import Feed
 from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
-from specwire.engine.jobs import Job
+from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread, local_stack
@@ -38,7 +40,7 @@ class CountingEngine:
         )
         forward = runner.forward
 
-        def noted(feeds):
+        def noted(feeds: Sequence[Feed]) -> Any:
             self.steps.append([len(feed.token_ids) for feed in feeds])
             return forward(feeds)
 
@@ -99,7 +101,7 @@ def test_the_oldest_sequence_gets_on_whatever_the_others_do() -> None:
     prompt = engine.open(PARAMS, 300)
     readers = [engine.open(PARAMS, 5) for _ in range(4)]
 
-    async def read(reader, long: asyncio.Task) -> None:
+    async def read(reader: TokenSequence, long: asyncio.Task) -> None:
         length = 5
         while not long.done():
             await engine.run(VerifyJob(reader, 0, [1] * length))
@@ -120,12 +122,12 @@ def test_an_answer_may_come_before_anyone_waits_for_it(counting: CountingEngine)
     inbox = engine._inbox
 
     class Slow:
-        def put(self, order) -> None:
+        def put(self, order: Any) -> None:
             inbox.put(order)
             while job.future is not None:
                 pass
 
-        def __getattr__(self, name: str):
+        def __getattr__(self, name: str) -> Any:
             return getattr(inbox, name)
 
     sequence = engine.open(PARAMS, 5)

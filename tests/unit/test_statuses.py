@@ -98,7 +98,7 @@ MALFORMED = {
 }
 
 
-class ReceivedError(grpc.RpcError):
+class ReceivedError(grpc.RpcError):  # type: ignore[misc]
     """UNAVAILABLE, and details of any kind."""
 
     def __init__(self, data: Any) -> None:

@@ -167,6 +167,6 @@ class TestCommand:
         ({"max_running": 99, "max_waiting": 99}, 30),
     ],
 )
-def test_capacity(limits: dict[str, int], capacity: int) -> None:
+def test_capacity(limits: dict[str, Any], capacity: int) -> None:
     """Where ten may run and twenty wait."""
     assert Principal(name="a", **limits).capacity((10, 20)) == capacity

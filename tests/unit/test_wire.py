@@ -71,7 +71,7 @@ class TestSamplingParams:
 
     @pytest.mark.parametrize("rule", [3, -1, 2**31 - 1])
     def test_an_unknown_rule(self, rule: int) -> None:
-        message = common_pb2.OpenSequence(sampling={"seed": 1, "rule": rule}, prompt_len=1)  # type: ignore[arg-type]
+        message = common_pb2.OpenSequence(sampling={"seed": 1, "rule": rule}, prompt_len=1)
         with pytest.raises(InvalidRequestError, match=f"rule={rule}"):
             wire.opened_params(message)
 
@@ -244,7 +244,7 @@ class TestErrors:
             details = staticmethod(lambda: status.details)
             trailing_metadata = staticmethod(lambda: status.trailing_metadata)
 
-        got = from_rpc_error(ReceivedError())  # type: ignore[arg-type]
+        got = from_rpc_error(ReceivedError())
         assert type(got) is type(error)
         assert str(got) == str(error)
         assert got.details() == error.details()

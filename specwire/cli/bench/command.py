@@ -31,7 +31,7 @@ examples:
   specwire bench serve --rate 4 --goodput ttft_ms:200 tpot_ms:50
 
 Names and definitions of the figures are those of vLLM's serving benchmark; times are the client's.
-Exit status: 0 all requests completed, 1 some failed, 130 interrupted (what was measured is shown).
+Exit status: 0 all requests completed, 1 some failed, 130 interrupted (prints the results so far).
 """
 
 

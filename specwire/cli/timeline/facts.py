@@ -15,7 +15,7 @@ LEGEND = {
     BarKind.UNKNOWN: "call without a span of the service",
 }
 MARKS = {
-    Mark.HIT: "hit: prepared before it was asked for",
+    Mark.HIT: "hit: prepared before it was requested",
     Mark.MISS: "miss: drafted on request",
     Mark.PLAIN: "plain: nothing drafted",
 }

@@ -17,7 +17,7 @@ from specwire.engine import private
 from specwire.rpc import private as rpc_private
 from specwire.v1 import common_pb2
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TORCH = f"specwire/engine/private.py uses it of torch, which is now {torch.__version__}"
 GRPC = f"specwire/rpc/private.py uses it of grpcio, which is now {grpc.__version__}"
 
@@ -66,7 +66,7 @@ async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() ->
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
 
     server = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(answer_once)  # type: ignore[arg-type]
+    handler = grpc.stream_stream_rpc_method_handler(answer_once)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Answer": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
