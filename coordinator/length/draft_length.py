@@ -21,13 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Round
-from coordinator.length.measurements import (
-    MAX_CHOSEN,
-    Options,
-    Prospects,
-    SharedMeasurements,
-    best_length,
-)
+from coordinator.length.measurements import MAX_CHOSEN, Options, Prospects, SharedMeasurements, best_length
 from coordinator.length.trials import Settling
 from specwire.estimate.forecast import OwnAcceptance
 
@@ -132,7 +126,7 @@ class AdaptiveLength(_Observer):
         else:
             choice = choose(self._own.tokens(options.cap), prospects, options, self._last)
         self._last, length, waits = choice
+        if not waits:
+            return Plan(length, options.num_outcomes, patience_s=0.0)
         proposal_ns = self._shared.costs.proposal_ns(length)
-        return Plan(
-            length, options.num_outcomes, patience_s(length, proposal_ns, prospects) if waits else 0.0
-        )
+        return Plan(length, options.num_outcomes, patience_s(length, proposal_ns, prospects))

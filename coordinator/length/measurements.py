@@ -46,17 +46,11 @@ _REFRESH_ROUNDS = 8
 
 
 class Prospects(NamedTuple):
-    """What rounds with 0, 1, ... draft tokens promise to an average stream.
+    """What rounds promise to an average stream: each [MAX_CHOSEN + 1], by number of draft tokens."""
 
-    Attributes:
-        tokens: [MAX_CHOSEN + 1] mean tokens that a round commits.
-        round_times: [MAX_CHOSEN + 1] nanoseconds of a round.
-        unwaited_times: [MAX_CHOSEN + 1] of a round that does not wait for its proposal, scaled alike.
-    """
-
-    tokens: list[float]
-    round_times: list[float]
-    unwaited_times: list[float]
+    tokens: list[float]  # that a round commits
+    round_times: list[float]  # nanoseconds
+    unwaited_times: list[float]  # of rounds that do not wait for their proposals, scaled alike
 
     def best_rate(self, cap: int) -> float:
         """Tokens a nanosecond with at most `cap` draft tokens, and at least one unless it is 0."""
@@ -64,19 +58,12 @@ class Prospects(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What holds for the rounds of all streams that begin now.
+    """What holds for the rounds of all streams that begin now."""
 
-    Attributes:
-        cap: most draft tokens.
-        num_outcomes: to prepare for.
-        min_length: 1 while the cap is on trial, so that something is drafted; else 0.
-        warmup_length: number of draft tokens; None once costs and acceptance are known.
-    """
-
-    cap: int
-    num_outcomes: int
-    min_length: int = 0
-    warmup_length: int | None = None
+    cap: int  # most draft tokens
+    num_outcomes: int  # to prepare for
+    min_length: int = 0  # 1 while the cap is on trial, so that something is drafted
+    warmup_length: int | None = None  # None once costs and acceptance are known
 
 
 class Chosen(NamedTuple):
@@ -94,9 +81,6 @@ class SharedMeasurements:
     Args:
         num_streams: that run now.
         num_outcomes: to prepare for; None finds out what pays.
-
-    Attributes:
-        acceptance, costs: estimates from all rounds.
     """
 
     def __init__(self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0) -> None:
@@ -227,8 +211,6 @@ class SharedMeasurements:
 def best_length(tokens: Sequence[float], round_times: Sequence[float], least: int = 0) -> int:
     """The smallest number of draft tokens, from `least` on, that promises the most tokens a second.
 
-    Args:
-        tokens: [limit + 1] by number of draft tokens.
-        round_times: [limit + 1 or more] likewise, in any unit.
+    Both [limit + 1] by number of draft tokens; times may be longer, and are in any unit.
     """
     return max(range(least, len(tokens)), key=lambda n: tokens[n] / round_times[n])

@@ -1,14 +1,13 @@
-"""How much does speculation pay, here and now? Trials of more and of less of it answer that, not a model.
+"""How much speculation pays, found by trials of more and of less of it instead of by a model.
 
 A trial sees what a model of costs cannot: draft and target that share a processor, groups of streams that
-take turns, a slow network. An option holds for all streams of the coordinator together, since what one stream
-does slows the others: the *cap*, which is the most draft tokens that any stream may choose, or the number of
-outcomes to prepare for. The option with the most tokens per stream and second is kept; the next smaller and
-larger ones, and 0, are tried again so rarely that trials cost one per cent, and less the longer they change
-nothing.
+take turns, a slow network. An option holds for all streams of the coordinator, since what one stream does
+slows the others: the *cap* on draft tokens a round, or the number of outcomes to prepare for. The option with
+the most tokens per stream and second is kept; the next smaller and larger ones, and 0, are tried again so
+rarely that trials cost one per cent, and less the longer they change nothing.
 
-Rounds are credited with the tokens that the acceptance known at the time of the comparison promises, not with
-those that they committed: luck would take hundreds of rounds to cancel out. Pure: no clock, no network.
+Rounds are credited with the tokens that are expected by the acceptance known when options are compared: what
+they happened to commit would take hundreds of rounds to average out. Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ _NUM_ENTRY_OPTIONS = 3
 
 @dataclass
 class Rate:
-    """Rounds by number of draft tokens, and their time; recent rounds count more.
-
-    Attributes:
-        drafted: rounds by number of draft tokens.
-        rounds, time_ns: of all of them.
-    """
+    """Rounds by number of draft tokens, and the time of all of them; recent rounds count more."""
 
     drafted: dict[int, float] = field(default_factory=dict)
     time_ns: float = 0.0
@@ -102,16 +96,11 @@ class Rate:
 
 @dataclass
 class Arm:
-    """An option as measured.
-
-    Attributes:
-        due: on the level's clock, when to try it again.
-        num_confirmed: latest trials in a row that showed it to be worse.
-    """
+    """An option as measured."""
 
     rate: Rate = field(default_factory=Rate)
-    due: int = 0
-    num_confirmed: int = 0
+    due: int = 0  # when to try it again, on the level's clock
+    num_confirmed: int = 0  # latest trials in a row that showed it to be worse
 
 
 @dataclass
@@ -185,8 +174,10 @@ class Level:
         is_clear = abs(rates[tried] - rates[kept]) > _CLEAR_DIFFERENCE * max(rates[tried], rates[kept])
         if not is_clear and self.num_counted < _MAX_TRIAL_ROUNDS:
             return
-        self.best = _better(rates, tried, kept, adopt if tried > kept else keep)
-        self._schedule(kept if self.best == tried else tried, rates, num_streams)
+        less, more = sorted((tried, kept))
+        ratio = adopt if tried == more else keep
+        self.best, worse = (more, less) if rates[more] >= ratio * rates[less] else (less, more)
+        self._schedule(worse, rates, num_streams)
         if self.best == tried:
             self._reschedule_rivals(rates, num_streams)
         self._switch(self.best)
@@ -234,12 +225,6 @@ class Level:
                 arm.due, arm.num_confirmed = min(arm.due, self.clock + _SOON_ROUNDS * num_streams), 0
 
 
-def _better(rates: Mapping[int, float], tried: int, kept: int, ratio: float) -> int:
-    """One of two options: the larger one if its rate is at least `ratio` times the other one's."""
-    less, more = sorted((tried, kept))
-    return more if rates[more] >= ratio * rates[less] else less
-
-
 @functools.cache
 def _neighbours(options: tuple[int, ...], best: int) -> tuple[int, ...]:
     """Candidates for a trial, in that order: the first option, then the next larger and smaller ones."""
@@ -249,11 +234,7 @@ def _neighbours(options: tuple[int, ...], best: int) -> tuple[int, ...]:
 
 
 class Trials:
-    """A level for each number of streams, to a power of two.
-
-    Attributes:
-        first: the option to begin with.
-    """
+    """A level for each number of streams, to a power of two; `first` is the option to begin with."""
 
     def __init__(self, options: Sequence[int], first: int) -> None:
         self.first = first
@@ -290,10 +271,7 @@ def _bucket(num_streams: int) -> int:
 
 
 class Settling:
-    """Tells whether a stream's rounds count for the options that hold: not those after a switch.
-
-    The first rounds of a stream do: opening a draft is part of what options cost.
-    """
+    """Excludes a stream's rounds after a switch. Its first ones count: they pay for opening the draft."""
 
     def __init__(self) -> None:
         self._options: tuple[int | None, int] | None = None
