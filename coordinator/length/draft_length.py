@@ -1,89 +1,85 @@
 """How many tokens to draft: the number that promises the most tokens a second, chosen anew in each round.
 
-    tokens(γ) = 1 + reached_1 + ... + reached_γ         reached_k: that at least k are accepted, `forecast.py`
-    time(γ)                                             as measured, `measurements.py`
+    rate(γ) = tokens(γ) / time(γ)
+    tokens(γ) = 1 + reached_1 + ... + reached_γ     reached_k: probability that k or more are accepted
 
-Pure: no clock, no network, and nothing here sees a token. Source of the closed form: Leviathan et al. 2023
-(arXiv 2211.17192), section 3.
+Acceptance is estimated by position over all streams, and for each stream's own text (`forecast.py`). The time
+of a round is modelled from measured costs (`round_costs.py`) and scaled to measured rounds. A new coordinator
+warms up with fixed lengths. Afterwards each stream takes the length with the highest rate, or keeps its last
+one where that is hardly worse, up to a cap. The cap, and whether outcomes are prepared, hold for all streams:
+trials find what brings the most tokens a second, at a cost of about one per cent (`trials.py`). Where no
+length pays for its wait and outcomes are prepared, the draft is asked without waiting. Only past rounds are
+used, never a draft token that is left out.
+
+Pure: no clock, no network. Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from coordinator.generation import Plan, Round
-from coordinator.length.measurements import MAX_CHOSEN, SharedMeasurements, best_length
+from coordinator.length.measurements import MAX_CHOSEN, Options, Prospects, SharedMeasurements, best_length
 from coordinator.length.trials import Settling
 from specwire.estimate.forecast import OwnAcceptance
 
-_WORTH_A_CHANGE = 1.02
-_HARDLY_PAYS = 0.9
-"""What promises less than so many times the tokens of plain decoding is not waited for."""
+_CHANGE_RATIO = 1.02
+"""A length replaces the stream's last one when it promises so many times its rate: outcomes were prepared for
+the last one."""
+_WAIT_RATIO = 0.9
+"""A proposal is waited for if it promises at least so many times the rate of plain decoding."""
+_USUAL_WAITS = 2
+"""A wait is not too long within so many times the usual one."""
 
 
-class FixedLength:
-    """Always the same, as long as it takes; only whether outcomes are prepared follows what pays."""
+class Choice(NamedTuple):
+    """The length to draft for a stream's next round; `best` is the one that is best with a wait."""
 
-    def __init__(self, num_draft_tokens: int, shared: SharedMeasurements) -> None:
-        self.limit = num_draft_tokens
-        self._shared = shared
-        self._own = OwnAcceptance(shared.acceptance)
-        self._settling = Settling()
-
-    def plan(self) -> Plan:
-        """See `generation.Planner`."""
-        num_outcomes = self._shared.num_outcomes if self.limit else 0
-        self._settling.enter(None, num_outcomes)
-        return Plan(self.limit, num_outcomes)
-
-    def observe(self, done: Round, elapsed_ns: int) -> None:
-        """See `generation.Planner`."""
-        self._own.add(len(done.proposal.token_ids), done.outcome.num_accepted)
-        self._shared.add(done)
-        settled = self._settling.settled
-        if self.limit and settled is not None and not done.draft_cost.draft_unavailable:
-            num_drafted = min(len(done.proposal.token_ids), MAX_CHOSEN)
-            self._shared.add_settled(*settled, num_drafted, elapsed_ns)
+    best: int
+    num_draft_tokens: int
+    waits: bool
 
 
-class AdaptiveLength:
-    """Of one stream: what pays for its text, under the cap of all.
+def choose(tokens: Sequence[float], prospects: Prospects, options: Options, last: int) -> Choice:
+    """The length with the highest rate for a stream.
 
-    Where outcomes are prepared and the text is too hard to wait for a proposal, it is asked for all the same,
-    and rounds are plain ones until it comes. That costs no time; what is left of a proposal that fits tells
-    when the text has become easier.
+    Args:
+        tokens: [options.cap + 1] that the stream's next round commits with 0, 1, ... draft tokens.
+        last: the best length of its last round.
     """
+    times, least = prospects.round_times, options.min_length
+    best = best_length(tokens, times, least)
+    if least <= last < len(tokens):
+        gain = tokens[best] / times[best] * times[last] / tokens[last]
+        best = best if gain > _CHANGE_RATIO else last
+    pays = best > 0 and tokens[best] / times[best] > _WAIT_RATIO * tokens[0] / times[0]
+    if pays or not options.num_outcomes:
+        return Choice(best, best, waits=True)
+    return Choice(best, best_length(tokens, prospects.unwaited_times, least), waits=False)
 
-    limit = MAX_CHOSEN
+
+def patience_s(num_draft_tokens: int, proposal_ns: float, prospects: Prospects) -> float:
+    """Longest worthwhile wait for a proposal, in seconds.
+
+    A proposal saves the time of as many plain rounds as it has accepted tokens. A round that waits as long as
+    that beyond the usual wait, and then goes on without, has lost at most twice what was at stake.
+    """
+    expected = prospects.tokens[num_draft_tokens] - 1
+    usual_ns = _USUAL_WAITS * proposal_ns
+    return (usual_ns + expected * prospects.round_times[0]) / 1e9 if usual_ns else math.inf
+
+
+class _Observer:
+    """Learns from the rounds of one stream."""
+
+    limit: int
 
     def __init__(self, shared: SharedMeasurements) -> None:
         self._shared = shared
         self._own = OwnAcceptance(shared.acceptance)
         self._settling = Settling()
-        self._length = 0
-
-    def plan(self) -> Plan:
-        """See `generation.Planner`."""
-        cap, num_outcomes = self._shared.cap, self._shared.num_outcomes
-        self._settling.enter(cap, num_outcomes)
-        if cap == 0:
-            return Plan(0)
-        prospects, tokens = self._shared.prospects(), self._own.tokens(cap)
-        least = 1 if self._shared.on_trial else 0
-        young_length = self._shared.young_length
-        length = self._length = young_length or self._choose(tokens, prospects.round_times, least)
-        if not young_length and num_outcomes and not _may_pay(length, tokens, prospects.round_times):
-            length = _best(tokens, prospects.unwaited_times, least)
-            return Plan(length, num_outcomes, patience_s=0.0)
-        return Plan(length, num_outcomes, self._shared.patience_s(length, prospects))
-
-    def _choose(self, tokens: Sequence[float], round_times: Sequence[float], least: int) -> int:
-        """The best, or the last one where that is hardly worse: it is what was prepared for."""
-        best, last = _best(tokens, round_times, least), self._length
-        if least <= last < len(tokens):
-            gain = tokens[best] / round_times[best] * round_times[last] / tokens[last]
-            return best if gain > _WORTH_A_CHANGE else last
-        return best
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
@@ -91,13 +87,46 @@ class AdaptiveLength:
         self._own.add(num_drafted, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
-        if settled is not None and not done.draft_cost.draft_unavailable:
-            self._shared.add_settled(*settled, num_drafted, elapsed_ns)
+        if self.limit and settled is not None and not done.draft_cost.draft_unavailable:
+            self._shared.add_settled(*settled, min(num_drafted, MAX_CHOSEN), elapsed_ns)
 
 
-def _best(tokens: Sequence[float], times: Sequence[float], least: int) -> int:
-    return least + best_length(tokens[least:], times[least:])
+class FixedLength(_Observer):
+    """Always the same length, however long it takes; only whether outcomes are prepared is chosen."""
+
+    def __init__(self, num_draft_tokens: int, shared: SharedMeasurements) -> None:
+        super().__init__(shared)
+        self.limit = num_draft_tokens
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        num_outcomes = self._shared.begin_round().num_outcomes if self.limit else 0
+        self._settling.enter(None, num_outcomes)
+        return Plan(self.limit, num_outcomes)
 
 
-def _may_pay(length: int, tokens: Sequence[float], times: Sequence[float]) -> bool:
-    return length > 0 and tokens[length] / times[length] > _HARDLY_PAYS * tokens[0] / times[0]
+class AdaptiveLength(_Observer):
+    """The best length for a stream's text, under the cap of all streams."""
+
+    limit = MAX_CHOSEN
+
+    def __init__(self, shared: SharedMeasurements) -> None:
+        super().__init__(shared)
+        self._last = 0
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        options = self._shared.begin_round()
+        self._settling.enter(options.cap, options.num_outcomes)
+        if options.cap == 0:
+            return Plan(0)
+        prospects = self._shared.refresh()
+        if warmup := options.warmup_length:
+            choice = Choice(warmup, warmup, waits=True)
+        else:
+            choice = choose(self._own.tokens(options.cap), prospects, options, self._last)
+        self._last, length, waits = choice
+        if not waits:
+            return Plan(length, options.num_outcomes, patience_s=0.0)
+        proposal_ns = self._shared.costs.proposal_ns(length)
+        return Plan(length, options.num_outcomes, patience_s(length, proposal_ns, prospects))

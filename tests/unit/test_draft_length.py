@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 
 from coordinator.generation import Cost, Plan, Round
-from coordinator.length.draft_length import AdaptiveLength, FixedLength
-from coordinator.length.measurements import MAX_CHOSEN, SharedMeasurements, best_length
-from coordinator.length.trials import CAPS, FIRST_CAP, Trials
+from coordinator.length.draft_length import AdaptiveLength, Choice, FixedLength, choose
+from coordinator.length.measurements import (
+    ADOPT_RATIO,
+    CAPS,
+    KEEP_RATIO,
+    MAX_CHOSEN,
+    MIN_FIRST_CAP,
+    Options,
+    Prospects,
+    SharedMeasurements,
+    best_length,
+)
+from coordinator.length.trials import Level, Trials
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.estimate.costs import CostModel
 
@@ -180,48 +190,73 @@ def test_a_beginner_prepares_what_is_fixed_and_waits_no_longer_than_it_is_worth(
     assert 0.16 < second.patience_s < 1.0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "min_length", "last", "num_outcomes", "expected"),
+    [
+        ([1.0, 1.5, 1.6], 0, 0, 0, Choice(1, 1, waits=True)),  # 1.00, 1.36, 1.33 times plain decoding
+        ([1.0, 1.5, 1.63], 0, 2, 0, Choice(2, 2, waits=True)),  # hardly worse than the best, and prepared for
+        ([1.0, 1.0, 1.0], 0, 0, 8, Choice(0, 0, waits=False)),
+        ([1.0, 1.0, 1.0], 1, 0, 8, Choice(1, 1, waits=True)),  # 0.91 times plain decoding
+        ([1.0, 1.0, 1.1], 0, 0, 8, Choice(0, 2, waits=False)),
+    ],
+)
+def test_a_choice_follows_from_values(
+    tokens: list[float], min_length: int, last: int, num_outcomes: int, expected: Choice
+) -> None:
+    prospects = Prospects([], [1.0, 1.1, 1.2], [1.0, 1.01, 1.02])
+    assert choose(tokens, prospects, Options(2, num_outcomes, min_length), last) == expected
+
+
 def test_a_fixed_length_is_fixed() -> None:
     assert FixedLength(5, SharedMeasurements(lambda: 1)).plan() == Plan(5)
 
 
-def run_trials(trials: Trials, num_rounds: int, round_ns: dict[int, float]) -> Counter[int]:
+def trials_of_caps() -> Level:
+    return Trials(CAPS, MIN_FIRST_CAP).enter(4)
+
+
+def run_trials(level: Level, num_rounds: int, round_ns: dict[int, float]) -> Counter[int]:
     """Rounds under each cap; a round has the same tokens under all of them, and takes its time."""
     rng, spent = np.random.default_rng(0), Counter[int]()
     for _ in range(num_rounds):
-        cap = trials.option(4)
+        cap = level.option
         spent[cap] += 1
-        trials.add(cap, 4, 0, int(round_ns[cap] * 30e6 * rng.lognormal(0, 0.1)))
+        if level.add(cap, 4, 0, int(round_ns[cap] * 30e6 * rng.lognormal(0, 0.1))):
+            if level.on_trial:
+                level.end_trial(4, [1.0], adopt=ADOPT_RATIO, keep=KEEP_RATIO)
+            else:
+                level.begin_trial(4, dict.fromkeys(CAPS, 1.0))
     return spent
 
 
 def test_trials_find_the_best_cap_and_cost_little() -> None:
     for best in CAPS:
-        trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
-        run_trials(trials, 2000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS})
-        assert trials.option(4) == best or trials.on_trial(4)
+        level = trials_of_caps()
+        run_trials(level, 2000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS})
+        assert level.option == best or level.on_trial
         spent = run_trials(
-            trials, 20_000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS}
+            level, 20_000, {cap: 1 + abs(CAPS.index(cap) - CAPS.index(best)) / 4 for cap in CAPS}
         )
         assert spent[best] > 0.93 * spent.total()
         assert len(spent) > 1
 
 
 def test_the_cap_follows_when_things_change() -> None:
-    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
-    run_trials(trials, 3000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
-    assert trials.option(4) == 0 or trials.on_trial(4)
-    spent = run_trials(trials, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
+    level = trials_of_caps()
+    run_trials(level, 3000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
+    assert level.option == 0 or level.on_trial
+    spent = run_trials(level, 40_000, {0: 5.0, 2: 4.0, 4: 3.0, 8: 1.0, 16: 2.0})
     assert spent.most_common(1)[0][0] == 8
 
 
 def test_after_an_accident_speculation_is_soon_tried_again() -> None:
     """What was long known to be second best is better than nothing, when the best was deposed."""
     usual = {0: 1.0, 2: 0.71, 4: 0.69, 8: 0.8, 16: 0.85}
-    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
-    run_trials(trials, 12_000, usual)
-    while trials.best(4):
-        run_trials(trials, 10, {cap: 1.0 + cap for cap in CAPS})
-    assert run_trials(trials, 4000, usual)[0] < 1000
+    level = trials_of_caps()
+    run_trials(level, 12_000, usual)
+    while level.best:
+        run_trials(level, 10, {cap: 1.0 + cap for cap in CAPS})
+    assert run_trials(level, 4000, usual)[0] < 1000
 
 
 def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None:
@@ -238,11 +273,18 @@ def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None
     assert shared.chosen.num_trials == 0
 
 
+def test_a_query_leaves_a_number_of_streams_unknown() -> None:
+    trials = Trials(CAPS, MIN_FIRST_CAP)
+    assert trials.look(9).best == MIN_FIRST_CAP
+    run_trials(trials.enter(4), 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
+    assert trials.look(9) is trials.enter(4)
+
+
 def test_a_number_of_streams_that_is_new_begins_as_its_neighbour() -> None:
-    trials = Trials(CAPS, lambda: FIRST_CAP, lambda: [1.0])
-    run_trials(trials, 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
-    assert trials.option(9) == 0
-    assert not trials.on_trial(9)
+    trials = Trials(CAPS, MIN_FIRST_CAP)
+    run_trials(trials.enter(4), 2000, {0: 1.0, 2: 2.0, 4: 3.0, 8: 4.0, 16: 5.0})
+    assert trials.enter(9).option == 0
+    assert not trials.enter(9).on_trial
 
 
 def test_costs_are_learnt_and_old_ones_kept() -> None:
