@@ -217,6 +217,11 @@ class TestBodies:
             for _ in range(reading._NUM_LARGE):
                 connection = stack.enter_context(connected(address))
                 connection.sendall(head(MB) + b"{")
+            before = stack.enter_context(connected(address))
+            before.sendall(request())
+            assert before.recv(1 << 16).startswith(
+                b"HTTP/1.1 200 "
+            )  # the heads sent before it are read by now
             large = stack.enter_context(connected(address))
             large.sendall(request(user="x" * 100_000))
             small = stack.enter_context(connected(address))
