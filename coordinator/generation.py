@@ -7,41 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from coordinator.cost import Cost
+from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
-from specwire.core import Fate, Load, Outcome, Proposal, Verdict
+from specwire.completion import Stage
+from specwire.core import Fate, Outcome, Proposal, Verdict
+from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule import acceptance
 from specwire.telemetry import tracing
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one call to a model service cost.
-
-    Attributes:
-        queue_ns, forward_ns: as the service reports them; 0 where the work began before the call.
-        wall_ns: measured here, network included.
-        request_bytes, response_bytes: of the two messages.
-        num_cached_tokens: found in the service's cache instead of being computed.
-        num_prefill_tokens: committed tokens that the draft has to run before it can propose: those of the
-            request that it had not proposed itself.
-        load: of the verify service, as it reports it.
-        prepared: the proposal was there before the call; all else is 0.
-        timed_out: a proposal was requested, and did not arrive within the plan's patience.
-        draft_unavailable: there was no draft to call, or it was lost during the call.
-    """
-
-    queue_ns: int = 0
-    forward_ns: int = 0
-    wall_ns: int = 0
-    request_bytes: int = 0
-    response_bytes: int = 0
-    num_cached_tokens: int = 0
-    num_prefill_tokens: int = 0
-    load: Load | None = None
-    prepared: bool = False
-    timed_out: bool = False
-    draft_unavailable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +75,6 @@ class Round:
     outcome: Outcome
     draft_cost: Cost
     verify_cost: Cost
-    rule_ns: int
 
     @property
     def emitted(self) -> list[tuple[int, Fate]]:
@@ -135,6 +108,7 @@ class Generation:
         verifier: Verifier,
         *,
         planner: Planner,
+        ledger: Ledger,
         tracer: tracing.Tracing,
         parent: str = "",
         may_start: Callable[[], Awaitable[None]] | None = None,
@@ -149,6 +123,7 @@ class Generation:
         self._drafter = drafter
         self._verifier = verifier
         self._planner = planner
+        self._ledger = ledger
         self._tracer = tracer
         self._parent = parent
         self._may_start = may_start
@@ -165,7 +140,9 @@ class Generation:
                 self.committed.extend(token_id for token_id, _ in done.emitted)
                 span.set({tracing.ROUND: number, **_round_attributes(done)})
             number += 1
+            self._ledger.switch(Stage.EMIT)
             yield done
+            self._ledger.switch(Stage.COORDINATOR)
             self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 
     async def _round(self, parent: str) -> Round:
@@ -174,13 +151,29 @@ class Generation:
         left = self._end_len - len(self.committed) - 1
         if plan.num_draft_tokens > left:
             plan = replace(plan, num_draft_tokens=left, num_outcomes=0)
-        proposal, draft_cost = await self._drafter.propose(self.committed, plan, parent)
-        verdict, verify_cost = await self._verifier.verify(self.committed, proposal, parent)
-        started_ns = clock.stopwatch_ns()
+        proposal, draft_cost = await self._propose(plan, parent)
+        verdict, verify_cost = await self._verify(proposal, parent)
+        self._ledger.switch(Stage.RULE)
         with self._tracer.span("accept", parent=parent):
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
-        rule_ns = clock.stopwatch_ns() - started_ns
-        return Round(proposal, verdict, outcome, draft_cost, verify_cost, rule_ns)
+        self._ledger.switch(Stage.COORDINATOR)
+        return Round(proposal, verdict, outcome, draft_cost, verify_cost)
+
+    async def _propose(self, plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+        self._ledger.switch(Stage.DRAFT)
+        proposal, cost = await self._drafter.propose(self.committed, plan, parent)
+        self._ledger.settle(cost)
+        return proposal, cost
+
+    async def _verify(self, proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+        self._ledger.switch(Stage.VERIFY)
+        try:
+            verdict, cost = await self._verifier.verify(self.committed, proposal, parent)
+        except ServiceUnavailableError:
+            self._ledger.fail()
+            raise
+        self._ledger.settle(cost)
+        return verdict, cost
 
 
 def _round_attributes(done: Round) -> dict[str, int]:

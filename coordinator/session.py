@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
+from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.text import TextAssembler
-from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.completion import Chunk, Completion, FinishReason, Speculation, Token, Usage
 from specwire.core import Fate, Rule, Verdict
 from specwire.errors import InvalidRequestError
-from specwire.estimate import clock
 from specwire.tokenizer import Tokenizer
 
 
@@ -36,12 +36,14 @@ class Session:
         *,
         tokenizer: Tokenizer | None,
         credit: Credit,
+        ledger: Ledger,
     ) -> None:
         params, eos_token_ids = request.params, request.target.eos_token_ids
         self._request = request
         self._generation = generation
         self._tokenizer = tokenizer
         self._credit = credit
+        self._ledger = ledger
         self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self._text = TextAssembler(tokenizer, request.prompt_token_ids, params.stop)
         self._released: list[Token] = []
@@ -64,6 +66,7 @@ class Session:
         if self.ended:  # by the tokens of an earlier stream
             return
         async for done in self._generation.rounds():
+            self._ledger.emit_first_token()
             self._tally.add(done)
             num_before = self._num_emitted
             tokens = self._process_round(done)
@@ -99,7 +102,7 @@ class Session:
                 cached_tokens=self._tally.num_cached_tokens,
             ),
             speculation=self._tally.speculation(draft_unavailable),
-            timing=self._tally.timing(),
+            timing=self._ledger.timing(),
             stop_reason=self._stop_reason,
             seed=params.seed or 0,
             rule=params.rule or Rule.REJECTION,
@@ -156,39 +159,29 @@ class Session:
         )
         if not self._request.report_progress:
             return chunk
-        return replace(chunk, speculation=self._tally.speculation(), timing=self._tally.timing())
+        return replace(chunk, speculation=self._tally.speculation(), timing=self._ledger.timing())
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
 
 
 class Tally:
-    """Counts and times over the rounds of one generation."""
+    """Counts over the rounds of one generation."""
 
     def __init__(self) -> None:
-        self._started_ns = clock.stopwatch_ns()
-        self._first_token_ns = 0
         self._num_rounds = 0
         self._num_accepted = self._num_prepared = 0
         self.num_cached_tokens = 0
         self._drafted: list[int] = []
         self._accepted: list[int] = []
         self._histogram: list[int] = []
-        self._draft_ns = self._verify_ns = self._queue_ns = self._rule_ns = self._network_ns = 0
 
     def add(self, done: Round) -> None:
         """Count one round."""
-        self._first_token_ns = self._first_token_ns or clock.stopwatch_ns() - self._started_ns
         self._num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self._num_prepared += done.draft_cost.prepared
         self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
-        self._draft_ns += done.draft_cost.forward_ns
-        self._verify_ns += done.verify_cost.forward_ns
-        self._rule_ns += done.rule_ns
-        for cost in (done.draft_cost, done.verify_cost):
-            self._queue_ns += cost.queue_ns
-            self._network_ns += cost.wall_ns - cost.queue_ns - cost.forward_ns
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
@@ -213,16 +206,4 @@ class Tally:
             accepted_per_position=tuple(self._accepted),
             draft_unavailable=draft_unavailable,
             num_prepared=self._num_prepared,
-        )
-
-    def timing(self) -> Timing:
-        """The times so far."""
-        return Timing(
-            total_ms=(clock.stopwatch_ns() - self._started_ns) / 1e6,
-            time_to_first_token_ms=self._first_token_ns / 1e6,
-            draft_ms=self._draft_ns / 1e6,
-            verify_ms=self._verify_ns / 1e6,
-            queue_ms=self._queue_ns / 1e6,
-            rule_ms=self._rule_ns / 1e6,
-            network_ms=self._network_ns / 1e6,
         )

@@ -134,21 +134,80 @@ class Speculation:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+class Stage(enum.StrEnum):
+    """What a generation spends its time on; each moment belongs to one stage."""
+
+    ADMISSION = "admission"
+    """Waiting for a slot."""
+    DRAFT = "draft"
+    """Waiting for the draft service while it drafts, or until it is not waited for any more."""
+    DRAFT_QUEUE = "draft_queue"
+    """Waiting in the draft service, for passes of others."""
+    DRAFT_NETWORK = "draft_network"
+    """On the way to the draft service and back; gRPC and waking up at both ends included."""
+    VERIFY = "verify"
+    """Waiting for the verify service while it computes."""
+    VERIFY_QUEUE = "verify_queue"
+    """Waiting in the verify service, for passes of others."""
+    VERIFY_NETWORK = "verify_network"
+    """On the way to the verify service and back; gRPC and waking up at both ends included."""
+    RULE = "rule"
+    """The accept rule in the coordinator."""
+    EMIT = "emit"
+    """Text, stop conditions, and handing messages to the transport."""
+    CLIENT_CREDIT = "client_credit"
+    """Waiting for the client to read or to acknowledge."""
+    FAILOVER = "failover"
+    """Calls that were lost, and the search for other services."""
+    COORDINATOR = "coordinator"
+    """The rest of the coordinator: checking and encoding the request, planning, its event loop."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Where the time of one generation went, in milliseconds.
+    """Where the time of one generation went, in milliseconds, from the arrival of its request.
 
-    `draft_ms` and `verify_ms` are device time as reported by the services, `queue_ms` their queues, `rule_ms`
-    the accept rule in the coordinator, `network_ms` the rest of both round trips.
+    Attributes:
+        total_ms: the sum of all stages.
+        time_to_first_token_ms: to the first emitted token.
+        admission_ms, ..., coordinator_ms: see `Stage`.
+        ahead_ms: what the draft computed before it was asked, while other stages ran; not a stage.
     """
 
     total_ms: float = 0.0
     time_to_first_token_ms: float = 0.0
+    admission_ms: float = 0.0
     draft_ms: float = 0.0
+    draft_queue_ms: float = 0.0
+    draft_network_ms: float = 0.0
     verify_ms: float = 0.0
-    queue_ms: float = 0.0
+    verify_queue_ms: float = 0.0
+    verify_network_ms: float = 0.0
     rule_ms: float = 0.0
-    network_ms: float = 0.0
+    emit_ms: float = 0.0
+    client_credit_ms: float = 0.0
+    failover_ms: float = 0.0
+    coordinator_ms: float = 0.0
+    ahead_ms: float = 0.0
+
+    def of(self, *stages: Stage) -> float:
+        """The sum of these stages, in milliseconds."""
+        return sum(getattr(self, f"{stage}_ms") for stage in stages)
+
+    @property
+    def stages(self) -> dict[Stage, float]:
+        """Every stage with its time, in milliseconds."""
+        return {stage: self.of(stage) for stage in Stage}
+
+    @property
+    def network_ms(self) -> float:
+        """On the way to both services and back."""
+        return self.of(Stage.DRAFT_NETWORK, Stage.VERIFY_NETWORK)
+
+    @property
+    def queue_ms(self) -> float:
+        """Waiting in both services, for passes of others."""
+        return self.of(Stage.DRAFT_QUEUE, Stage.VERIFY_QUEUE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.generation import Cost, Round
+from coordinator.cost import Cost
+from coordinator.generation import Round
 from specwire.core import Load
 from specwire.estimate.costs import CostModel
 
@@ -58,7 +59,7 @@ class RoundCosts:
     def add(self, done: Round, *, prepares: bool) -> None:
         """A round of any stream; `prepares` where outcomes are prepared at present."""
         num_drafted, cost = len(done.proposal.token_ids), done.draft_cost
-        is_hit = not cost.forward_ns
+        is_hit = cost.is_hit
         if num_drafted:
             self.mean_drafted += _RATE * (num_drafted - self.mean_drafted)
             if is_hit:
@@ -81,7 +82,7 @@ class RoundCosts:
         if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * (self._pass_ns(num_drafted) + self._queue_ns):
             return
         self._queue_ns += _RATE * (cost.queue_ns - self._queue_ns)
-        self._network_ns += _RATE * (cost.wall_ns - cost.queue_ns - cost.forward_ns - self._network_ns)
+        self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
 
     @property
     def usual_length(self) -> int:

@@ -40,6 +40,11 @@ class Attempts:
         """Whether a stream has failed."""
         return self._num_failures > 0
 
+    @property
+    def has_waited(self) -> bool:
+        """Whether a stream has failed, or none could be opened."""
+        return self._first_ns is not None
+
     def wait_s(self) -> float:
         """How long to wait for a replica, in seconds; 0 or less when the time is up."""
         now_ns = clock.stopwatch_ns()

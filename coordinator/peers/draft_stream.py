@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.generation import Cost
-from coordinator.peers.prepared import PreparedProposals
+from coordinator.cost import CallOutcome, Cost, split
+from coordinator.peers.prepared import Origin, PreparedProposals
 from coordinator.peers.streams import Call, cost_of
 from specwire.core import Proposal, num_in_common
 from specwire.errors import InternalError, InvalidRequestError, SpecwireError
 from specwire.estimate import clock
-from specwire.v1 import draft_pb2
+from specwire.v1 import common_pb2, draft_pb2
 from specwire.wire import model as wire
 
 
@@ -43,8 +43,8 @@ class DraftStream:
         self.num_sent_tokens = 0
         self._last_proposed: Sequence[int] = ()  # after the committed tokens that were sent
         self._num_requests = self._num_answered = self._num_abandoned = 0
-        self._sent: draft_pb2.DraftRequest | None = None
-        self._sent_ns = 0
+        self._asked: draft_pb2.DraftRequest | None = None
+        self._asked_ns = 0
         self._sending: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
         self._receiving = asyncio.create_task(self._receive())
@@ -56,7 +56,7 @@ class DraftStream:
     def late_s(self) -> float:
         """How long ago the abandoned request was sent, in seconds; 0 once it is answered."""
         is_late = self._num_answered < self._num_abandoned
-        return (clock.stopwatch_ns() - self._sent_ns) / 1e9 if is_late else 0.0
+        return (clock.stopwatch_ns() - self._asked_ns) / 1e9 if is_late else 0.0
 
     def abandon(self) -> None:
         """Stop waiting for the last answer; it is late from now on."""
@@ -70,10 +70,8 @@ class DraftStream:
         Raises:
             SpecwireError: the stream failed, or the answer does not follow the tokens.
         """
-        self._num_requests += 1
-        message.request_id = self._num_requests
-        self._sent, self._sent_ns = message, clock.stopwatch_ns()
         self._send(committed, message)
+        self._asked, self._asked_ns = message, clock.stopwatch_ns()
         while (found := self.prepared.take(committed)) is None:
             if self.error is not None:
                 raise self.error
@@ -82,10 +80,30 @@ class DraftStream:
             self._arrived.clear()
             await self._arrived.wait()
         num_prefill_tokens = len(message.token_ids) - num_in_common(message.token_ids, self._last_proposed)
-        self._last_proposed = found.token_ids
+        self._last_proposed = found.proposal.token_ids
         answered = self._num_answered == message.request_id
-        cost = self._cost if answered else cost_of(message, draft_pb2.DraftResponse(), self._sent_ns)
-        return found, replace(cost, num_prefill_tokens=num_prefill_tokens)
+        cost = self._cost if answered else self._cost_of_pushed(found.origin)
+        return found.proposal, replace(cost, num_prefill_tokens=num_prefill_tokens)
+
+    def _cost_of_pushed(self, origin: Origin) -> Cost:
+        """Of the request that was sent last, which a prepared proposal has made unnecessary.
+
+        Where the request had arrived when the proposal was sent, the draft worked on since; else the proposal was
+        on its way already.
+        """
+        assert self._asked is not None
+        had_arrived = origin.last_request_id >= self._asked.request_id
+        age_ns = origin.request_age_ns if had_arrived else 0
+        on_path_ns = min(origin.forward_ns, age_ns)
+        timings = common_pb2.Timings(
+            residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns
+        )
+        return Cost(
+            outcome=CallOutcome.BEGUN,
+            request_bytes=self._asked.ByteSize(),
+            prepared_by=origin.traceparent,
+            **split(clock.stopwatch_ns() - self._asked_ns, timings),
+        )
 
     def continue_from(
         self, committed: Sequence[int], proposal: Proposal, message: draft_pb2.DraftRequest
@@ -96,6 +114,8 @@ class DraftStream:
 
     def _send(self, committed: Sequence[int], message: draft_pb2.DraftRequest) -> None:
         """In the order of the calls; the receiver learns why a message could not be sent."""
+        self._num_requests += 1
+        message.request_id = self._num_requests
         message.base_len, message.token_ids[:] = self.num_sent_tokens, committed[self.num_sent_tokens :]
         self.num_sent_tokens = len(committed)
         self._sending = asyncio.create_task(self._send_after(self._sending, message))
@@ -118,15 +138,16 @@ class DraftStream:
         if response.request_id:
             self._num_answered = response.request_id
             self._on_answer()
-            if response.request_id == self._num_requests:
-                self._cost = cost_of(self._sent, response, self._sent_ns)
+            if self._asked is not None and response.request_id == self._asked.request_id:
+                cost = cost_of(self._asked, response, self._asked_ns)
+                self._cost = replace(cost, outcome=CallOutcome.BEGUN) if response.begun_ahead else cost
         for message in response.proposals:
             try:
                 proposal = wire.proposal_from_proto(message, response.base_len)
                 self._check(proposal)
             except (InternalError, InvalidRequestError) as error:
                 raise InternalError(f"the service sent {error}") from None
-            self.prepared.add(list(message.prefix_token_ids), proposal)
+            self.prepared.add(list(message.prefix_token_ids), proposal, _origin(response, message))
         self._arrived.set()
 
     def close(self) -> None:
@@ -134,3 +155,12 @@ class DraftStream:
         self._call.cancel()
         if self._sending is not None:  # without a connection it would never end
             self._sending.cancel()
+
+
+def _origin(response: draft_pb2.DraftResponse, proposal: draft_pb2.Proposal) -> Origin:
+    return Origin(
+        forward_ns=proposal.forward_ns,
+        last_request_id=response.last_request_id,
+        request_age_ns=max(0, response.last_request_age_ns),
+        traceparent=response.traceparent,
+    )

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.generation import Cost, Plan
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan
 from coordinator.peers.checks import check_proposal
 from coordinator.peers.draft_stream import DraftStream
 from coordinator.peers.pool import Pool
@@ -49,11 +50,11 @@ class RemoteDrafter:
 
     What a round gets, besides its cost:
 
-        no replica, or the stream fails     no tokens, `draft_unavailable`
-        a prepared proposal follows         the proposal, `prepared`; the draft works on from it
+        no replica, or the stream fails     no tokens, `UNAVAILABLE` or `LOST`
+        a prepared proposal follows         the proposal, `READY`; the draft works on from it
         an earlier answer is still late     no tokens; nothing more is requested
-        no answer in time                   no tokens, `timed_out`; the answer is late from now on
-        an answer in time                   the proposal
+        no answer in time                   no tokens, `TIMED_OUT`; the answer is late from now on
+        an answer in time                   the proposal, `ASKED` or `BEGUN`
 
     A draft that is lost or hangs costs one bounded wait; the next round tries another replica, or is a plain
     one. Which replica proposes depends on loads, failures and the clock, never on a token, and a proposal
@@ -98,15 +99,17 @@ class RemoteDrafter:
         self._close_if_lost()
         replica = self._current.replica if self._current else self._choose(committed)
         if replica is None or replica.info is None:
-            return nothing, Cost(draft_unavailable=True)
+            return nothing, Cost(outcome=CallOutcome.UNAVAILABLE)
         num_wanted = min(plan.num_draft_tokens, replica.info.context_len - len(committed))
         if num_wanted <= 0:
             return nothing, Cost()
+        started_ns = clock.stopwatch_ns()
         try:
             return await self._propose_at(replica, committed, num_wanted, plan, parent)
         except SpecwireError as error:
             self._close_after(error, replica)
-            return nothing, Cost(draft_unavailable=True)
+            lost_ns = clock.stopwatch_ns() - started_ns
+            return nothing, Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
 
     async def _propose_at(
         self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, parent: str
@@ -116,7 +119,7 @@ class RemoteDrafter:
         """
         prepared = self._take_prepared(committed, num_wanted, plan, parent)
         if prepared is not None:
-            return prepared, Cost(prepared=True)
+            return prepared
         self._check_alive()
         if self._current is not None and self._current.stream.late_s > 0:
             return Proposal(len(committed)), Cost()
@@ -151,7 +154,7 @@ class RemoteDrafter:
 
     def _take_prepared(
         self, committed: Sequence[int], num_wanted: int, plan: Plan, parent: str
-    ) -> Proposal | None:
+    ) -> tuple[Proposal, Cost] | None:
         """A proposal that has arrived already, if any; the draft works on from it."""
         if self._current is None:
             return None
@@ -159,12 +162,15 @@ class RemoteDrafter:
         found = stream.prepared.take(committed)
         if found is None:
             return None
-        proposal = found.first(num_wanted)
+        proposal, origin = found.proposal.first(num_wanted), found.origin
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
             message = draft_pb2.DraftRequest(traceparent=parent, prepare=preparation)
             stream.continue_from(committed, proposal, message)
-        return proposal
+        cost = Cost(
+            outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent
+        )
+        return proposal, cost
 
     def _check_alive(self) -> None:
         """Raises:
@@ -198,13 +204,16 @@ class RemoteDrafter:
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
+        started_ns = clock.stopwatch_ns()
         try:
             async with asyncio.timeout(patience_s):
                 found, cost = await stream.request(committed, message)
         except TimeoutError:
             stream.abandon()
-            return Proposal(len(committed)), Cost(timed_out=True)
-        if cost.forward_ns:
+            waited_ns = clock.stopwatch_ns() - started_ns
+            cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
+            return Proposal(len(committed)), cost
+        if cost.outcome is CallOutcome.ASKED:
             replica.costs.add((len(found.token_ids), cost.num_prefill_tokens), max(1, cost.wall_ns))
         return found.first(num_wanted), cost
 

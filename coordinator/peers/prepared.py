@@ -4,8 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specwire.core import Proposal, Support
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a proposal was made, for the ledger; empty for the answer to a request.
+
+    Attributes:
+        forward_ns: the passes that made it.
+        last_request_id: the last request that had arrived at the draft when it was sent.
+        request_age_ns: the age of that request then.
+        traceparent: of the span of its preparation; empty if there is none.
+    """
+
+    forward_ns: int = 0
+    last_request_id: int = 0
+    request_age_ns: int = 0
+    traceparent: str = ""
+
+
+class Prepared(NamedTuple):
+    """A proposal that follows the committed tokens, and how it was made."""
+
+    proposal: Proposal
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +42,14 @@ class _Chain:
         path_len: how many of its tokens are the path.
         token_ids: path and draft tokens.
         supports: of the draft tokens; empty where tokens are matched.
+        origin: how it was made.
     """
 
     base_len: int
     path_len: int
     token_ids: list[int]
     supports: Sequence[Support]
+    origin: Origin
 
     def agrees(self, committed: Sequence[int]) -> bool:
         """Whether all tokens committed since `base_len` are on the chain."""
@@ -33,11 +60,11 @@ class _Chain:
         """Whether its path is committed."""
         return len(committed) >= self.base_len + self.path_len
 
-    def rest(self, committed: Sequence[int]) -> Proposal:
+    def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
         num_since = len(committed) - self.base_len
         supports = self.supports[num_since - self.path_len :]
-        return Proposal(len(committed), self.token_ids[num_since:], supports)
+        return Prepared(Proposal(len(committed), self.token_ids[num_since:], supports), self.origin)
 
 
 class PreparedProposals:
@@ -52,12 +79,12 @@ class PreparedProposals:
     def __init__(self) -> None:
         self._chains: list[_Chain] = []
 
-    def add(self, path: Sequence[int], proposal: Proposal) -> None:
+    def add(self, path: Sequence[int], proposal: Proposal, origin: Origin = Origin()) -> None:
         """A proposal whose `base_len` is where the path begins."""
         token_ids = [*path, *proposal.token_ids]
-        self._chains.append(_Chain(proposal.base_len, len(path), token_ids, proposal.supports))
+        self._chains.append(_Chain(proposal.base_len, len(path), token_ids, proposal.supports, origin))
 
-    def take(self, committed: Sequence[int]) -> Proposal | None:
+    def take(self, committed: Sequence[int]) -> Prepared | None:
         """The longest proposal that follows the committed tokens; None if there is none.
 
         Keeps only those whose path may still be committed.
@@ -65,5 +92,5 @@ class PreparedProposals:
         agreeing = [chain for chain in self._chains if chain.agrees(committed)]
         self._chains = [chain for chain in agreeing if not chain.is_reached(committed)]
         usable = [chain.rest(committed) for chain in agreeing if chain.is_reached(committed)]
-        longest = max(usable, key=lambda proposal: len(proposal.token_ids), default=None)
-        return longest if longest and longest.token_ids else None
+        longest = max(usable, key=lambda prepared: len(prepared.proposal.token_ids), default=None)
+        return longest if longest and longest.proposal.token_ids else None

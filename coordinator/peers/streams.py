@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from coordinator.generation import Cost
+from coordinator.cost import CallOutcome, Cost, split
 from specwire.core import Proposal
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
@@ -88,12 +88,11 @@ class GrpcCall:
 def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
     """The cost of a request that was sent at `started_ns` and is answered now."""
     return Cost(
-        queue_ns=response.timings.queue_ns,
-        forward_ns=response.timings.forward_ns,
-        wall_ns=clock.stopwatch_ns() - started_ns,
+        outcome=CallOutcome.ASKED,
         request_bytes=request.ByteSize(),
         response_bytes=response.ByteSize(),
         num_cached_tokens=response.num_cached_tokens,
+        **split(clock.stopwatch_ns() - started_ns, response.timings),
     )
 
 

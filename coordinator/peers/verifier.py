@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.generation import Cost
+from coordinator.cost import Cost
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
 from coordinator.peers.pool import Pool
@@ -114,10 +114,13 @@ class RemoteVerifier:
         self, committed: Sequence[int], proposal: Proposal, traceparent: str
     ) -> tuple[Verdict, Cost]:
         attempts = Attempts(self._timeout_s, self._remaining_s)
+        started_ns, lost_ns = clock.stopwatch_ns(), 0
         while True:
             replica = self._replica or await self._find(committed, attempts)
+            if attempts.has_waited:
+                lost_ns = clock.stopwatch_ns() - started_ns
             try:
-                answer = await self._ask(replica, committed, proposal, traceparent)
+                verdict, cost = await self._ask(replica, committed, proposal, traceparent)
             except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
                 log.warning("verify stream at %s: %s", replica.address, error)
                 self.close()
@@ -127,7 +130,7 @@ class RemoteVerifier:
             else:
                 self._has_begun = True
                 replica.mark_proven()
-                return answer
+                return verdict, replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
         """A replica for a new stream. If all are full, only a generation that has begun waits for one."""

@@ -34,32 +34,42 @@ class Preparation(_message.Message):
     def __init__(self, num_outcomes: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("request_id", "base_len", "incarnation", "timings", "proposals", "num_cached_tokens")
+    __slots__ = ("request_id", "base_len", "incarnation", "timings", "proposals", "num_cached_tokens", "begun_ahead", "last_request_id", "last_request_age_ns", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    LAST_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_REQUEST_AGE_NS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     base_len: int
     incarnation: str
     timings: _common_pb2.Timings
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    begun_ahead: bool
+    last_request_id: int
+    last_request_age_ns: int
+    traceparent: str
+    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., begun_ahead: _Optional[bool] = ..., last_request_id: _Optional[int] = ..., last_request_age_ns: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("token_ids", "parent_indices", "supports", "prefix_token_ids")
+    __slots__ = ("token_ids", "parent_indices", "supports", "prefix_token_ids", "forward_ns")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parent_indices: _containers.RepeatedScalarFieldContainer[int]
     supports: _containers.RepeatedCompositeFieldContainer[Support]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., supports: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    forward_ns: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., supports: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
 
 class Support(_message.Message):
     __slots__ = ("token_ids", "probs")

@@ -203,22 +203,38 @@ class Speculation(_message.Message):
     def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ...) -> None: ...
 
 class GenerationTiming(_message.Message):
-    __slots__ = ("total_ms", "time_to_first_token_ms", "draft_ms", "verify_ms", "queue_ms", "rule_ms", "network_ms")
+    __slots__ = ("total_ms", "time_to_first_token_ms", "draft_ms", "verify_ms", "rule_ms", "admission_ms", "draft_queue_ms", "draft_network_ms", "verify_queue_ms", "verify_network_ms", "emit_ms", "client_credit_ms", "failover_ms", "coordinator_ms", "ahead_ms")
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     RULE_MS_FIELD_NUMBER: _ClassVar[int]
-    NETWORK_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NETWORK_MS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_NETWORK_MS_FIELD_NUMBER: _ClassVar[int]
+    EMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_CREDIT_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILOVER_MS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_MS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_MS_FIELD_NUMBER: _ClassVar[int]
     total_ms: float
     time_to_first_token_ms: float
     draft_ms: float
     verify_ms: float
-    queue_ms: float
     rule_ms: float
-    network_ms: float
-    def __init__(self, total_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., rule_ms: _Optional[float] = ..., network_ms: _Optional[float] = ...) -> None: ...
+    admission_ms: float
+    draft_queue_ms: float
+    draft_network_ms: float
+    verify_queue_ms: float
+    verify_network_ms: float
+    emit_ms: float
+    client_credit_ms: float
+    failover_ms: float
+    coordinator_ms: float
+    ahead_ms: float
+    def __init__(self, total_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., rule_ms: _Optional[float] = ..., admission_ms: _Optional[float] = ..., draft_queue_ms: _Optional[float] = ..., draft_network_ms: _Optional[float] = ..., verify_queue_ms: _Optional[float] = ..., verify_network_ms: _Optional[float] = ..., emit_ms: _Optional[float] = ..., client_credit_ms: _Optional[float] = ..., failover_ms: _Optional[float] = ..., coordinator_ms: _Optional[float] = ..., ahead_ms: _Optional[float] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()

@@ -159,7 +159,7 @@ def test_model_info_round_trip() -> None:
         dtype="float32",
         num_parameters=7,
         eos_token_ids=(1, 2),
-        protocol_version=3,
+        protocol_version=4,
         incarnation="i",
         tokenizer_source="s",
     )
