@@ -7,6 +7,9 @@ Nothing is counted twice: a metric is a name, a help text, and how to read it fr
 keeps anyway. A scrape reads all of them at once on the event loop, so that they are consistent; formatting,
 which takes longer, is left to a thread. Label values come from the code, never from a client.
 
+Histograms keep exemplars: for each bucket, the latest value whose request was traced. They are served to a
+scraper that asks for OpenMetrics; the older text format has no place for them.
+
 Without an address nothing listens, and prometheus_client is not imported.
 """
 
@@ -16,6 +19,8 @@ import asyncio
 import contextlib
 import enum
 import logging
+import re
+import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 _MAX_CONNECTIONS = 8
 _MAX_HEAD_BYTES = 8192
@@ -38,8 +44,10 @@ _TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 Source = TypeVar("Source")
-Labelled = Mapping[tuple[str, ...], float]
-"""Numbers by the values of a metric's labels, in their order."""
+
+
+Exemplar = tuple[float, str, float]
+"""A value, the id of its trace, and when it was counted, in seconds since the epoch."""
 
 
 class HistogramData:
@@ -47,22 +55,33 @@ class HistogramData:
 
     Args:
         bounds: ascending; a value counts for the first bound that it does not exceed.
+
+    Attributes:
+        exemplars: of each bucket, infinity's last, the latest value that had a trace.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
+        self.exemplars: list[Exemplar | None] = [None] * len(self.counts)
 
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def add(self, value: float, count: int = 1, trace_id: str = "") -> None:
+        """Count one value, or several that are equal; `trace_id` makes it an exemplar."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += count
+        self.sum += value * count
+        if trace_id:
+            self.exemplars[bucket] = (value, trace_id, time.time())
 
     @property
     def cumulative(self) -> list[tuple[float, int]]:
         """Each bound, infinity last, and the number of values that do not exceed it."""
         return list(zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True))
+
+
+Labelled = Mapping[tuple[str, ...], float | HistogramData]
+"""Numbers or histograms by the values of a metric's labels, in their order."""
 
 
 class MetricKind(enum.StrEnum):
@@ -80,14 +99,14 @@ class Metric(Generic[Source]):
     Attributes:
         name: as it is scraped; a counter's ends in `_total`, after the unit.
         help: one sentence.
-        read: its value; by label values if it has labels, and a `HistogramData` if it is a histogram.
+        read: its value; a `HistogramData` if it is a histogram; of either, a mapping if it has labels.
         labels: names of its labels.
     """
 
     kind: MetricKind
     name: str
     help: str
-    read: Callable[[Source], float | Labelled | HistogramData]
+    read: Callable[[Source], float | HistogramData | Labelled]
     labels: tuple[str, ...] = ()
 
     def family(self, source: Source, fixed: Mapping[str, str]) -> Family:
@@ -95,25 +114,27 @@ class Metric(Generic[Source]):
         from prometheus_client.metrics_core import Metric as Family
 
         family = Family(self.name.removesuffix("_total"), self.help, self.kind)
-        for suffix, labels, value in self._samples(self.read(source)):
-            family.add_sample(self.name + suffix, {**fixed, **labels}, value)
+        reading = self.read(source)
+        by_labels = reading if isinstance(reading, Mapping) else {(): reading}
+        for values, each in by_labels.items():
+            labels = {**fixed, **dict(zip(self.labels, values, strict=True))}
+            if isinstance(each, HistogramData):
+                _add_histogram(family, self.name, labels, each)
+            else:
+                family.add_sample(self.name, labels, each)
         return family
 
-    def _samples(
-        self, reading: float | Labelled | HistogramData
-    ) -> Iterator[tuple[str, dict[str, str], float]]:
-        if isinstance(reading, HistogramData):
-            from prometheus_client.utils import floatToGoString
 
-            for bound, count in reading.cumulative:
-                yield "_bucket", {"le": floatToGoString(bound)}, count  # type: ignore[no-untyped-call]
-            yield "_count", {}, sum(reading.counts)
-            yield "_sum", {}, reading.sum
-        elif isinstance(reading, Mapping):
-            for values, value in reading.items():
-                yield "", dict(zip(self.labels, values, strict=True)), value
-        else:
-            yield "", {}, reading
+def _add_histogram(family: Family, name: str, labels: Mapping[str, str], data: HistogramData) -> None:
+    from prometheus_client import samples
+    from prometheus_client.utils import floatToGoString
+
+    for (bound, count), kept in zip(data.cumulative, data.exemplars, strict=True):
+        exemplar = samples.Exemplar({"trace_id": kept[1]}, kept[0], kept[2]) if kept else None
+        le = floatToGoString(bound)  # type: ignore[no-untyped-call]
+        family.add_sample(f"{name}_bucket", {**labels, "le": le}, count, exemplar=exemplar)
+    family.add_sample(f"{name}_count", {**labels}, sum(data.counts))
+    family.add_sample(f"{name}_sum", {**labels}, data.sum)
 
 
 class Group(Generic[Source]):
@@ -236,13 +257,14 @@ class MetricsEndpoint:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
 
-    async def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    async def text(self, *, openmetrics: bool = False) -> bytes:
+        """All metrics in Prometheus' text format, or in OpenMetrics'."""
         families = [family for group in self._groups for family in group.families()]
-        return await asyncio.to_thread(self._format, families)
+        return await asyncio.to_thread(self._format, families, openmetrics)
 
-    def _format(self, families: Iterable[Family]) -> bytes:
+    def _format(self, families: Iterable[Family], openmetrics: bool) -> bytes:
         from prometheus_client import generate_latest
+        from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
         from prometheus_client.registry import Collector
 
         process = self._process
@@ -252,6 +274,8 @@ class MetricsEndpoint:
                 yield from families
                 yield from process.collect()
 
+        if openmetrics:
+            return generate_openmetrics(Snapshot())  # type: ignore[no-any-return, no-untyped-call]
         return generate_latest(Snapshot())
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -275,13 +299,27 @@ class MetricsEndpoint:
             return _response("404 Not Found", f"metrics are at {PATH}\n".encode())
         if method != b"GET":
             return _response("405 Method Not Allowed", b"GET only\n", "Allow: GET")
+        if _wants_openmetrics(head):
+            body = await self.text(openmetrics=True)
+            return _response("200 OK", body, content_type=OPENMETRICS_CONTENT_TYPE)
         return _response("200 OK", await self.text())
 
 
-def _response(status: str, body: bytes, *headers: str) -> bytes:
+def _wants_openmetrics(head: bytes) -> bool:
+    """Whether `Accept` names OpenMetrics, as each scraper does that reads it, and does not rule it out."""
+    lines = [line.partition(b":") for line in head.lower().split(b"\r\n")]
+    accepted = b",".join(value for name, _, value in lines if name == b"accept")
+    for each in accepted.replace(b" ", b"").split(b","):
+        kind, *parameters = each.split(b";")
+        if kind == b"application/openmetrics-text":
+            return not any(re.fullmatch(rb"q=0(\.0*)?", parameter) for parameter in parameters)
+    return False
+
+
+def _response(status: str, body: bytes, *headers: str, content_type: str = CONTENT_TYPE) -> bytes:
     lines = [
         f"HTTP/1.1 {status}",
-        f"Content-Type: {CONTENT_TYPE}",
+        f"Content-Type: {content_type}",
         f"Content-Length: {len(body)}",
         "Connection: close",
         *headers,

@@ -20,6 +20,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 import verify_service.service
@@ -305,6 +306,57 @@ async def test_it_answers_one_question(request_line: bytes, status: bytes) -> No
     assert head.startswith(b"HTTP/1.1 " + status)
     assert f"Content-Length: {len(body)}".encode() in head
     assert (b"test_answer 42.0\n" in body) == (status == b"200 OK")
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+BY_STAGE: dict[tuple[str, ...], HistogramData] = {
+    ("draft",): HistogramData([0.1, 1]),
+    ("verify",): HistogramData([0.1, 1]),
+}
+BY_STAGE["draft",].add(0.5, 3, TRACE)
+BY_STAGE["draft",].add(0.5)
+HISTOGRAM: tuple[Metric[object], ...] = (
+    Metric(MetricKind.HISTOGRAM, "test_stage_seconds", "By stage.", lambda _: BY_STAGE, ("stage",)),
+)
+PROMETHEUS_ACCEPTS = (
+    b"application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    b"text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
+
+async def asked(accept: bytes) -> tuple[str, str]:
+    """Content type and body of a scrape of `HISTOGRAM`."""
+    async with MetricsEndpoint(LOOPBACK, [Group(HISTOGRAM, object, {"role": "draft"})]) as endpoint:
+        request = b"GET /metrics HTTP/1.1\r\nHost: x\r\naccept: " + accept + b"\r\n\r\n"
+        head, _, body = (await asyncio.to_thread(ask, endpoint.address, request)).partition(b"\r\n\r\n")
+    [kind] = re.findall(r"Content-Type: (.*?);", head.decode())
+    return kind, body.decode()
+
+
+async def test_openmetrics_has_histograms_by_label_with_exemplars() -> None:
+    kind, body = await asked(PROMETHEUS_ACCEPTS)
+    assert kind == "application/openmetrics-text"
+    [family] = [each for each in openmetrics_families(body) if each.name == "test_stage_seconds"]
+    samples = {(each.name, each.labels["stage"], each.labels.get("le", "")): each for each in family.samples}
+    assert {each.labels["role"] for each in family.samples} == {"draft"}
+    assert samples["test_stage_seconds_sum", "draft", ""].value == 2.0
+    counts = [samples["test_stage_seconds_bucket", "draft", le].value for le in ("0.1", "1.0", "+Inf")]
+    assert counts == [0, 4, 4]
+    assert samples["test_stage_seconds_count", "verify", ""].value == 0
+    [exemplar] = [each.exemplar for each in family.samples if each.exemplar]
+    assert (exemplar.labels, exemplar.value) == ({"trace_id": TRACE}, 0.5), "the traced one, not the latest"
+    assert abs(float(exemplar.timestamp or 0) - time.time()) < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    "accept", [b"", b"*/*", b"text/plain", b"text/plain, application/openmetrics-text; version=1.0.0; q=0.0"]
+)
+async def test_who_does_not_ask_for_openmetrics_gets_the_older_text(accept: bytes) -> None:
+    kind, body = await asked(accept)
+    assert kind == "text/plain"
+    assert TRACE not in body
+    assert 'test_stage_seconds_bucket{le="1.0",role="draft",stage="draft"} 4.0\n' in body
+    assert list(text_string_to_metric_families(body))
 
 
 async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
