@@ -10,7 +10,7 @@ from typing import Protocol
 from benchmarks.names import ASSISTED, ASSISTED_CONSTANT, NO_SPECULATION, PLAIN, SPECWIRE
 from benchmarks.peers import Order, Peer
 from specwire import Client, SamplingParams
-from specwire.completion import Timing
+from specwire.completion import Stage, Timing
 
 __all__ = ["ASSISTED", "ASSISTED_CONSTANT", "NO_SPECULATION", "PLAIN", "SPECWIRE"]
 
@@ -109,10 +109,5 @@ class SpecwireSystem:
 
 
 def own_ms(timing: Timing) -> float:
-    """The coordinator's own time: all that passed while it waited for neither model service.
-
-    The rule, messages made and read, text, and what it wrote to the client count; both round trips
-    (device, queue and network) do not.
-    """
-    waited_ms = timing.draft_ms + timing.verify_ms + timing.queue_ms + timing.network_ms
-    return timing.total_ms - waited_ms
+    """The coordinator's own time: the rule, text, messages to the client, and the rest of its work."""
+    return timing.of(Stage.RULE, Stage.EMIT, Stage.COORDINATOR)

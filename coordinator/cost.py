@@ -85,11 +85,11 @@ class Cost:
         return self.outcome in (CallOutcome.UNAVAILABLE, CallOutcome.LOST)
 
 
-def split(wall_ns: int, timings: Any) -> dict[str, int]:
-    """Where the time of an answered call went, for `Cost`.
+def split(wall_ns: int, timings: Any) -> Cost:
+    """Where the time of an answered call went.
 
-    The service's clock may run a little faster than ours, and its figures come from elsewhere: each is limited
-    to what is left of the wall time.
+    The service's clock may run a little faster than ours, and its figures come from elsewhere: each is
+    limited to what is left of the wall time.
 
     Args:
         timings: `specwire.v1.Timings` of the answer: durations by the service's own clock.
@@ -97,14 +97,14 @@ def split(wall_ns: int, timings: Any) -> dict[str, int]:
     residence_ns = _limited(timings.residence_ns, wall_ns)
     queue_ns = _limited(timings.queue_ns + timings.stall_ns, residence_ns)
     forward_ns = _limited(timings.forward_ns, residence_ns - queue_ns)
-    return {
-        "wall_ns": wall_ns,
-        "queue_ns": queue_ns,
-        "forward_ns": forward_ns,
-        "handling_ns": residence_ns - queue_ns - forward_ns,
-        "network_ns": wall_ns - residence_ns,
-        "ahead_ns": max(0, timings.ahead_ns),
-    }
+    return Cost(
+        wall_ns=wall_ns,
+        queue_ns=queue_ns,
+        forward_ns=forward_ns,
+        handling_ns=residence_ns - queue_ns - forward_ns,
+        network_ns=wall_ns - residence_ns,
+        ahead_ns=max(0, timings.ahead_ns),
+    )
 
 
 def _limited(value: int, most: int) -> int:

@@ -37,6 +37,11 @@ class Ledger:
         self._ahead_ns = 0
         self._first_token_ns = 0
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the arrival, in seconds."""
+        return (clock.stopwatch_ns() - self.arrived_ns) / 1e9
+
     def switch(self, stage: Stage) -> None:
         """From now on time belongs to this stage."""
         now_ns = clock.stopwatch_ns()
@@ -44,8 +49,10 @@ class Ledger:
         self._cursor_ns, self._stage = now_ns, stage
 
     def settle(self, cost: Cost) -> None:
-        """The call that the present stage, `DRAFT` or `VERIFY`, waited for has ended; what it does not account
-        for is the coordinator's."""
+        """The call that the present stage, `DRAFT` or `VERIFY`, waited for has ended.
+
+        What it does not account for is the coordinator's.
+        """
         queue, work, network = _OF_CALL[self._stage]
         now_ns = clock.stopwatch_ns()
         left_ns = now_ns - self._cursor_ns

@@ -12,6 +12,7 @@ from coordinator import metrics
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Planner
+from coordinator.ledger import Ledger
 from coordinator.length.draft_length import AdaptiveLength, FixedLength
 from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.drafter import RemoteDrafter
@@ -22,7 +23,7 @@ from coordinator.reader import CreditReader
 from coordinator.requests import GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
-from specwire.completion import Completion
+from specwire.completion import Completion, Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc import listening
 from specwire.telemetry import tracing
@@ -77,11 +78,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             checked = self._parser.check(message, listening.caller(context))
             planner = self._planner(checked.num_draft_tokens)
             credit = Credit(checked.credit_window, planner.limit + 1)
+            call.ledger.switch(Stage.ADMISSION)
             async with (
                 CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
                 self._admission.slot(checked.caller) as slot,
                 acknowledged(requests, reader),
             ):
+                call.ledger.switch(Stage.COORDINATOR)
                 request = await self._parser.encode(checked)
                 try:
                     await self._generate(request, planner, reader, slot, context, call)
@@ -101,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
             async def may_start() -> None:
                 if not reader.is_ready:
-                    await wait_for(reader, slot, drafter, verifier)
+                    await wait_for(reader, slot, call.ledger, drafter, verifier)
 
             with self._tracer.span("generate", parent=_traceparent(context)) as span:
                 span.set(_request_attributes(request))
@@ -110,14 +113,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     drafter,
                     verifier,
                     planner=planner,
+                    ledger=call.ledger,
                     tracer=self._tracer,
                     parent=span.traceparent,
                     may_start=may_start,
                 )
-                session = Session(request, generation, tokenizer=self._tokenizer, credit=reader.credit)
-                call.begin(session, lambda: drafter.unavailable, span.traceparent)
+                session = Session(
+                    request,
+                    generation,
+                    tokenizer=self._tokenizer,
+                    credit=reader.credit,
+                    ledger=call.ledger,
+                    totals=self.totals.tally,
+                )
+                call.begin(session, lambda: drafter.unavailable)
+                call.trace_id = span.traceparent[3:35]
                 info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
                 async for chunk in session.chunks():
+                    call.count(chunk)
                     message = client_wire.chunk_to_proto(chunk)
                     reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
                     info = None
@@ -125,6 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 span.set(_response_attributes(completion))
         done = client_wire.completion_to_proto(completion)
         reader.send(generation_pb2.GenerateResponse(completion=done))
+        call.ledger.switch(Stage.CLIENT_CREDIT)
 
     @contextlib.contextmanager
     def _peers(
@@ -178,7 +192,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def wait_for(reader: CreditReader, slot: AdmissionSlot, *peers: RemoteDrafter | RemoteVerifier) -> None:
+async def wait_for(
+    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: RemoteDrafter | RemoteVerifier
+) -> None:
     """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
     caches keep what was computed as known prefixes, as long as there is room.
 
@@ -186,6 +202,7 @@ async def wait_for(reader: CreditReader, slot: AdmissionSlot, *peers: RemoteDraf
         StreamIdleError: the client took nothing for too long.
         Exception: any other reason to end the generation.
     """
+    ledger.switch(Stage.CLIENT_CREDIT)
     try:
         async with asyncio.timeout(_PAUSE_AFTER_S):
             await reader.ready()
@@ -194,6 +211,8 @@ async def wait_for(reader: CreditReader, slot: AdmissionSlot, *peers: RemoteDraf
             peer.close()
         async with slot.released():
             await reader.ready()
+            ledger.switch(Stage.ADMISSION)
+    ledger.switch(Stage.COORDINATOR)
 
 
 @contextlib.asynccontextmanager

@@ -9,8 +9,9 @@ from coordinator.credit import Credit
 from coordinator.generation import Generation, Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
+from coordinator.tally import Tally
 from coordinator.text import TextAssembler
-from specwire.completion import Chunk, Completion, FinishReason, Speculation, Token, Usage
+from specwire.completion import Chunk, Completion, FinishReason, Token, Usage
 from specwire.core import Fate, Rule, Verdict
 from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
@@ -37,7 +38,11 @@ class Session:
         tokenizer: Tokenizer | None,
         credit: Credit,
         ledger: Ledger,
+        totals: Tally,
     ) -> None:
+        """Args:
+        totals: of all generations; its rounds are counted there too, as they end.
+        """
         params, eos_token_ids = request.params, request.target.eos_token_ids
         self._request = request
         self._generation = generation
@@ -49,7 +54,7 @@ class Session:
         self._released: list[Token] = []
         self._num_emitted = 0
         self._stop_reason: str | int | None = None
-        self._tally = Tally()
+        self._tally, self._totals = Tally(), totals
         self._replay(request.generated_token_ids)
 
     @property
@@ -68,6 +73,7 @@ class Session:
         async for done in self._generation.rounds():
             self._ledger.emit_first_token()
             self._tally.add(done)
+            self._totals.add(done)
             num_before = self._num_emitted
             tokens = self._process_round(done)
             if self.ended:
@@ -163,47 +169,3 @@ class Session:
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
-
-
-class Tally:
-    """Counts over the rounds of one generation."""
-
-    def __init__(self) -> None:
-        self._num_rounds = 0
-        self._num_accepted = self._num_prepared = 0
-        self.num_cached_tokens = 0
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
-        self._histogram: list[int] = []
-
-    def add(self, done: Round) -> None:
-        """Count one round."""
-        self._num_rounds += 1
-        self.num_cached_tokens += done.verify_cost.num_cached_tokens
-        self._num_prepared += done.draft_cost.prepared
-        self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
-
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
-        if num_drafted == 0:
-            return
-        self._num_accepted += num_accepted
-        for counts, length in ((self._drafted, num_drafted), (self._accepted, num_drafted)):
-            counts.extend([0] * (length - len(counts)))
-        self._histogram.extend([0] * (num_drafted + 1 - len(self._histogram)))
-        self._histogram[num_accepted] += 1
-        for i in range(num_drafted):
-            self._drafted[i] += 1
-            self._accepted[i] += i < num_accepted
-
-    def speculation(self, draft_unavailable: str = "") -> Speculation:
-        """The counts so far."""
-        return Speculation(
-            num_rounds=self._num_rounds,
-            num_draft_tokens=sum(self._drafted),
-            num_accepted_tokens=self._num_accepted,
-            acceptance_histogram=tuple(self._histogram),
-            drafted_per_position=tuple(self._drafted),
-            accepted_per_position=tuple(self._accepted),
-            draft_unavailable=draft_unavailable,
-            num_prepared=self._num_prepared,
-        )

@@ -1,6 +1,6 @@
 """Counts over the requests of a coordinator, and a log line for each, without text or a client's name.
 
-A request is counted when it has ended, successfully or not; there is no work for a token or a round.
+Tokens, rounds and stages are counted as they happen, and a request when it has ended, successfully or not.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import grpc.aio
 
+from coordinator.ledger import Ledger
+from coordinator.tally import Tally
 from specwire import errors
-from specwire.completion import Completion, FinishReason
-from specwire.estimate import clock
+from specwire.completion import Chunk, Completion, FinishReason, Stage
 from specwire.telemetry.metrics import HistogramData
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ _FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
 _ADVISED_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _PER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, *_ADVISED_PER_TOKEN)
 _WAIT_BOUNDS = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STAGE_BOUNDS = (0.001, 0.004, 0.016, 0.064, 0.256, 1.024, 4.096, 16.384, 65.536)
+_LOGGED_MS = 0.05
+"""Shorter stages are left out of the log line, where they would be 0.0."""
 
 
 class CountedGeneration(Protocol):
@@ -57,49 +61,77 @@ class CallRecord:
     """One call of Generate; its servicer fills in the generation when that begins.
 
     Attributes:
-        arrived_ns: by the stopwatch.
+        ledger: its stages since it arrived.
         generation: None until it begins.
         draft_unavailable: why the draft was not there for a part of it; called at the end.
         trace_id: empty without tracing.
     """
 
-    arrived_ns: int
+    totals: Totals
+    ledger: Ledger = field(default_factory=Ledger)
     generation: CountedGeneration | None = None
     draft_unavailable: Callable[[], str] = str
     trace_id: str = ""
+    _last_chunk_s: float | None = None
 
-    def begin(
-        self, generation: CountedGeneration, draft_unavailable: Callable[[], str], traceparent: str
-    ) -> None:
+    @property
+    def done(self) -> Completion | None:
+        """The generation so far; None if it has not begun."""
+        return self.generation.completion(self.draft_unavailable()) if self.generation else None
+
+    def begin(self, generation: CountedGeneration, draft_unavailable: Callable[[], str]) -> None:
         """The call has been admitted, and this is its generation."""
         self.generation, self.draft_unavailable = generation, draft_unavailable
-        self.trace_id = traceparent[3:35]
+
+    def count(self, chunk: Chunk) -> None:
+        """A chunk is sent."""
+        totals, now_s, num_tokens = self.totals, self.ledger.elapsed_s, len(chunk.tokens)
+        totals.output_tokens += num_tokens
+        totals.add_stages(self.ledger)
+        if not num_tokens:
+            return
+        if self._last_chunk_s is None:
+            totals.first_token_s.add(now_s, trace_id=self.trace_id)
+        else:
+            gap_s = (now_s - self._last_chunk_s) / num_tokens
+            totals.inter_token_s.add(gap_s, num_tokens, self.trace_id)
+        self._last_chunk_s = now_s
 
 
 class Totals:
-    """Counts over all requests that have ended. What a generation did before it failed counts too.
+    """Counts over all requests.
 
     Attributes:
-        requests: by status and finish reason, which is empty unless the status is OK.
-        stage_ms: by stage, in milliseconds.
-        drafted_per_position, accepted_per_position: from position 0.
-        duration_s, first_token_s, per_token_s: of successful requests, in seconds from their arrival.
-        wait_s: from the arrival to the start of the generation, in seconds.
+        requests: that have ended, by status and finish reason, which is empty unless the status is OK.
+        prompt_tokens: of requests that have ended.
+        output_tokens: sent.
+        tally: of all rounds.
+        stage_ns: by stage, of all requests.
+        without_draft: requests that had to do without a draft for a part.
+        duration_s: by status, in seconds from the arrival to the end.
+        first_token_s: from the arrival to the first token, in seconds.
+        inter_token_s: between tokens after the first; those of a chunk share the time since the one before.
+        per_token_s: the mean of that over each request that succeeded.
+        wait_s: for a slot, of requests whose generation began.
+        request_stage_s: by stage, of each request that has ended, in seconds.
     """
 
     def __init__(self) -> None:
         keys = [(OK, reason.value) for reason in FinishReason] + [(status, "") for status in sorted(STATUSES)]
         self.requests: Counter[tuple[str, ...]] = Counter(dict.fromkeys(keys, 0))
-        self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
-        self.rounds = self.prepared = self.drafts = self.draft_tokens = self.accepted_tokens = 0
-        self.without_draft = 0
-        self.drafted_per_position: list[int] = []
-        self.accepted_per_position: list[int] = []
-        self.stage_ms = dict.fromkeys(("draft", "verify", "queue", "rule", "network"), 0.0)
-        self.duration_s = HistogramData(_DURATION_BOUNDS)
+        self.prompt_tokens = self.output_tokens = self.without_draft = 0
+        self.tally = Tally()
+        self.stage_ns = dict.fromkeys(Stage, 0)
+        self.duration_s: dict[tuple[str, ...], HistogramData] = defaultdict(
+            partial(HistogramData, _DURATION_BOUNDS)
+        )
         self.first_token_s = HistogramData(_FIRST_TOKEN_BOUNDS)
+        self.inter_token_s = HistogramData(_PER_TOKEN_BOUNDS)
         self.per_token_s = HistogramData(_PER_TOKEN_BOUNDS)
         self.wait_s = HistogramData(_WAIT_BOUNDS)
+        self.request_stage_s: dict[tuple[str, ...], HistogramData] = {
+            (stage.value,): HistogramData(_STAGE_BOUNDS) for stage in Stage
+        }
 
     @contextlib.contextmanager
     def record(self, remaining_s: Callable[[], float | None]) -> Iterator[CallRecord]:
@@ -108,7 +140,7 @@ class Totals:
         Args:
             remaining_s: until the client's deadline; None without one.
         """
-        call = CallRecord(clock.stopwatch_ns())
+        call = CallRecord(self)
         status = OK
         try:
             yield call
@@ -118,52 +150,35 @@ class Totals:
                 status = DEADLINE_EXCEEDED
             raise
         finally:
-            _end(self, status, call)
+            _end(call, status)
 
-    def add(self, status: str, seconds: float, done: Completion | None) -> None:
+    def add_stages(self, ledger: Ledger) -> None:
+        """Count what a request has spent since this was last called for it."""
+        for stage, spent_ns in ledger.take().items():
+            self.stage_ns[stage] += spent_ns
+
+    def end(self, status: str, call: CallRecord, done: Completion | None) -> None:
         """A request has ended.
 
         Args:
             status: OK, or one of `STATUSES`.
-            seconds: since it arrived.
             done: its generation; None if that never began.
         """
-        succeeded = status == OK and done is not None
-        self.requests[status, done.finish_reason.value if done and succeeded else ""] += 1
-        if done is not None:
-            self._add_work(done)
-            self.wait_s.add(max(0.0, seconds - done.timing.total_ms / 1e3))
-            if succeeded:
-                self._add_times(seconds, done)
-
-    def _add_work(self, done: Completion) -> None:
-        speculation, timing = done.speculation, done.timing
+        self.add_stages(call.ledger)
+        timing = call.ledger.timing()
+        self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
+        self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.trace_id)
+        for stage, spent_ms in timing.stages.items():
+            self.request_stage_s[stage.value,].add(spent_ms / 1e3)
+        if done is None:
+            return
         self.prompt_tokens += done.usage.prompt_tokens
-        self.output_tokens += done.usage.completion_tokens
-        self.hit_tokens += done.usage.cached_tokens
-        self.rounds += speculation.num_rounds
-        self.prepared += speculation.num_prepared
-        self.drafts += sum(speculation.acceptance_histogram)
-        self.draft_tokens += speculation.num_draft_tokens
-        self.accepted_tokens += speculation.num_accepted_tokens
-        self.without_draft += bool(speculation.draft_unavailable)
-        self.drafted_per_position = _added(self.drafted_per_position, speculation.drafted_per_position)
-        self.accepted_per_position = _added(self.accepted_per_position, speculation.accepted_per_position)
-        for stage in self.stage_ms:
-            self.stage_ms[stage] += getattr(timing, f"{stage}_ms")
-
-    def _add_times(self, seconds: float, done: Completion) -> None:
-        timing, num_tokens = done.timing, done.usage.completion_tokens
-        after_first_s = (timing.total_ms - timing.time_to_first_token_ms) / 1e3
-        self.duration_s.add(seconds)
-        if num_tokens:
-            self.first_token_s.add(max(0.0, seconds - after_first_s))
-        if num_tokens > 1:
+        self.without_draft += bool(done.speculation.draft_unavailable)
+        self.wait_s.add(timing.admission_ms / 1e3)
+        num_tokens = done.usage.completion_tokens
+        if status == OK and num_tokens > 1:
+            after_first_s = (done.timing.total_ms - done.timing.time_to_first_token_ms) / 1e3
             self.per_token_s.add(after_first_s / (num_tokens - 1))
-
-
-def _added(sums: list[int], more: tuple[int, ...]) -> list[int]:
-    return [ours + theirs for ours, theirs in zip_longest(sums, more, fillvalue=0)]
 
 
 def status_of(error: BaseException) -> str:
@@ -181,27 +196,26 @@ def _has_passed(remaining_s: float | None) -> bool:
     return remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
 
 
-def _end(totals: Totals, status: str, call: CallRecord) -> None:
-    generation = call.generation
-    done = generation.completion(call.draft_unavailable()) if generation else None
-    seconds = (clock.stopwatch_ns() - call.arrived_ns) / 1e9
-    if status == CANCELLED and generation and generation.ended:
+def _end(call: CallRecord, status: str) -> None:
+    done = call.done
+    if status == CANCELLED and call.generation and call.generation.ended:
         status = OK  # the client has its last message, and hung up before the call ended here
-    totals.add(status, seconds, done)
+    call.totals.end(status, call, done)
     if log.isEnabledFor(logging.INFO):
-        facts = {**_facts(status, seconds, done), **({"trace": call.trace_id} if call.trace_id else {})}
+        facts = {**_facts(status, call, done), **({"trace": call.trace_id} if call.trace_id else {})}
         log.info("request %s", " ".join(f"{name}={value}" for name, value in facts.items()))
 
 
-def _facts(status: str, seconds: float, done: Completion | None) -> dict[str, object]:
-    facts: dict[str, object] = {"status": status, "duration_ms": round(seconds * 1e3)}
+def _facts(status: str, call: CallRecord, done: Completion | None) -> dict[str, object]:
+    timing = call.ledger.timing()
+    stages = {f"{stage}_ms": round(ms, 1) for stage, ms in timing.stages.items() if ms >= _LOGGED_MS}
+    facts: dict[str, object] = {"status": status, "duration_ms": round(timing.total_ms, 1)} | stages
     if done is None:
         return facts
     if status == OK:
         facts["finish_reason"] = done.finish_reason.value
     return facts | {
-        "wait_ms": round(seconds * 1e3 - done.timing.total_ms),
-        "first_token_ms": round(done.timing.time_to_first_token_ms),
+        "first_token_ms": round(done.timing.time_to_first_token_ms, 1),
         "prompt_tokens": done.usage.prompt_tokens,
         "output_tokens": done.usage.completion_tokens,
         "cached_tokens": done.usage.cached_tokens,

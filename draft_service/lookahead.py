@@ -38,6 +38,7 @@ class PreparedBranch:
     Attributes:
         num_wanted: draft tokens that were asked for; the proposal may have fewer.
         started_ns, finished_ns: when it was worked on, by the stopwatch.
+        forward_ns: its passes.
     """
 
     path: tuple[int, ...]
@@ -45,6 +46,7 @@ class PreparedBranch:
     num_wanted: int
     started_ns: int
     finished_ns: int
+    forward_ns: int
 
 
 class DraftAnswer(NamedTuple):
@@ -54,11 +56,13 @@ class DraftAnswer(NamedTuple):
         job: the job that committed its tokens.
         proposal: None when no tokens were wanted.
         was_prepared: whether the work began before the request arrived.
+        ahead_ns: passes that had ended when it arrived.
     """
 
     job: DraftJob
     proposal: Proposal | None
     was_prepared: bool
+    ahead_ns: int
 
 
 Push = Callable[[int, Sequence[PreparedBranch]], Awaitable[None]]
@@ -187,16 +191,17 @@ class Lookahead:
         if path:
             self._learn(path)
         root = self._follow(path)
+        ahead_ns = root.job.forward_ns if root else 0
         was_prepared = root is not None and await self._finishes(root)
         if root is None or not was_prepared:
-            root = self._draft_unprepared(base_len, token_ids, num_draft_tokens, preparation)
+            root, ahead_ns = self._draft_unprepared(base_len, token_ids, num_draft_tokens, preparation), 0
         self._root = root
         proposal: Proposal | None = await root.future
         if proposal is not None and preparation is not None:
             self._start_working_ahead(preparation)
         if proposal is not None:
             proposal = proposal.first(num_draft_tokens) if num_draft_tokens else None
-        return DraftAnswer(root.job, proposal, was_prepared)
+        return DraftAnswer(root.job, proposal, was_prepared, ahead_ns)
 
     def close(self) -> None:
         """Stop working ahead and close all forks; the stream's own sequence belongs to the caller."""
@@ -305,7 +310,12 @@ class Lookahead:
                 job = branch.job
                 prepared.append(
                     PreparedBranch(
-                        branch.path, branch.proposal, job.num_draft_tokens, job.started_ns, job.finished_ns
+                        path=branch.path,
+                        proposal=branch.proposal,
+                        num_wanted=job.num_draft_tokens,
+                        started_ns=job.started_ns,
+                        finished_ns=job.finished_ns,
+                        forward_ns=job.forward_ns,
                     )
                 )
         return prepared

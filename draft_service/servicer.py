@@ -46,7 +46,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
                 preparation = self._preparation(request)
-                answers.traceparent = wire.checked_traceparent(request.traceparent)
+                answers.received(request)
                 answer = await lookahead.draft(
                     request.base_len,
                     request.token_ids,
@@ -102,7 +102,7 @@ class _Answers:
         support_len: length that all supports are padded to.
 
     Attributes:
-        traceparent: that of the last request.
+        received_ns: when the last request arrived, by the stopwatch.
     """
 
     def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing, *, support_len: int) -> None:
@@ -111,44 +111,51 @@ class _Answers:
         self._tracer = tracer
         self._support_len = support_len
         self._write_lock = asyncio.Lock()
-        self.traceparent = ""
+        self._last = draft_pb2.DraftRequest()
+        self.received_ns = 0
+
+    def received(self, request: draft_pb2.DraftRequest) -> None:
+        """A request has arrived."""
+        wire.checked_traceparent(request.traceparent)
+        self._last, self.received_ns = request, clock.stopwatch_ns()
 
     async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer) -> None:
-        """Answer a request; a proposal that was prepared before it arrived has no timings."""
-        job, proposal, was_prepared = answer
-        proposals = [self._message(proposal, (), request.num_draft_tokens)] if proposal else []
-        await self._write(
-            draft_pb2.DraftResponse(
-                request_id=request.request_id,
-                base_len=job.committed_len,
-                incarnation=self._incarnation,
-                timings=None if was_prepared else boot.timings(job),
-                num_cached_tokens=0 if was_prepared else job.num_cached_tokens,
-                proposals=proposals,
-            )
+        """Answer the last request."""
+        job, proposal, was_prepared, ahead_ns = answer
+        message = draft_pb2.DraftResponse(
+            request_id=request.request_id,
+            base_len=job.committed_len,
+            incarnation=self._incarnation,
+            num_cached_tokens=0 if was_prepared else job.num_cached_tokens,
+            proposals=[self._message(proposal, (), request.num_draft_tokens)] if proposal else [],
+            begun_ahead=was_prepared,
         )
+        async with self._write_lock:
+            message.timings.CopyFrom(boot.timings(job, self.received_ns, ahead_ns))
+            await self._context.write(message)
 
     async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
         """Send proposals ahead of a request."""
-        if self.traceparent:
+        if self._last.traceparent:
             self._tracer.record(
                 "draft.prepare",
                 start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
                 end_ns=clock.epoch_ns(max(each.finished_ns for each in prepared)),
-                parent=self.traceparent,
+                parent=self._last.traceparent,
                 attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
             )
-        proposals = [self._message(each.proposal, each.path, each.num_wanted) for each in prepared]
-        await self._write(
-            draft_pb2.DraftResponse(base_len=base_len, incarnation=self._incarnation, proposals=proposals)
-        )
+        message = draft_pb2.DraftResponse(base_len=base_len, incarnation=self._incarnation)
+        for each in prepared:
+            proposal = self._message(each.proposal, each.path, each.num_wanted)
+            proposal.forward_ns = each.forward_ns
+            message.proposals.append(proposal)
+        async with self._write_lock:
+            message.last_request_id = self._last.request_id
+            message.last_request_age_ns = clock.stopwatch_ns() - self.received_ns
+            await self._context.write(message)
 
     def _message(self, proposal: Proposal, path: Sequence[int], num_tokens: int) -> draft_pb2.Proposal:
         return wire.proposal_to_proto(proposal, path, num_tokens=num_tokens, support_len=self._support_len)
-
-    async def _write(self, message: draft_pb2.DraftResponse) -> None:
-        async with self._write_lock:
-            await self._context.write(message)
 
 
 def _kind(params: SamplingParams) -> str:

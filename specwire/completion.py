@@ -192,7 +192,7 @@ class Timing:
 
     def of(self, *stages: Stage) -> float:
         """The sum of these stages, in milliseconds."""
-        return sum(getattr(self, f"{stage}_ms") for stage in stages)
+        return float(sum(getattr(self, f"{stage}_ms") for stage in stages))
 
     @property
     def stages(self) -> dict[Stage, float]:

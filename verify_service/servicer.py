@@ -13,6 +13,7 @@ from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
+from specwire.estimate import clock
 from specwire.telemetry import tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
@@ -30,6 +31,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         with contextlib.ExitStack() as stack:
             sequence: TokenSequence | None = None
             async for request in requests:
+                received_ns = clock.stopwatch_ns()
                 if sequence is None:
                     sequence = stack.enter_context(self._service.opened(request.open))
                 elif request.HasField("open"):
@@ -38,7 +40,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
                 if wire.checked_traceparent(request.traceparent):
                     boot.record_spans(self._tracer, "verify", job, request.traceparent)
-                await context.write(self._response(request, job, verdict))
+                await context.write(self._response(request, job, verdict, received_ns))
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any
@@ -65,14 +67,14 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     def _response(
-        self, request: verify_pb2.VerifyRequest, job: VerifyJob, verdict: Verdict
+        self, request: verify_pb2.VerifyRequest, job: VerifyJob, verdict: Verdict, received_ns: int
     ) -> verify_pb2.VerifyResponse:
         response = wire.verdict_to_proto(verdict)
         response.request_id = request.request_id
         response.incarnation = self._service.info.incarnation
-        response.timings.CopyFrom(boot.timings(job))
         response.num_cached_tokens = job.num_cached_tokens
         response.load.CopyFrom(wire.load_to_proto(self._service.engine.load(job)))
+        response.timings.CopyFrom(boot.timings(job, received_ns))
         return response
 
 

@@ -88,8 +88,8 @@ class DraftStream:
     def _cost_of_pushed(self, origin: Origin) -> Cost:
         """Of the request that was sent last, which a prepared proposal has made unnecessary.
 
-        Where the request had arrived when the proposal was sent, the draft worked on since; else the proposal was
-        on its way already.
+        Where the request had arrived when the proposal was sent, the draft worked on since; else the
+        proposal was on its way already.
         """
         assert self._asked is not None
         had_arrived = origin.last_request_id >= self._asked.request_id
@@ -98,11 +98,11 @@ class DraftStream:
         timings = common_pb2.Timings(
             residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns
         )
-        return Cost(
+        return replace(
+            split(clock.stopwatch_ns() - self._asked_ns, timings),
             outcome=CallOutcome.BEGUN,
             request_bytes=self._asked.ByteSize(),
             prepared_by=origin.traceparent,
-            **split(clock.stopwatch_ns() - self._asked_ns, timings),
         )
 
     def continue_from(

@@ -167,9 +167,7 @@ class RemoteDrafter:
         if preparation is not None:
             message = draft_pb2.DraftRequest(traceparent=parent, prepare=preparation)
             stream.continue_from(committed, proposal, message)
-        cost = Cost(
-            outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent
-        )
+        cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
         return proposal, cost
 
     def _check_alive(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -87,12 +88,12 @@ class GrpcCall:
 
 def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
     """The cost of a request that was sent at `started_ns` and is answered now."""
-    return Cost(
+    return replace(
+        split(clock.stopwatch_ns() - started_ns, response.timings),
         outcome=CallOutcome.ASKED,
         request_bytes=request.ByteSize(),
         response_bytes=response.ByteSize(),
         num_cached_tokens=response.num_cached_tokens,
-        **split(clock.stopwatch_ns() - started_ns, response.timings),
     )
 
 

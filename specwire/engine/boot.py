@@ -143,9 +143,23 @@ def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str,
     return runner, model.describe()
 
 
-def timings(job: Job) -> common_pb2.Timings:
-    """Timings of a finished job."""
-    return common_pb2.Timings(queue_ns=job.queue_ns, forward_ns=job.forward_ns)
+def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings:
+    """Of a finished job whose answer is sent now.
+
+    Args:
+        received_ns: when its request arrived, by the stopwatch; the job may have begun before.
+        ahead_ns: its passes that had ended by then.
+    """
+    began_ns = max(job.started_ns, received_ns)
+    worked_ns = max(0, job.finished_ns - began_ns)
+    forward_ns = min(job.forward_ns - ahead_ns, worked_ns)  # of a pass under way only what was left of it
+    return common_pb2.Timings(
+        queue_ns=max(0, job.started_ns - max(job.arrived_ns, received_ns)),
+        forward_ns=forward_ns,
+        residence_ns=clock.stopwatch_ns() - received_ns,
+        stall_ns=worked_ns - forward_ns,
+        ahead_ns=job.forward_ns - forward_ns,
+    )
 
 
 def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> None:

@@ -109,8 +109,8 @@ def test_ratios_need_as_many_of_both() -> None:
         stats.ratios([1.0, 2.0], [1.0])
 
 
-def test_own_time_is_what_no_service_and_no_network_explains() -> None:
-    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, queue_ms=5, network_ms=15, rule_ms=4)
+def test_own_time_is_that_of_the_coordinator_alone() -> None:
+    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, rule_ms=4, emit_ms=1, coordinator_ms=5)
     assert systems.own_ms(timing) == 10
 
 

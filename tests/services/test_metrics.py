@@ -30,7 +30,7 @@ from specwire import Client, Completion, DeadlineExceededError, InvalidRequestEr
 from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
-from specwire.errors import ConfigError
+from specwire.errors import ConfigError, ResourceExhaustedError
 from specwire.telemetry.metrics import (
     PATH,
     TRACING,
@@ -422,11 +422,13 @@ def test_a_distribution_counts_to_the_first_bound_that_is_not_exceeded() -> None
     assert values.sum == 12
 
 
-def test_a_request_that_never_ran_has_a_status_and_no_times() -> None:
+def test_a_request_that_never_ran_has_a_status_and_a_duration() -> None:
     totals = Totals()
-    totals.add("RESOURCE_EXHAUSTED", 0.01, None)
+    with pytest.raises(ResourceExhaustedError), totals.record(lambda: None):
+        raise ResourceExhaustedError("full")
     assert totals.requests["RESOURCE_EXHAUSTED", ""] == 1
-    assert sum(totals.duration_s.counts) == sum(totals.wait_s.counts) == 0
+    assert sum(totals.duration_s["RESOURCE_EXHAUSTED",].counts) == 1
+    assert sum(totals.wait_s.counts) == 0
     assert {status for status, _ in totals.requests} == {OK, *STATUSES}
 
 

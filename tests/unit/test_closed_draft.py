@@ -75,7 +75,7 @@ async def test_the_rest_of_a_late_chain_is_not_taken_for_what_the_peer_holds() -
     await stream._arrived.wait()
     rest = stream.prepared.take(committed)
     assert rest is not None
-    stream.continue_from(committed, rest, draft_pb2.DraftRequest())
+    stream.continue_from(committed, rest.proposal, draft_pb2.DraftRequest())
     committed = [*committed, 11, 12, 40]
     asking = asyncio.create_task(stream.request(committed, draft_pb2.DraftRequest(num_draft_tokens=4)))
     held = 0

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.generation import Cost, Plan, Round
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength, Choice, FixedLength, choose
 from coordinator.length.measurements import (
     ADOPT_RATIO,
@@ -86,10 +87,10 @@ class Machine:
         for stream, length in zip(self.streams, lengths, strict=True):
             accepted = int(np.argmin([*(self.rng.random(length) < alpha), False]))
             draft_ns = int(self.step * length * noise)
-            draft_cost = Cost(forward_ns=draft_ns, wall_ns=draft_ns, num_prefill_tokens=1)
+            draft_cost = Cost(CallOutcome.ASKED, wall_ns=draft_ns, forward_ns=draft_ns, num_prefill_tokens=1)
             verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
             done = Round(
-                Proposal(0, [0] * length), Verdict(0, []), Outcome(accepted, 0), draft_cost, verify_cost, 0
+                Proposal(0, [0] * length), Verdict(0, []), Outcome(accepted, 0), draft_cost, verify_cost
             )
             stream.observe(done, int((draft + verify) * noise))
             self.tokens += accepted + 1
@@ -159,11 +160,16 @@ def far_round(plan: Plan, num_accepted: int) -> Round:
         Proposal(0, [0] * num_drafted),
         Verdict(0, []),
         Outcome(min(num_accepted, num_drafted), 0),
-        Cost(forward_ns=draft_ns, wall_ns=draft_ns + 80_000_000, num_prefill_tokens=1)
+        Cost(
+            CallOutcome.ASKED,
+            wall_ns=draft_ns + 80_000_000,
+            forward_ns=draft_ns,
+            network_ns=80_000_000,
+            num_prefill_tokens=1,
+        )
         if num_drafted
         else Cost(),
         Cost(forward_ns=30_000_000, wall_ns=30_000_000, load=Load(0, 1, 30_000_000, 0, 0)),
-        0,
     )
 
 
@@ -268,7 +274,9 @@ def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None
     before = stream.plan().num_draft_tokens
     for _ in range(3000):
         stream.plan()
-        stream.observe(replace(far_round(Plan(0), 0), draft_cost=Cost(draft_unavailable=True)), 30_000_000)
+        stream.observe(
+            replace(far_round(Plan(0), 0), draft_cost=Cost(outcome=CallOutcome.UNAVAILABLE)), 30_000_000
+        )
     assert stream.plan().num_draft_tokens == before > 0
     assert shared.chosen.num_trials == 0
 

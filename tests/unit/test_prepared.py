@@ -31,8 +31,8 @@ class TestPrepared:
     def test_it_is_found_when_its_path_was_committed(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 9])
         assert found is not None
-        assert (found.base_len, found.token_ids) == (5, [30, 31])
-        assert [each.token_ids[0] for each in found.supports] == [30, 31]
+        assert (found.proposal.base_len, found.proposal.token_ids) == (5, [30, 31])
+        assert [each.token_ids[0] for each in found.proposal.supports] == [30, 31]
 
     def test_it_waits_for_the_rest_of_its_path(self, prepared: PreparedProposals) -> None:
         assert prepared.take([*PROMPT, 7]) is None
@@ -45,15 +45,15 @@ class TestPrepared:
     def test_what_is_committed_by_now_is_cut_off(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 8, 20])
         assert found is not None
-        assert (found.base_len, found.token_ids) == (6, [21])
-        assert [each.token_ids[0] for each in found.supports] == [21]
+        assert (found.proposal.base_len, found.proposal.token_ids) == (6, [21])
+        assert [each.token_ids[0] for each in found.proposal.supports] == [21]
         assert prepared.take([*PROMPT, 7, 8, 20, 21]) is None
 
     def test_the_longest_is_taken(self, prepared: PreparedProposals) -> None:
         prepared.add([], proposal(5, 20, 21, 22))
         found = prepared.take([*PROMPT, 7, 8])
         assert found is not None
-        assert found.token_ids == [20, 21, 22]
+        assert found.proposal.token_ids == [20, 21, 22]
 
     def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
         prepared = PreparedProposals()
