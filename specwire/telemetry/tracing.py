@@ -44,7 +44,9 @@ engine knows its times only afterwards, so there is no ambient current span.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import enum
 import functools
 import logging
 import os
@@ -55,9 +57,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from specwire.errors import ConfigError, RequestCancelledError
+from specwire.errors import ConfigError, SpecwireError
+from specwire.telemetry.propagation import (
+    NO_CONTEXT,
+    W3C,
+    Propagators,
+    TraceContext,
+    checked_traceparent,
+)
+from specwire.telemetry.semantics import *  # noqa: F403 - until the coordinator imports `semantics`
+from specwire.telemetry.semantics import ERROR_TYPE, GENERATE
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -65,35 +76,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as OpenTelemetrySpan
 
     from specwire.telemetry.span_queue import SpanQueue
-
-GENERATE: Final = "generate"
-"""Name of the span that is a whole generation."""
-GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
-GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
-GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
-GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
-GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
-GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
-GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
-ERROR_TYPE: Final = "error.type"
-BASE_LEN: Final = "specwire.base_len"
-BATCH_SIZE: Final = "specwire.batch_size"
-DRAFT_AVAILABLE: Final = "specwire.draft.available"
-DRAFT_PREPARED: Final = "specwire.draft.prepared"
-NUM_ACCEPTED_TOKENS: Final = "specwire.num_accepted_tokens"
-NUM_CACHED_TOKENS: Final = "specwire.num_cached_tokens"
-NUM_DRAFT_TOKENS: Final = "specwire.num_draft_tokens"
-NUM_OUTCOMES: Final = "specwire.num_outcomes"
-NUM_PREPARED: Final = "specwire.num_prepared"
-NUM_ROUNDS: Final = "specwire.num_rounds"
-REQUEST_BYTES: Final = "specwire.request_bytes"
-RESPONSE_BYTES: Final = "specwire.response_bytes"
-ROUND: Final = "specwire.round"
-RULE: Final = "specwire.rule"
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
@@ -125,18 +107,57 @@ class SpanCounts:
     num_untraced: int = 0
 
 
+class SpanKind(enum.Enum):
+    """What a span is to its callers; service graphs and span metrics join CLIENT to SERVER."""
+
+    INTERNAL = "INTERNAL"
+    SERVER = "SERVER"
+    CLIENT = "CLIENT"
+
+
+CANCELLED: Final = "CANCELLED"
+"""`error.type` of what its caller gave up, which is no error of the system."""
+_CANCELLATIONS = (asyncio.CancelledError, GeneratorExit)
+
+
 class Span:
     """A part of a generation, from `with` to its end. This one is not recorded; `_RecordedSpan` is.
 
+    An exception that ends it marks it as failed, unless `fail` did before.
+
     Attributes:
-        traceparent: its W3C name, `00-<trace>-<span>-<flags>`, for its children; empty without tracing.
+        context: what to send with calls that belong to it.
     """
 
-    def __init__(self, traceparent: str = "") -> None:
-        self.traceparent = traceparent
+    def __init__(self, context: TraceContext = NO_CONTEXT) -> None:
+        self.context = context
+
+    @property
+    def traceparent(self) -> str:
+        """Its W3C name, `00-<trace>-<span>-<flags>`, for its children; without tracing that of its parent."""
+        return self.context.traceparent
+
+    @property
+    def trace_id(self) -> str:
+        """Of its trace, for logs: 32 hex digits; empty if it is not recorded."""
+        return ""
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes; those that are None are left out."""
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        """Add something that happens now; attributes as for `set`."""
+
+    def fail(self, kind: str, description: str = "") -> None:
+        """Mark it as failed, without an exception; the first call counts.
+
+        Args:
+            kind: its `error.type`: the name of a gRPC status where there is one. `CANCELLED` is not an error:
+                it leaves an event `cancelled`, and the status as it is.
+        """
+
+    def end(self, end_ns: int | None = None) -> None:
+        """End it, now or at a time since the epoch; for a span that no `with` ends. The first call counts."""
 
     def __enter__(self) -> Self:
         return self
@@ -147,10 +168,17 @@ class Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End it; an exception that ends it is recorded on it."""
+        """End it; an exception marks it as failed."""
+        if error is not None:
+            self.fail(error_type(error), str(error))
+        self.end()
 
 
-_NOT_RECORDED = Span()
+def error_type(error: BaseException) -> str:
+    """What an exception is on a span: the name of its gRPC status, or its class."""
+    if isinstance(error, SpecwireError):
+        return error.status
+    return CANCELLED if isinstance(error, _CANCELLATIONS) else type(error).__name__
 
 
 class Tracing:
@@ -158,24 +186,53 @@ class Tracing:
 
     Attributes:
         enabled: False where all of this does nothing; for callers that would have to work for an attribute.
+        propagators: reads and writes the headers of calls, with tracing or without.
     """
 
     enabled = False
 
-    def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
-        """Begin a span now.
+    def __init__(self, propagators: Propagators = W3C) -> None:
+        self.propagators = propagators
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        parent: str | TraceContext | None = None,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        start_ns: int | None = None,
+    ) -> Span:
+        """Begin a span.
 
         Args:
-            parent: traceparent of its parent; without one, or with a malformed one, it begins a trace.
+            parent: traceparent or context of its parent; without one, or with a malformed one, it begins a
+                trace.
+            links: traceparents of spans that it goes back to without being their child; malformed ones are
+                dropped.
+            start_ns: when it began, in nanoseconds since the epoch; None for now.
         """
-        return _NOT_RECORDED
+        return _passed_on(parent)
 
     def record(
-        self, name: str, *, start_ns: int, end_ns: int, parent: str, attributes: Attributes | None = None
+        self,
+        name: str,
+        *,
+        start_ns: int,
+        end_ns: int,
+        parent: str | TraceContext,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        error: str = "",
     ) -> None:
         """Add a span that has ended already; times in nanoseconds since the epoch, as `time.time_ns()`.
 
         Without a valid parent it is not recorded: the caller is not tracing.
+
+        Args:
+            error: how it failed, as for `Span.fail`; empty if it did not.
         """
 
     @property
@@ -185,6 +242,16 @@ class Tracing:
 
     def shutdown(self, timeout_ms: int = 1000) -> None:
         """Export what is left and stop; what is not exported by the timeout is lost. Also happens at exit."""
+
+
+_NOT_RECORDED = Span()
+
+
+def _passed_on(parent: str | TraceContext | None) -> Span:
+    """A span that is not recorded: what it sends on is what it was sent."""
+    if not parent:
+        return _NOT_RECORDED
+    return Span(parent if isinstance(parent, TraceContext) else TraceContext(parent))
 
 
 def configure(service_name: str) -> Tracing:
@@ -197,11 +264,12 @@ def configure(service_name: str) -> Tracing:
         ConfigError: the opentelemetry packages are not installed, or a variable names an unknown exporter or
             protocol.
     """
+    propagators = Propagators.from_environment()
     if not _is_requested():
-        return Tracing()
+        return Tracing(propagators)
     try:
         exporter = _make_exporter()
-        return _OpenTelemetry(service_name, exporter)
+        return _OpenTelemetry(service_name, exporter, propagators)
     except ImportError as error:
         raise ConfigError(
             "an OTEL_* variable enables tracing, and OpenTelemetry is not installed "
@@ -252,11 +320,13 @@ class _OpenTelemetry(Tracing):
 
     enabled = True
 
-    def __init__(self, service_name: str, exporter: SpanExporter) -> None:
+    def __init__(self, service_name: str, exporter: SpanExporter, propagators: Propagators) -> None:
+        super().__init__(propagators)
         from opentelemetry.context import Context
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBased
+        from opentelemetry.trace import SpanKind as OpenTelemetryKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._log = _OccasionalLog()
@@ -271,6 +341,7 @@ class _OpenTelemetry(Tracing):
         self._num_untraced = 0
         self._tracer = provider.get_tracer("specwire")
         self._no_context = Context()
+        self._kinds = {kind: OpenTelemetryKind[kind.value] for kind in SpanKind}
         self._propagator = TraceContextTextMapPropagator()
         self._context = functools.lru_cache(_NUM_CONTEXTS)(self._parsed)  # siblings have the same parent
         # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
@@ -278,38 +349,71 @@ class _OpenTelemetry(Tracing):
         threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
         atexit.register(self.shutdown)
 
-    def span(self, name: str, *, parent: str | None = None, attributes: Attributes | None = None) -> Span:
+    def span(
+        self,
+        name: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        parent: str | TraceContext | None = None,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        start_ns: int | None = None,
+    ) -> Span:
+        context = _as_context(parent)
         if self._sheds:
-            if parent and _UNSAMPLED.fullmatch(parent):
-                return Span(parent)
+            if _UNSAMPLED.fullmatch(context.traceparent):
+                return Span(context)
             if self._queue.is_full:
-                return self._drop(name)
-        return _RecordedSpan(
-            self._tracer.start_span(name, context=self._context(parent), attributes=_present(attributes))
+                return self._drop(name, context)
+        span = self._tracer.start_span(
+            name,
+            self._context(context),
+            self._kinds[kind],
+            _present(attributes),
+            self._linked(links),
+            start_ns,
         )
+        return _RecordedSpan(span, context) if span.is_recording() else Span(_context_of(span, context))
 
     def record(
-        self, name: str, *, start_ns: int, end_ns: int, parent: str, attributes: Attributes | None = None
+        self,
+        name: str,
+        *,
+        start_ns: int,
+        end_ns: int,
+        parent: str | TraceContext,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        error: str = "",
     ) -> None:
-        if self._sheds and _UNSAMPLED.fullmatch(parent):
+        context = _as_context(parent)
+        if not checked_traceparent(context.traceparent):
             return
-        if self._queue.is_full:
+        if self._sheds and self._queue.is_full and not _UNSAMPLED.fullmatch(context.traceparent):
             self._queue.drop()
             return
-        context = self._context(parent)
-        if context is not self._no_context:
-            span = self._tracer.start_span(
-                name, context, start_time=start_ns, attributes=_present(attributes)
-            )
-            span.end(end_ns)
+        span = self.span(
+            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
+        )
+        if error:
+            span.fail(error)
+        span.end(end_ns)
 
-    def _drop(self, name: str) -> Span:
+    def _linked(self, links: Sequence[str]) -> list[Any]:
+        from opentelemetry.trace import Link, get_current_span
+
+        contexts = [self._context(TraceContext(link)) for link in links if checked_traceparent(link)]
+        return [Link(get_current_span(context).get_span_context()) for context in contexts]
+
+    def _drop(self, name: str, context: TraceContext) -> Span:
         """Count a span that is not created; its stand-in is unsampled, and so are its children."""
         if name == GENERATE:
             self._num_untraced += 1
         else:
             self._queue.drop()
-        return Span(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
+        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+        return Span(TraceContext(traceparent, baggage=context.baggage))
 
     @property
     def counts(self) -> SpanCounts:
@@ -334,31 +438,56 @@ class _OpenTelemetry(Tracing):
         self._provider.shutdown()
         self._stopped.set()
 
-    def _parsed(self, parent: str | None) -> Context:
+    def _parsed(self, parent: TraceContext) -> Context:
         """The SDK's context of a parent; `_no_context` without one. Never the ambient context."""
-        if not parent:
+        if not parent.traceparent:
             return self._no_context
-        return self._propagator.extract({"traceparent": parent}, context=self._no_context)
+        headers = dict(W3C.headers(parent))
+        return self._propagator.extract(headers, context=self._no_context)
+
+
+def _as_context(parent: str | TraceContext | None) -> TraceContext:
+    return parent if isinstance(parent, TraceContext) else TraceContext(parent or "")
+
+
+def _context_of(span: OpenTelemetrySpan, parent: TraceContext) -> TraceContext:
+    context = span.get_span_context()
+    flags = int(context.trace_flags)
+    traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
+    return TraceContext(traceparent, parent.tracestate if context.trace_state else "", parent.baggage)
 
 
 class _RecordedSpan(Span):
-    def __init__(self, span: OpenTelemetrySpan) -> None:
-        context = span.get_span_context()
-        flags = int(context.trace_flags)
-        super().__init__(f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}")
+    def __init__(self, span: OpenTelemetrySpan, parent: TraceContext) -> None:
+        super().__init__(_context_of(span, parent))
         self._span = span
+        self._failed = False
+
+    @property
+    def trace_id(self) -> str:
+        return self.traceparent[3:35]
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(_present(attributes))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is not None:
-            from opentelemetry.trace import Status, StatusCode
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        self._span.add_event(name, _present(attributes))
 
-            self._span.set_attribute(ERROR_TYPE, kind.__name__)
-            if issubclass(kind, Exception) and not issubclass(kind, RequestCancelledError):
-                self._span.set_status(Status(StatusCode.ERROR, str(error)))
-        self._span.end()
+    def fail(self, kind: str, description: str = "") -> None:
+        if self._failed:
+            return
+        self._failed = True
+        self._span.set_attribute(ERROR_TYPE, kind)
+        if kind == CANCELLED:
+            self._span.add_event("cancelled")
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_status(Status(StatusCode.ERROR, description))
+
+    def end(self, end_ns: int | None = None) -> None:
+        if self._span.is_recording():
+            self._span.end(end_ns)
 
 
 def _present(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str]]:

@@ -117,9 +117,9 @@ t.shutdown()
         assert run(code, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint).stderr == ""
         spans = receiver.wait_for(lambda spans: len(spans) == 3)
     assert [(span.attributes, span.is_error) for span in spans] == [
-        ({"error.type": "RequestCancelledError"}, False),
+        ({"error.type": "CANCELLED"}, False),
         ({"error.type": "ValueError"}, True),
-        ({"error.type": "CancelledError"}, False),
+        ({"error.type": "CANCELLED"}, False),
     ]
     assert {span.parent_id for span in spans} == {""}
 
@@ -239,9 +239,3 @@ print(longest)
     assert exit_s < 1.5
     assert len(done.stderr.splitlines()) <= 1
     assert "Traceback" not in done.stderr
-
-
-def test_every_attribute_is_in_the_table() -> None:
-    names = [value for name, value in vars(tracing).items() if name.isupper() and isinstance(value, str)]
-    assert len(names) > 20
-    assert [name for name in names if name not in (tracing.__doc__ or "")] == []
