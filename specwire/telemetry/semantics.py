@@ -1,7 +1,7 @@
 """Names of spans and attributes: OpenTelemetry's conventions, and specwire's own.
 
-The conventions are those of today: RPC and HTTP as of 1.45, `gen_ai` from the repository that it moved to. Lengths
-are in tokens, sizes in bytes, `batch_size` in sequences.
+The conventions are those of today: RPC and HTTP as of 1.45, `gen_ai` from the repository that it moved to.
+Lengths are in tokens, sizes in bytes, `batch_size` in sequences.
 """
 
 from __future__ import annotations

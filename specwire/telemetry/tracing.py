@@ -45,47 +45,24 @@ engine knows its times only afterwards, so there is no ambient current span.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import enum
-import functools
-import logging
-import os
-import re
-import secrets
-import threading
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Final, Self
 
 from specwire.errors import ConfigError, SpecwireError
+from specwire.telemetry import environment
 from specwire.telemetry.propagation import (
     NO_CONTEXT,
     W3C,
     Propagators,
     TraceContext,
-    checked_traceparent,
 )
 from specwire.telemetry.semantics import *  # noqa: F403 - until the coordinator imports `semantics`
-from specwire.telemetry.semantics import ERROR_TYPE, GENERATE
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span as OpenTelemetrySpan
-
-    from specwire.telemetry.span_queue import SpanQueue
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
-
-_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_EXPORT_TIMEOUT_S = 2.0
-_MAX_QUEUED = 2048
-_LOG_INTERVAL_S = 60.0
-_NUM_CONTEXTS = 512
-_UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,256 +238,33 @@ def configure(service_name: str) -> Tracing:
         service_name: `service.name`, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` give one.
 
     Raises:
-        ConfigError: the opentelemetry packages are not installed, or a variable names an unknown exporter or
-            protocol.
+        ConfigError: the opentelemetry packages are not installed, or a variable has an invalid value.
     """
     propagators = Propagators.from_environment()
-    if not _is_requested():
+    if not environment.is_tracing_requested():
         return Tracing(propagators)
+    environment.check()
     try:
-        exporter = _make_exporter()
-        return _OpenTelemetry(service_name, exporter, propagators)
+        exporter = environment.exporter()
+        from specwire.telemetry.recording import Exporting
     except ImportError as error:
         raise ConfigError(
             "an OTEL_* variable enables tracing, and OpenTelemetry is not installed "
             f'({error}): pip install "specwire[tracing]", or set OTEL_SDK_DISABLED=true'
         ) from error
+    return Exporting(service_name, exporter, propagators)
 
 
-def _is_requested() -> bool:
-    if _variable("OTEL_SDK_DISABLED").lower() == "true":
-        return False
-    exporter = _variable("OTEL_TRACES_EXPORTER")
-    if exporter not in ("", "none", "otlp"):
-        raise ConfigError(f"OTEL_TRACES_EXPORTER={exporter}: must be otlp or none")
-    return exporter == "otlp" or (exporter == "" and any(map(_variable, _ENDPOINT_VARIABLES)))
+def of_application() -> Tracing:
+    """Spans by the tracer provider of the application that this is a library of, beneath its current span.
+
+    Without OpenTelemetry in the application, nothing of it is imported, and no span is recorded.
+    """
+    if "opentelemetry.trace" not in sys.modules or "opentelemetry.sdk.trace" not in sys.modules:
+        return _NO_TRACING
+    from specwire.telemetry.recording import Ambient
+
+    return Ambient()
 
 
-def _variable(*names: str) -> str:
-    """The first of these environment variables that is not empty; else empty."""
-    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
-
-
-def _make_exporter() -> SpanExporter:
-    timeout_variables = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
-    timeout_s = None if _variable(*timeout_variables) else _EXPORT_TIMEOUT_S
-    protocol = _variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    if protocol in ("", "grpc"):
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
-
-        return over_grpc.OTLPSpanExporter(timeout=timeout_s)
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
-
-        return over_http.OTLPSpanExporter(timeout=timeout_s)
-    raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: must be grpc or http/protobuf")
-
-
-def _make_queue(exporter: SpanExporter) -> SpanQueue:
-    from specwire.telemetry.span_queue import SpanQueue
-
-    text = _variable("OTEL_BSP_MAX_QUEUE_SIZE") or str(_MAX_QUEUED)
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"OTEL_BSP_MAX_QUEUE_SIZE={text}: must be a whole number over 0")
-    return SpanQueue(exporter, int(text))
-
-
-class _OpenTelemetry(Tracing):
-    """Spans through the OpenTelemetry SDK: a bounded queue, and a thread that exports it in batches."""
-
-    enabled = True
-
-    def __init__(self, service_name: str, exporter: SpanExporter, propagators: Propagators) -> None:
-        super().__init__(propagators)
-        from opentelemetry.context import Context
-        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.sampling import ParentBased
-        from opentelemetry.trace import SpanKind as OpenTelemetryKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._log = _OccasionalLog()
-        from_environment = OTELResourceDetector().detect().attributes
-        resource = Resource.create({SERVICE_NAME: service_name, **from_environment})
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._queue = _make_queue(exporter)
-        provider.add_span_processor(self._queue)
-        self._provider = provider
-        # Other samplers may record children of a span that is not recorded.
-        self._sheds = isinstance(provider.sampler, ParentBased)
-        self._num_untraced = 0
-        self._tracer = provider.get_tracer("specwire")
-        self._no_context = Context()
-        self._kinds = {kind: OpenTelemetryKind[kind.value] for kind in SpanKind}
-        self._propagator = TraceContextTextMapPropagator()
-        self._context = functools.lru_cache(_NUM_CONTEXTS)(self._parsed)  # siblings have the same parent
-        # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
-        self._stop, self._stopped = threading.Event(), threading.Event()
-        threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
-        atexit.register(self.shutdown)
-
-    def span(
-        self,
-        name: str,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-        parent: str | TraceContext | None = None,
-        attributes: Attributes | None = None,
-        links: Sequence[str] = (),
-        start_ns: int | None = None,
-    ) -> Span:
-        context = _as_context(parent)
-        if self._sheds:
-            if _UNSAMPLED.fullmatch(context.traceparent):
-                return Span(context)
-            if self._queue.is_full:
-                return self._drop(name, context)
-        span = self._tracer.start_span(
-            name,
-            self._context(context),
-            self._kinds[kind],
-            _present(attributes),
-            self._linked(links),
-            start_ns,
-        )
-        return _RecordedSpan(span, context) if span.is_recording() else Span(_context_of(span, context))
-
-    def record(
-        self,
-        name: str,
-        *,
-        start_ns: int,
-        end_ns: int,
-        parent: str | TraceContext,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes | None = None,
-        links: Sequence[str] = (),
-        error: str = "",
-    ) -> None:
-        context = _as_context(parent)
-        if not checked_traceparent(context.traceparent):
-            return
-        if self._sheds and self._queue.is_full and not _UNSAMPLED.fullmatch(context.traceparent):
-            self._queue.drop()
-            return
-        span = self.span(
-            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
-        )
-        if error:
-            span.fail(error)
-        span.end(end_ns)
-
-    def _linked(self, links: Sequence[str]) -> list[Any]:
-        from opentelemetry.trace import Link, get_current_span
-
-        contexts = [self._context(TraceContext(link)) for link in links if checked_traceparent(link)]
-        return [Link(get_current_span(context).get_span_context()) for context in contexts]
-
-    def _drop(self, name: str, context: TraceContext) -> Span:
-        """Count a span that is not created; its stand-in is unsampled, and so are its children."""
-        if name == GENERATE:
-            self._num_untraced += 1
-        else:
-            self._queue.drop()
-        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
-        return Span(TraceContext(traceparent, baggage=context.baggage))
-
-    @property
-    def counts(self) -> SpanCounts:
-        queue = self._queue
-        return SpanCounts(
-            num_queued=queue.num_queued,
-            num_exported=queue.num_exported,
-            num_dropped=queue.num_dropped,
-            num_failed=queue.num_failed,
-            num_untraced=self._num_untraced,
-        )
-
-    def shutdown(self, timeout_ms: int = 1000) -> None:
-        atexit.unregister(self.shutdown)
-        self._stop.set()
-        if not self._stopped.wait(timeout_ms / 1000):
-            self._log.mute()
-            self._queue.abort()
-
-    def _stop_provider(self) -> None:
-        self._stop.wait()
-        self._provider.shutdown()
-        self._stopped.set()
-
-    def _parsed(self, parent: TraceContext) -> Context:
-        """The SDK's context of a parent; `_no_context` without one. Never the ambient context."""
-        if not parent.traceparent:
-            return self._no_context
-        headers = dict(W3C.headers(parent))
-        return self._propagator.extract(headers, context=self._no_context)
-
-
-def _as_context(parent: str | TraceContext | None) -> TraceContext:
-    return parent if isinstance(parent, TraceContext) else TraceContext(parent or "")
-
-
-def _context_of(span: OpenTelemetrySpan, parent: TraceContext) -> TraceContext:
-    context = span.get_span_context()
-    flags = int(context.trace_flags)
-    traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
-    return TraceContext(traceparent, parent.tracestate if context.trace_state else "", parent.baggage)
-
-
-class _RecordedSpan(Span):
-    def __init__(self, span: OpenTelemetrySpan, parent: TraceContext) -> None:
-        super().__init__(_context_of(span, parent))
-        self._span = span
-        self._failed = False
-
-    @property
-    def trace_id(self) -> str:
-        return self.traceparent[3:35]
-
-    def set(self, attributes: Attributes) -> None:
-        self._span.set_attributes(_present(attributes))
-
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
-        self._span.add_event(name, _present(attributes))
-
-    def fail(self, kind: str, description: str = "") -> None:
-        if self._failed:
-            return
-        self._failed = True
-        self._span.set_attribute(ERROR_TYPE, kind)
-        if kind == CANCELLED:
-            self._span.add_event("cancelled")
-            return
-        from opentelemetry.trace import Status, StatusCode
-
-        self._span.set_status(Status(StatusCode.ERROR, description))
-
-    def end(self, end_ns: int | None = None) -> None:
-        if self._span.is_recording():
-            self._span.end(end_ns)
-
-
-def _present(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str]]:
-    return {name: value for name, value in (attributes or {}).items() if value is not None}
-
-
-class _OccasionalLog(logging.Handler):
-    """Takes over the SDK's warnings, many with a dead collector, and passes on one a minute."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._next = 0.0
-        logger = logging.getLogger("opentelemetry")
-        logger.propagate = False
-        earlier = [handler for handler in logger.handlers if not isinstance(handler, _OccasionalLog)]
-        logger.handlers = [*earlier, self]
-
-    def emit(self, record: logging.LogRecord) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _LOG_INTERVAL_S
-            _logger.warning("traces may be lost: %s", record.getMessage())
-
-    def mute(self) -> None:
-        """Pass on nothing more: an export that is aborted at shutdown is no news."""
-        self._next = float("inf")
+_NO_TRACING = Tracing()
