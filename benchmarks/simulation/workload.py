@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,7 @@ class Counts(tracing.Tracing):
     """Of rounds since `start`, from the attributes of their spans."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._round = _RoundSpan(self)
         self.start()
 
@@ -121,9 +123,7 @@ class Counts(tracing.Tracing):
         """Forget what was before."""
         self.num_rounds = self.num_drafting = self.num_prepared = self.num_draft_tokens = 0
 
-    def span(
-        self, name: str, *, parent: str | None = None, attributes: tracing.Attributes | None = None
-    ) -> tracing.Span:
+    def span(self, name: str, **_: Any) -> tracing.Span:
         """Only those of rounds are looked at."""
         return self._round if name == "round" else super().span(name)
 
@@ -136,9 +136,8 @@ class Counts(tracing.Tracing):
 
 
 class _RoundSpan(tracing.Span):
-    traceparent = ""
-
     def __init__(self, counts: Counts) -> None:
+        super().__init__()
         self._counts = counts
 
     def set(self, attributes: tracing.Attributes) -> None:

@@ -15,11 +15,13 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from specwire.telemetry.environment import BatchLimits
+
 _NUM_PROBES = 64
 
 
 class SpanQueue(SpanProcessor):
-    """Keeps at most `max_queued` ended spans, not counting the batch that is being exported.
+    """Keeps at most `limits.max_queued` ended spans, not counting the batch that is being exported.
 
     When it is full, new spans are dropped rather than old ones, so that older traces stay complete. While
     exports fail it keeps only a few as probes: creating and sending spans in vain would cost more than
@@ -29,12 +31,13 @@ class SpanQueue(SpanProcessor):
         num_dropped: spans that found it full.
     """
 
-    def __init__(self, exporter: SpanExporter, max_queued: int) -> None:
+    def __init__(self, exporter: SpanExporter, limits: BatchLimits) -> None:
         self._exporter = _Counting(exporter)
-        self._max_queued = max_queued
-        self._num_probes = min(_NUM_PROBES, max_queued)
-        batch_len = min(512, max_queued)
-        self._batches = BatchSpanProcessor(self._exporter, max_queued, max_export_batch_size=batch_len)
+        self._max_queued = limits.max_queued
+        self._num_probes = min(_NUM_PROBES, limits.max_queued)
+        self._batches = BatchSpanProcessor(
+            self._exporter, limits.max_queued, limits.delay_ms, limits.max_batch
+        )
         self._lock = threading.Lock()
         self._num_accepted = 0
         self.num_dropped = 0

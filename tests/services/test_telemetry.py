@@ -21,6 +21,7 @@ from specwire.cli.timeline.spans import RecordedSpan
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
+from specwire.telemetry.environment import BatchLimits
 from specwire.telemetry.metrics import TRACING
 from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
@@ -194,7 +195,7 @@ class Switched(SpanExporter):
 
 def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
     exporter, provider = Switched(), TracerProvider(shutdown_on_exit=False)
-    queue = SpanQueue(exporter, 1000)
+    queue = SpanQueue(exporter, BatchLimits(max_queued=1000))
     provider.add_span_processor(queue)
     tracer = provider.get_tracer("test")
 

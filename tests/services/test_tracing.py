@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +14,11 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+import specwire
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing
+from specwire.telemetry.propagation import W3C, TraceContext
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
@@ -117,9 +120,9 @@ t.shutdown()
         assert run(code, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint).stderr == ""
         spans = receiver.wait_for(lambda spans: len(spans) == 3)
     assert [(span.attributes, span.is_error) for span in spans] == [
-        ({"error.type": "RequestCancelledError"}, False),
+        ({"error.type": "CANCELLED"}, False),
         ({"error.type": "ValueError"}, True),
-        ({"error.type": "CancelledError"}, False),
+        ({"error.type": "CANCELLED"}, False),
     ]
     assert {span.parent_id for span in spans} == {""}
 
@@ -187,7 +190,25 @@ def test_without_being_asked_a_span_costs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")],
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "authorization"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere.pem"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "2s"),
+        ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "zone"),
+        ("OTEL_TRACES_SAMPLER", "sometimes"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "0"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096"),
+        ("OTEL_BSP_EXPORT_TIMEOUT", "-1"),
+        ("OTEL_ATTRIBUTE_COUNT_LIMIT", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "all"),
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", "1.5"),
+        ("OTEL_PROPAGATORS", "b3"),
+    ],
 )
 def test_what_is_unknown_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
@@ -204,6 +225,7 @@ def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "specwire.telemetry.recording", raising=False)
     with pytest.raises(ConfigError, match=r'pip install "specwire\[tracing\]"'):
         tracing.configure("test")
 
@@ -241,7 +263,110 @@ print(longest)
     assert "Traceback" not in done.stderr
 
 
-def test_every_attribute_is_in_the_table() -> None:
-    names = [value for name, value in vars(tracing).items() if name.isupper() and isinstance(value, str)]
-    assert len(names) > 20
-    assert [name for name in names if name not in (tracing.__doc__ or "")] == []
+def test_a_ratio_is_a_number_from_0_to_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    for value in ("2", "half"):
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", value)
+        with pytest.raises(ConfigError, match=f"OTEL_TRACES_SAMPLER_ARG={value}"):
+            tracing.configure("test")
+
+
+MANY_SPANS = """
+import time
+from specwire.telemetry import tracing
+t = tracing.configure("test")
+for _ in range(40):
+    with t.span("round", attributes={"a": "long text", "b": 1}) as span: span.event("x"); span.event("y")
+time.sleep(0.5)
+print(t.counts.num_exported)
+"""
+
+
+def exported_early(**variables: str) -> tuple[int, list[RecordedSpan]]:
+    """Of 40 spans, those exported after 0.5 s; and those that a receiver has in the end."""
+    with OtlpReceiver() as receiver:
+        done = run(MANY_SPANS, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
+        return int(done.stdout), receiver.spans
+
+
+def test_delay_and_size_of_batches_are_as_the_environment_says() -> None:
+    assert exported_early()[0] == 0  # 5 s, 512 spans
+    assert exported_early(OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")[0] >= 10
+    assert exported_early(OTEL_BSP_SCHEDULE_DELAY="50")[0] == 40
+
+
+def test_limits_of_a_span_are_as_the_environment_says() -> None:
+    _, spans = exported_early(OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT="1", OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT="4")
+    assert {tuple(span.attributes.values()) for span in spans} <= {("long",), (1,)}
+
+
+def test_an_export_is_given_up_at_the_shorter_of_two_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import time
+from specwire.telemetry import tracing
+t = tracing.configure("test")
+with t.span("round"): pass
+began = time.monotonic()
+while not t.counts.num_failed: time.sleep(0.01)
+print(time.monotonic() - began)
+"""
+    with silent() as port:
+        done = run(
+            code,
+            OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}",
+            OTEL_EXPORTER_OTLP_TIMEOUT="600",
+            OTEL_BSP_EXPORT_TIMEOUT="100",
+            OTEL_BSP_SCHEDULE_DELAY="10",
+        )
+    assert float(done.stdout) < 20
+
+
+def test_the_resource_says_which_process_it_is() -> None:
+    with OtlpReceiver() as receiver:
+        run(ONE_SPAN, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint)
+        run(
+            ONE_SPAN,
+            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint,
+            OTEL_RESOURCE_ATTRIBUTES="k8s.pod.name=a,host.name=b",
+        )
+        first, second = receiver.wait_for(lambda spans: len(spans) == 2)
+    assert (first.resource["service.version"], first.resource["host.name"]) == (
+        specwire.__version__,
+        socket.gethostname(),
+    )
+    assert (second.resource["k8s.pod.name"], second.resource["host.name"]) == ("a", "b")
+    assert first.resource["service.instance.id"] != second.resource["service.instance.id"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (
+            [("traceparent", PARENT), ("tracestate", "a=1, b@c=2"), ("baggage", "user=1;p")],
+            TraceContext(PARENT, "a=1,b@c=2", "user=1;p"),
+        ),
+        ([("traceparent", PARENT), ("traceparent", PARENT)], TraceContext()),
+        ([("traceparent", PARENT + "-more"), ("tracestate", "a=1")], TraceContext()),
+        ([("traceparent", "01" + PARENT[2:] + "-more")], TraceContext("01" + PARENT[2:] + "-more")),
+        ([("traceparent", "ff" + PARENT[2:])], TraceContext()),
+        ([("traceparent", PARENT.replace("cd", "00"))], TraceContext()),
+        ([("tracestate", "a=1"), ("baggage", "x=1"), ("baggage", "y=2")], TraceContext(baggage="x=1,y=2")),
+        ([("traceparent", PARENT), ("tracestate", "A=1"), ("baggage", "no value")], TraceContext(PARENT)),
+        ([("traceparent", PARENT), ("tracestate", "a=" + "x" * 600)], TraceContext(PARENT)),
+        ([("baggage", "a=" + "x" * 9000)], TraceContext()),
+        ([("baggage", ",".join(f"k{i}=1" for i in range(65)))], TraceContext()),
+    ],
+)
+def test_headers_are_taken_if_they_are_valid(headers: list[tuple[str, str]], expected: TraceContext) -> None:
+    assert W3C.read(headers) == expected
+    assert W3C.read(W3C.headers(expected)) == expected
+
+
+def test_only_the_propagators_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = [("traceparent", PARENT), ("tracestate", "a=1"), ("baggage", "b=2")]
+    for text, num_kept in (("", 3), ("tracecontext", 2), ("baggage", 1), ("none", 0)):
+        monkeypatch.setenv("OTEL_PROPAGATORS", text)
+        propagators = tracing.configure("test").propagators
+        assert len(propagators.headers(W3C.read(headers))) == num_kept
+        assert len(W3C.headers(propagators.read(headers))) == num_kept

@@ -171,7 +171,7 @@ def _useless_variables(pod: Pod) -> Iterator[str]:
 
 def variables(manifests: Manifests) -> Iterator[str]:
     """Every variable has a reader, and those it refers to come before it."""
-    tracing = (ROOT / "specwire/telemetry/tracing.py").read_text()
+    tracing = "".join(path.read_text() for path in (ROOT / "specwire/telemetry").glob("*.py"))
     for pod in manifests.pods:
         known: set[str] = set()
         used = set(re.findall(r"\$\((\w+)\)", " ".join(str(value) for value in pod.environ.values())))

@@ -1,0 +1,177 @@
+"""The `OTEL_*` variables: read and checked here, so that a wrong one is refused by its name.
+
+What OpenTelemetry's SDK reads itself (samplers, limits of spans, headers, certificates) is only checked: the
+SDK would log a warning, or a traceback, and go on with another value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from specwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_COMPRESSIONS = ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION")
+_HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+_FILES = (
+    *("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE"),
+    *("OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY", "OTEL_EXPORTER_OTLP_CLIENT_KEY"),
+    *("OTEL_EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE", "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"),
+)
+_SAMPLERS = (
+    *("always_on", "always_off", "traceidratio"),
+    *("parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"),
+)
+_LIMITS = (
+    *("OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT"),
+    *("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"),
+    *("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT"),
+    *("OTEL_SPAN_EVENT_COUNT_LIMIT", "OTEL_SPAN_LINK_COUNT_LIMIT"),
+)
+_EXPORT_TIMEOUT_S = 2.0
+"""Shorter than the SDK's 10 s: a collector that is silent must not hold a full queue for long."""
+
+
+def variable(*names: str) -> str:
+    """The first of these environment variables that is not empty; else empty."""
+    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
+
+
+def is_tracing_requested() -> bool:
+    """Raises:
+    ConfigError: the exporter is unknown.
+    """
+    if variable("OTEL_SDK_DISABLED").lower() == "true":
+        return False
+    exporter = variable("OTEL_TRACES_EXPORTER")
+    if exporter not in ("", "none", "otlp"):
+        raise ConfigError(f"OTEL_TRACES_EXPORTER={exporter}: must be otlp or none")
+    return exporter == "otlp" or (exporter == "" and bool(variable(*_ENDPOINTS)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How spans are queued and exported.
+
+    Attributes:
+        max_queued: ended spans that wait, `OTEL_BSP_MAX_QUEUE_SIZE`.
+        max_batch: spans of one export, `OTEL_BSP_MAX_EXPORT_BATCH_SIZE`; at most `max_queued`.
+        delay_ms: longest wait for a full batch, `OTEL_BSP_SCHEDULE_DELAY`.
+    """
+
+    max_queued: int = 2048
+    max_batch: int = 512
+    delay_ms: int = 5000
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Raises:
+        ConfigError: a value is not a whole number over 0, or a batch is larger than the queue.
+        """
+        max_queued = _whole("OTEL_BSP_MAX_QUEUE_SIZE", cls().max_queued)
+        batch_name = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+        max_batch = _whole(batch_name, min(cls().max_batch, max_queued))
+        if max_batch > max_queued:
+            raise ConfigError(f"{batch_name}={max_batch}: is over OTEL_BSP_MAX_QUEUE_SIZE={max_queued}")
+        delay_ms = _whole("OTEL_BSP_SCHEDULE_DELAY", cls().delay_ms)
+        return cls(max_queued=max_queued, max_batch=max_batch, delay_ms=delay_ms)
+
+
+def check() -> None:
+    """Check what the SDK reads itself; before it is imported, as it reads some of it then.
+
+    Raises:
+        ConfigError: names the variable and its value.
+    """
+    _check_sampler()
+    for name in _LIMITS:
+        if variable(name):
+            _whole(name, 0, least=0)
+    for name in _COMPRESSIONS:
+        _check(name, lambda value: value.lower() in _compressions(), "is no compression of this protocol")
+    for name in (*_HEADERS, "OTEL_RESOURCE_ATTRIBUTES"):
+        _check(name, _is_list_of_pairs, "is not name=value,...")
+    for name in _FILES:
+        _check(name, lambda value: Path(value).is_file(), "is not a file")
+
+
+def exporter() -> SpanExporter:
+    """The exporter that the variables describe.
+
+    Raises:
+        ConfigError: an unknown protocol, or a timeout that is not a number over 0.
+        ImportError: a package is not installed.
+    """
+    timeout_s = _export_timeout_s()
+    protocol = _protocol()
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+        return over_grpc.OTLPSpanExporter(timeout=timeout_s)
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+        return over_http.OTLPSpanExporter(timeout=timeout_s)
+    raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: must be grpc or http/protobuf")
+
+
+def _protocol() -> str:
+    return variable(*_PROTOCOLS) or "grpc"
+
+
+def _compressions() -> tuple[str, ...]:
+    return ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
+
+
+def _export_timeout_s() -> float:
+    """Of one export, in seconds: the shorter of OTLP's (in seconds) and the batch processor's (in ms)."""
+    timeout_s = _EXPORT_TIMEOUT_S
+    for name in reversed(_TIMEOUTS):
+        if text := variable(name):
+            timeout_s = _number(name, text)
+            if timeout_s <= 0:
+                raise ConfigError(f"{name}={text}: must be over 0")
+    if variable("OTEL_BSP_EXPORT_TIMEOUT"):
+        timeout_s = min(timeout_s, _whole("OTEL_BSP_EXPORT_TIMEOUT", 0) / 1e3)
+    return timeout_s
+
+
+def _check_sampler() -> None:
+    known = f"is not one of {', '.join(_SAMPLERS)}"
+    _check("OTEL_TRACES_SAMPLER", lambda value: value.lower() in _SAMPLERS, known)
+    if variable("OTEL_TRACES_SAMPLER").lower().endswith("traceidratio"):
+        name = "OTEL_TRACES_SAMPLER_ARG"
+        _check(name, lambda value: 0 <= _number(name, value) <= 1, "must be from 0 to 1")
+
+
+def _is_list_of_pairs(text: str) -> bool:
+    return all("=" in pair for pair in text.split(",") if pair.strip())
+
+
+def _check(name: str, is_valid: Callable[[str], bool], problem: str) -> None:
+    text = variable(name)
+    if text and not is_valid(text):
+        raise ConfigError(f"{name}={text}: {problem}")
+
+
+def _whole(name: str, default: int, *, least: int = 1) -> int:
+    text = variable(name) or str(default)
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
+        raise ConfigError(f"{name}={text}: must be a whole number, at least {least}")
+    return int(text)
+
+
+def _number(name: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+|[0-9]+\.", text):
+        raise ConfigError(f"{name}={text}: must be a number")
+    return float(text)

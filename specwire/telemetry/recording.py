@@ -1,0 +1,288 @@
+"""Spans through OpenTelemetry: of a process that exports them, and of an application that traces itself.
+
+Imported only where one of them is on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import re
+import secrets
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from specwire import __version__
+from specwire.telemetry.environment import BatchLimits
+from specwire.telemetry.propagation import W3C, Propagators, TraceContext, checked_traceparent
+from specwire.telemetry.semantics import ERROR_TYPE, GENERATE
+from specwire.telemetry.span_queue import SpanQueue
+from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanCounts, SpanKind, Tracing
+
+_LOG_INTERVAL_S = 60.0
+_NUM_CONTEXTS = 512
+_UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
+_KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
+_logger = logging.getLogger(__name__)
+
+
+class _Resource(Resource):
+    """One whose hash is computed once: the exporter takes that of every span, which is JSON of all of it."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _resource(service_name: str) -> Resource:
+    """Of this process; the environment's attributes count before ours."""
+    ours = {
+        "service.name": service_name,
+        "service.version": __version__,
+        "service.instance.id": str(uuid.uuid4()),
+        "host.name": socket.gethostname(),
+    }
+    whole = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+    return _Resource(whole.attributes, whole.schema_url)
+
+
+class _OpenTelemetry(Tracing):
+    """Spans by a tracer of OpenTelemetry."""
+
+    enabled = True
+
+    def __init__(self, tracer: trace.Tracer, propagators: Propagators) -> None:
+        super().__init__(propagators)
+        self._tracer = tracer
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        parent: str | TraceContext | None = None,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        start_ns: int | None = None,
+    ) -> Span:
+        context = _as_context(parent)
+        span = self._tracer.start_span(
+            name,
+            self._parent(context),
+            _KINDS[kind],
+            _present(attributes),
+            _linked(links) if links else None,
+            start_ns,
+        )
+        own = self._context_of(span, context)
+        return _RecordedSpan(span, own) if span.is_recording() else Span(own)
+
+    def _parent(self, context: TraceContext) -> Context | None:
+        """What the tracer begins a span in. Never the ambient context, but where that is asked for."""
+        return _parsed(context)
+
+    def _context_of(self, span: trace.Span, parent: TraceContext) -> TraceContext:
+        """What the span sends with its calls."""
+        own = span.get_span_context()
+        traceparent = f"00-{own.trace_id:032x}-{own.span_id:016x}-{int(own.trace_flags):02x}"
+        return TraceContext(traceparent, parent.tracestate if own.trace_state else "", parent.baggage)
+
+
+class Ambient(_OpenTelemetry):
+    """Spans of an application that uses OpenTelemetry itself, beneath its current span, with its baggage."""
+
+    def __init__(self) -> None:
+        super().__init__(trace.get_tracer("specwire", __version__), W3C)
+
+    def _parent(self, context: TraceContext) -> Context | None:
+        return _parsed(context) if context.traceparent else None
+
+    def _context_of(self, span: trace.Span, parent: TraceContext) -> TraceContext:
+        if parent.traceparent:
+            return super()._context_of(span, parent)
+        headers: dict[str, str] = {}
+        propagate.inject(headers, trace.set_span_in_context(span))
+        return W3C.read(headers.items())
+
+
+class Exporting(_OpenTelemetry):
+    """Spans of this process: a bounded queue, and a thread that exports it in batches."""
+
+    def __init__(self, service_name: str, exporter: SpanExporter, propagators: Propagators) -> None:
+        self._log = _OccasionalLog()
+        provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
+        self._queue = SpanQueue(exporter, BatchLimits.from_environment())
+        provider.add_span_processor(self._queue)
+        self._provider = provider
+        # Other samplers may record children of a span that is not recorded.
+        self._sheds = isinstance(provider.sampler, ParentBased)
+        self._num_untraced = 0
+        super().__init__(provider.get_tracer("specwire", __version__), propagators)
+        # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
+        self._stop, self._stopped = threading.Event(), threading.Event()
+        threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
+        atexit.register(self.shutdown)
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        parent: str | TraceContext | None = None,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        start_ns: int | None = None,
+    ) -> Span:
+        if self._sheds:
+            context = _as_context(parent)
+            if _UNSAMPLED.fullmatch(context.traceparent):
+                return Span(context)
+            if self._queue.is_full:
+                return self._drop(name, context)
+        return super().span(
+            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
+        )
+
+    def record(
+        self,
+        name: str,
+        *,
+        start_ns: int,
+        end_ns: int,
+        parent: str | TraceContext,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        error: str = "",
+    ) -> None:
+        context = _as_context(parent)
+        if not checked_traceparent(context.traceparent):
+            return
+        if self._sheds and self._queue.is_full and not _UNSAMPLED.fullmatch(context.traceparent):
+            self._queue.drop()
+            return
+        span = self.span(
+            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
+        )
+        if error:
+            span.fail(error)
+        span.end(end_ns)
+
+    def _drop(self, name: str, context: TraceContext) -> Span:
+        """Count a span that is not created; its stand-in is unsampled, and so are its children."""
+        if name == GENERATE:
+            self._num_untraced += 1
+        else:
+            self._queue.drop()
+        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+        return Span(TraceContext(traceparent, baggage=context.baggage))
+
+    @property
+    def counts(self) -> SpanCounts:
+        queue = self._queue
+        return SpanCounts(
+            num_queued=queue.num_queued,
+            num_exported=queue.num_exported,
+            num_dropped=queue.num_dropped,
+            num_failed=queue.num_failed,
+            num_untraced=self._num_untraced,
+        )
+
+    def shutdown(self, timeout_ms: int = 1000) -> None:
+        atexit.unregister(self.shutdown)
+        self._stop.set()
+        if not self._stopped.wait(timeout_ms / 1000):
+            self._log.mute()
+            self._queue.abort()
+
+    def _stop_provider(self) -> None:
+        self._stop.wait()
+        self._provider.shutdown()
+        self._stopped.set()
+
+
+def _as_context(parent: str | TraceContext | None) -> TraceContext:
+    return parent if isinstance(parent, TraceContext) else TraceContext(parent or "")
+
+
+@functools.lru_cache(_NUM_CONTEXTS)  # siblings have the same parent
+def _parsed(parent: TraceContext) -> Context:
+    """The SDK's context of a parent; an empty one without one."""
+    return TraceContextTextMapPropagator().extract(dict(W3C.headers(parent)), context=Context())
+
+
+def _linked(links: Sequence[str]) -> list[trace.Link]:
+    contexts = [_parsed(TraceContext(link)) for link in links if checked_traceparent(link)]
+    return [trace.Link(trace.get_current_span(context).get_span_context()) for context in contexts]
+
+
+class _RecordedSpan(Span):
+    def __init__(self, span: trace.Span, context: TraceContext) -> None:
+        super().__init__(context)
+        self._span = span
+        self._failed = False
+
+    @property
+    def trace_id(self) -> str:
+        return self.traceparent[3:35]
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(_present(attributes))
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        self._span.add_event(name, _present(attributes))
+
+    def fail(self, kind: str, description: str = "") -> None:
+        if self._failed:
+            return
+        self._failed = True
+        self._span.set_attribute(ERROR_TYPE, kind)
+        if kind == CANCELLED:
+            self._span.add_event("cancelled")
+            return
+        self._span.set_status(trace.Status(trace.StatusCode.ERROR, description))
+
+    def end(self, end_ns: int | None = None) -> None:
+        if self._span.is_recording():
+            self._span.end(end_ns)
+
+
+def _present(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str]]:
+    return {name: value for name, value in (attributes or {}).items() if value is not None}
+
+
+class _OccasionalLog(logging.Handler):
+    """Takes over the SDK's warnings, many with a dead collector, and passes on one a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next = 0.0
+        logger = logging.getLogger("opentelemetry")
+        logger.propagate = False
+        earlier = [handler for handler in logger.handlers if not isinstance(handler, _OccasionalLog)]
+        logger.handlers = [*earlier, self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _LOG_INTERVAL_S
+            _logger.warning("traces may be lost: %s", record.getMessage())
+
+    def mute(self) -> None:
+        """Pass on nothing more: an export that is aborted at shutdown is no news."""
+        self._next = float("inf")
