@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from specwire.core import Fate, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule import acceptance
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 
 
@@ -53,7 +55,9 @@ class Planner(Protocol):
 class Drafter(Protocol):
     """The draft's side of one sequence."""
 
-    async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+    async def propose(
+        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost]:
         """At most the planned number of draft tokens; none when the draft does not answer in time."""
         ...
 
@@ -61,7 +65,9 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     """The target's side of one sequence."""
 
-    async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+    ) -> tuple[Verdict, Cost]:
         """The target's verdict on every draft position and on the one after them."""
         ...
 
@@ -110,7 +116,8 @@ class Generation:
         planner: Planner,
         ledger: Ledger,
         tracer: tracing.Tracing,
-        parent: str = "",
+        trace_detail: bool,
+        parent: tracing.Span,
         may_start: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         params = request.keyed_params
@@ -125,6 +132,7 @@ class Generation:
         self._planner = planner
         self._ledger = ledger
         self._tracer = tracer
+        self._trace_detail = trace_detail
         self._parent = parent
         self._may_start = may_start
 
@@ -135,17 +143,19 @@ class Generation:
             if self._may_start is not None:
                 await self._may_start()
             started_ns = clock.stopwatch_ns()
-            with self._tracer.span("round", parent=self._parent) as span:
-                done = await self._round(span.traceparent)
+            with self._tracer.span("round", parent=self._parent.context) as span:
+                done = await self._round(span)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
-                span.set({tracing.ROUND: number, **_round_attributes(done)})
+                if span.trace_id:
+                    span.link(done.draft_cost.prepared_by)
+                    span.set({names.ROUND: number, **_round_attributes(done)})
             number += 1
             self._ledger.switch(Stage.EMIT)
             yield done
             self._ledger.switch(Stage.COORDINATOR)
             self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 
-    async def _round(self, parent: str) -> Round:
+    async def _round(self, parent: tracing.Span) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.
         plan = self._planner.plan()
         left = self._end_len - len(self.committed) - 1
@@ -154,18 +164,18 @@ class Generation:
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         self._ledger.switch(Stage.RULE)
-        with self._tracer.span("accept", parent=parent):
+        with self._tracer.span("accept", parent=parent.context) if self._trace_detail else nullcontext():
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
         self._ledger.switch(Stage.COORDINATOR)
         return Round(proposal, verdict, outcome, draft_cost, verify_cost)
 
-    async def _propose(self, plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+    async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
         self._ledger.switch(Stage.DRAFT)
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost)
         return proposal, cost
 
-    async def _verify(self, proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+    async def _verify(self, proposal: Proposal, parent: tracing.Span) -> tuple[Verdict, Cost]:
         self._ledger.switch(Stage.VERIFY)
         try:
             verdict, cost = await self._verifier.verify(self.committed, proposal, parent)
@@ -176,10 +186,11 @@ class Generation:
         return verdict, cost
 
 
-def _round_attributes(done: Round) -> dict[str, int]:
+def _round_attributes(done: Round) -> tracing.Attributes:
     return {
-        tracing.DRAFT_PREPARED: done.draft_cost.prepared,
-        tracing.BASE_LEN: done.proposal.base_len,
-        tracing.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
-        tracing.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
+        names.DRAFT_PREPARED: done.draft_cost.prepared,
+        names.CALL_OUTCOME: done.draft_cost.outcome,
+        names.BASE_LEN: done.proposal.base_len,
+        names.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
+        names.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from coordinator import metrics
+from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
 from coordinator.generation import Generation, Planner
@@ -23,11 +23,14 @@ from coordinator.reader import CreditReader
 from coordinator.requests import GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
-from specwire.completion import Completion, Stage
+from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc import listening
+from specwire.security.bearer import Principal
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
+from specwire.telemetry.tracing import Span, SpanKind
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from specwire.wire import client as client_wire
@@ -72,24 +75,40 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
-        with self.totals.record(context.time_remaining) as call:
+        metadata = listening.metadata(context)
+        span = self._tracer.span(
+            names.GENERATE,
+            kind=SpanKind.SERVER,
+            parent=self._tracer.propagators.read(metadata),
+            attributes={**spans.CALL, names.REQUEST_ID: dict(metadata).get(REQUEST_ID)},
+        )
+        with self.totals.record(context.time_remaining, span) as call:
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
+            span.set(spans.of_request(checked, self._verify.info.name))
             planner = self._planner(checked.num_draft_tokens)
             credit = Credit(checked.credit_window, planner.limit + 1)
-            call.ledger.switch(Stage.ADMISSION)
             async with (
                 CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
-                self._admission.slot(checked.caller) as slot,
+                self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):
-                call.ledger.switch(Stage.COORDINATOR)
                 request = await self._parser.encode(checked)
                 try:
                     await self._generate(request, planner, reader, slot, context, call)
                 finally:
                     self._num_finished += 1
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, caller: Principal, call: CallRecord) -> AsyncIterator[AdmissionSlot]:
+        """Hold a slot while the body runs; the wait for it is a stage and a span."""
+        call.ledger.switch(Stage.ADMISSION)
+        async with contextlib.AsyncExitStack() as stack:
+            with self._tracer.span("admission", parent=call.span.context):
+                slot = await stack.enter_async_context(self._admission.slot(caller))
+            call.ledger.switch(Stage.COORDINATOR)
+            yield slot
 
     async def _generate(
         self,
@@ -100,49 +119,46 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Any,
         call: CallRecord,
     ) -> None:
-        with self._peers(request, context.time_remaining) as (drafter, verifier):
+        with self._peers(request, context.time_remaining, call.span) as (drafter, verifier):
 
             async def may_start() -> None:
                 if not reader.is_ready:
                     await wait_for(reader, slot, call.ledger, drafter, verifier)
 
-            with self._tracer.span("generate", parent=_traceparent(context)) as span:
-                span.set(_request_attributes(request))
-                generation = Generation(
-                    request,
-                    drafter,
-                    verifier,
-                    planner=planner,
-                    ledger=call.ledger,
-                    tracer=self._tracer,
-                    parent=span.traceparent,
-                    may_start=may_start,
-                )
-                session = Session(
-                    request,
-                    generation,
-                    tokenizer=self._tokenizer,
-                    credit=reader.credit,
-                    ledger=call.ledger,
-                    totals=self.totals.tally,
-                )
-                call.begin(session, lambda: drafter.unavailable)
-                call.trace_id = span.traceparent[3:35]
-                info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
-                async for chunk in session.chunks():
-                    call.count(chunk)
-                    message = client_wire.chunk_to_proto(chunk)
-                    reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
-                    info = None
-                completion = session.completion(drafter.unavailable)
-                span.set(_response_attributes(completion))
+            generation = Generation(
+                request,
+                drafter,
+                verifier,
+                planner=planner,
+                ledger=call.ledger,
+                tracer=self._tracer,
+                trace_detail=self._config.trace_detail,
+                parent=call.span,
+                may_start=may_start,
+            )
+            session = Session(
+                request,
+                generation,
+                tokenizer=self._tokenizer,
+                credit=reader.credit,
+                ledger=call.ledger,
+                totals=self.totals.tally,
+            )
+            call.begin(session, lambda: drafter.unavailable)
+            info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
+            async for chunk in session.chunks():
+                call.count(chunk)
+                message = client_wire.chunk_to_proto(chunk)
+                reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
+                info = None
+            completion = session.completion(drafter.unavailable)
         done = client_wire.completion_to_proto(completion)
         reader.send(generation_pb2.GenerateResponse(completion=done))
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
     @contextlib.contextmanager
     def _peers(
-        self, request: GenerationRequest, remaining_s: Callable[[], float | None]
+        self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
     ) -> Iterator[tuple[RemoteDrafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
         drafter = RemoteDrafter(
@@ -151,6 +167,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             timeout_s=self._config.draft_timeout_ms / 1e3,
             deadline_s=remaining_s(),
             tracer=self._tracer,
+            parent=parent,
         )
         verifier = RemoteVerifier(
             self._verify,
@@ -158,6 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             remaining_s=remaining_s,
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
+            parent=parent,
         )
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
@@ -243,39 +261,3 @@ def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
         num_other_streams=replica.num_other_streams,
         num_lost=replica.num_lost,
     )
-
-
-def _traceparent(context: Any) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
-            return wire.checked_traceparent(str(value))
-    return ""
-
-
-def _request_attributes(request: GenerationRequest) -> dict[str, Any]:
-    params = request.params
-    return {
-        tracing.GEN_AI_OPERATION_NAME: "text_completion",
-        tracing.GEN_AI_REQUEST_MODEL: request.target.name,
-        tracing.GEN_AI_REQUEST_MAX_TOKENS: params.max_tokens,
-        tracing.GEN_AI_REQUEST_TEMPERATURE: params.temperature,
-        tracing.GEN_AI_REQUEST_TOP_K: params.top_k or None,
-        tracing.GEN_AI_REQUEST_TOP_P: params.top_p,
-        tracing.GEN_AI_REQUEST_SEED: params.seed,
-        tracing.GEN_AI_USAGE_INPUT_TOKENS: request.prompt_len,
-        tracing.RULE: params.rule,
-    }
-
-
-def _response_attributes(completion: Completion) -> dict[str, Any]:
-    return {
-        tracing.GEN_AI_RESPONSE_FINISH_REASONS: [completion.finish_reason.value],
-        tracing.GEN_AI_USAGE_OUTPUT_TOKENS: completion.usage.completion_tokens,
-        tracing.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: completion.timing.time_to_first_token_ms / 1e3,
-        tracing.NUM_ROUNDS: completion.speculation.num_rounds,
-        tracing.NUM_DRAFT_TOKENS: completion.speculation.num_draft_tokens,
-        tracing.NUM_ACCEPTED_TOKENS: completion.speculation.num_accepted_tokens,
-        tracing.NUM_PREPARED: completion.speculation.num_prepared,
-        tracing.NUM_CACHED_TOKENS: completion.usage.cached_tokens,
-        tracing.DRAFT_AVAILABLE: not completion.speculation.draft_unavailable,
-    }

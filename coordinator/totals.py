@@ -16,11 +16,13 @@ from typing import Protocol
 
 import grpc.aio
 
+from coordinator import spans
 from coordinator.ledger import Ledger
 from coordinator.tally import Tally
 from specwire import errors
-from specwire.completion import Chunk, Completion, FinishReason, Stage
+from specwire.completion import Chunk, Completion, FinishReason, Stage, Timing
 from specwire.telemetry.metrics import HistogramData
+from specwire.telemetry.tracing import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +66,16 @@ class CallRecord:
         ledger: its stages since it arrived.
         generation: None until it begins.
         draft_unavailable: why the draft was not there for a part of it; called at the end.
-        trace_id: empty without tracing.
+        span: around the call.
+        status: how it ended; OK until then.
     """
 
     totals: Totals
+    span: Span = field(default_factory=Span)
     ledger: Ledger = field(default_factory=Ledger)
     generation: CountedGeneration | None = None
     draft_unavailable: Callable[[], str] = str
-    trace_id: str = ""
+    status: str = OK
     _last_chunk_s: float | None = None
 
     @property
@@ -91,10 +95,10 @@ class CallRecord:
         if not num_tokens:
             return
         if self._last_chunk_s is None:
-            totals.first_token_s.add(now_s, trace_id=self.trace_id)
+            totals.first_token_s.add(now_s, trace_id=self.span.trace_id)
         else:
             gap_s = (now_s - self._last_chunk_s) / num_tokens
-            totals.inter_token_s.add(gap_s, num_tokens, self.trace_id)
+            totals.inter_token_s.add(gap_s, num_tokens, self.span.trace_id)
         self._last_chunk_s = now_s
 
 
@@ -134,40 +138,43 @@ class Totals:
         }
 
     @contextlib.contextmanager
-    def record(self, remaining_s: Callable[[], float | None]) -> Iterator[CallRecord]:
-        """Count and log the call that the body serves.
+    def record(
+        self, remaining_s: Callable[[], float | None], span: Span = NO_SPAN
+    ) -> Iterator[CallRecord]:
+        """Count, trace and log the call that the body serves.
 
         Args:
             remaining_s: until the client's deadline; None without one.
+            span: ends with the body.
         """
-        call = CallRecord(self)
-        status = OK
-        try:
-            yield call
-        except BaseException as error:
-            status = status_of(error)
-            if status == CANCELLED and _has_passed(remaining_s()):
-                status = DEADLINE_EXCEEDED
-            raise
-        finally:
-            _end(call, status)
+        call = CallRecord(self, span)
+        with span:
+            try:
+                yield call
+            except BaseException as error:
+                call.status = _status_of_call(call, error, remaining_s())
+                if call.status != OK:
+                    span.fail(call.status, str(error))
+                raise
+            finally:
+                _end(call)
 
     def add_stages(self, ledger: Ledger) -> None:
         """Count what a request has spent since this was last called for it."""
         for stage, spent_ns in ledger.take().items():
             self.stage_ns[stage] += spent_ns
 
-    def end(self, status: str, call: CallRecord, done: Completion | None) -> None:
+    def end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
         """A request has ended.
 
         Args:
-            status: OK, or one of `STATUSES`.
             done: its generation; None if that never began.
+            timing: until now.
         """
+        status = call.status
         self.add_stages(call.ledger)
-        timing = call.ledger.timing()
         self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
-        self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.trace_id)
+        self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.span.trace_id)
         for stage, spent_ms in timing.stages.items():
             self.request_stage_s[stage.value,].add(spent_ms / 1e3)
         if done is None:
@@ -196,18 +203,28 @@ def _has_passed(remaining_s: float | None) -> bool:
     return remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
 
 
-def _end(call: CallRecord, status: str) -> None:
-    done = call.done
-    if status == CANCELLED and call.generation and call.generation.ended:
-        status = OK  # the client has its last message, and hung up before the call ended here
-    call.totals.end(status, call, done)
+def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float | None) -> str:
+    status = status_of(error)
+    if status != CANCELLED:
+        return status
+    if call.generation and call.generation.ended:
+        return OK  # the client has its last message, and hung up before the call ended here
+    return DEADLINE_EXCEEDED if _has_passed(remaining_s) else CANCELLED
+
+
+def _end(call: CallRecord) -> None:
+    done, timing = call.done, call.ledger.timing()
+    call.totals.end(call, done, timing)
+    call.span.set(spans.of_stages(timing))
+    if done is not None:
+        call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     if log.isEnabledFor(logging.INFO):
-        facts = {**_facts(status, call, done), **({"trace": call.trace_id} if call.trace_id else {})}
-        log.info("request %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        facts = _facts(call.status, done, timing)
+        trace = {"trace": call.span.trace_id} if call.span.trace_id else {}
+        log.info("request %s", " ".join(f"{name}={value}" for name, value in (facts | trace).items()))
 
 
-def _facts(status: str, call: CallRecord, done: Completion | None) -> dict[str, object]:
-    timing = call.ledger.timing()
+def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, object]:
     stages = {f"{stage}_ms": round(ms, 1) for stage, ms in timing.stages.items() if ms >= _LOGGED_MS}
     facts: dict[str, object] = {"status": status, "duration_ms": round(timing.total_ms, 1)} | stages
     if done is None:

@@ -33,7 +33,13 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         draft_pb2_grpc.add_DraftServiceServicer_to_server(
-            DraftServicer(service, tracer, max_outcomes=config.max_outcomes, max_support=config.max_support),
+            DraftServicer(
+                service,
+                tracer,
+                max_outcomes=config.max_outcomes,
+                max_support=config.max_support,
+                trace_detail=config.trace_detail,
+            ),
             server.grpc,
         )
         address = await server.start()

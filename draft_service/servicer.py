@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from draft_service.drafter import DraftJob
 from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
 from specwire.core import Preparation, Proposal, SamplingParams
-from specwire.engine import boot
+from specwire.engine import serving
 from specwire.engine.boot import ModelService
+from specwire.engine.serving import StreamSpans
 from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
@@ -21,41 +21,53 @@ from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
 
+_METHOD = "specwire.v1.DraftService/Draft"
+
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
 
     def __init__(
-        self, service: ModelService, tracer: tracing.Tracing, *, max_outcomes: int, max_support: int
+        self,
+        service: ModelService,
+        tracer: tracing.Tracing,
+        *,
+        max_outcomes: int,
+        max_support: int,
+        trace_detail: bool = False,
     ) -> None:
         self._service = service
         self._tracer = tracer
+        self._trace_detail = trace_detail
         self._max_outcomes = max_outcomes
         self._support_len = min(max_support, service.info.vocab_size)
         self._forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
+        spans = StreamSpans.of(
+            self._tracer, "draft", _METHOD, context.invocation_metadata(), is_detailed=self._trace_detail
+        )
         with contextlib.ExitStack() as stack:
             answers = _Answers(
-                context, self._service.info.incarnation, self._tracer, support_len=self._support_len
+                context, self._service.info.incarnation, spans, support_len=self._support_len
             )
             lookahead: Lookahead | None = None
             async for request in requests:
+                answers.received(request)
                 if lookahead is None:
                     lookahead = self._open(request.open, answers, stack)
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
                 preparation = self._preparation(request)
-                answers.received(request)
-                answer = await lookahead.draft(
-                    request.base_len,
-                    request.token_ids,
-                    wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
-                    preparation,
-                )
-                if request.num_draft_tokens or preparation is None:
-                    self._trace(answer.job, request.traceparent)
-                    await answers.answer(request, answer)
+                with spans.serving(request.traceparent) as span:
+                    answer = await lookahead.draft(
+                        request.base_len,
+                        request.token_ids,
+                        wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
+                        preparation,
+                    )
+                    if request.num_draft_tokens or preparation is None:
+                        await answers.answer(request, answer, span)
 
     def _open(
         self, message: common_pb2.OpenSequence, answers: _Answers, stack: contextlib.ExitStack
@@ -90,10 +102,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             status=self._service.status(),
         )
 
-    def _trace(self, job: DraftJob, parent: str) -> None:
-        if parent:
-            boot.record_spans(self._tracer, "draft", job, parent)
-
 
 class _Answers:
     """Writes the stream's responses, one at a time: answers, and prepared proposals between them.
@@ -105,10 +113,10 @@ class _Answers:
         received_ns: when the last request arrived, by the stopwatch.
     """
 
-    def __init__(self, context: Any, incarnation: str, tracer: tracing.Tracing, *, support_len: int) -> None:
+    def __init__(self, context: Any, incarnation: str, spans: StreamSpans, *, support_len: int) -> None:
         self._context = context
         self._incarnation = incarnation
-        self._tracer = tracer
+        self._spans = spans
         self._support_len = support_len
         self._write_lock = asyncio.Lock()
         self._last = draft_pb2.DraftRequest()
@@ -116,11 +124,10 @@ class _Answers:
 
     def received(self, request: draft_pb2.DraftRequest) -> None:
         """A request has arrived."""
-        wire.checked_traceparent(request.traceparent)
         self._last, self.received_ns = request, clock.stopwatch_ns()
 
-    async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer) -> None:
-        """Answer the last request."""
+    async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer, span: tracing.Span) -> None:
+        """Answer the last request, which `span` is around."""
         job, proposal, was_prepared, ahead_ns = answer
         message = draft_pb2.DraftResponse(
             request_id=request.request_id,
@@ -131,20 +138,15 @@ class _Answers:
             begun_ahead=was_prepared,
         )
         async with self._write_lock:
-            message.timings.CopyFrom(boot.timings(job, self.received_ns, ahead_ns))
+            message.timings.CopyFrom(serving.timings(job, self.received_ns, ahead_ns))
+            self._spans.describe(span, job, message.timings)
             await self._context.write(message)
 
     async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
         """Send proposals ahead of a request."""
-        if self._last.traceparent:
-            self._tracer.record(
-                "draft.prepare",
-                start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
-                end_ns=clock.epoch_ns(max(each.finished_ns for each in prepared)),
-                parent=self._last.traceparent,
-                attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
-            )
-        message = draft_pb2.DraftResponse(base_len=base_len, incarnation=self._incarnation)
+        message = draft_pb2.DraftResponse(
+            base_len=base_len, incarnation=self._incarnation, traceparent=self._trace(base_len, prepared)
+        )
         for each in prepared:
             proposal = self._message(each.proposal, each.path, each.num_wanted)
             proposal.forward_ns = each.forward_ns
@@ -153,6 +155,22 @@ class _Answers:
             message.last_request_id = self._last.request_id
             message.last_request_age_ns = clock.stopwatch_ns() - self.received_ns
             await self._context.write(message)
+
+    def _trace(self, base_len: int, prepared: Sequence[PreparedBranch]) -> str:
+        """Record a span of the preparation, a child of the generation; returns its traceparent.
+
+        Not of a round: it may have begun in one, and is used in another, which links to it.
+        """
+        if not self._spans.context.traceparent:
+            return ""
+        span = self._spans.tracer.span(
+            "draft.prepare",
+            parent=self._spans.context,
+            start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
+            attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
+        )
+        span.end(clock.epoch_ns(max(each.finished_ns for each in prepared)))
+        return span.traceparent
 
     def _message(self, proposal: Proposal, path: Sequence[int], num_tokens: int) -> draft_pb2.Proposal:
         return wire.proposal_to_proto(proposal, path, num_tokens=num_tokens, support_len=self._support_len)

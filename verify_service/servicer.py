@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from specwire.core import IntArray, SamplingParams, Verdict
-from specwire.engine import boot
+from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
+from specwire.engine.serving import StreamSpans
 from specwire.errors import InvalidRequestError
 from specwire.estimate import clock
 from specwire.telemetry import tracing
@@ -19,15 +20,23 @@ from specwire.v1 import verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
 from verify_service.verifier import VerifyJob
 
+_METHOD = "specwire.v1.VerifyService/Verify"
+
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
 
-    def __init__(self, service: ModelService, tracer: tracing.Tracing) -> None:
+    def __init__(
+        self, service: ModelService, tracer: tracing.Tracing, *, trace_detail: bool = False
+    ) -> None:
         self._service = service
         self._tracer = tracer
+        self._trace_detail = trace_detail
 
     async def Verify(self, requests: AsyncIterator[verify_pb2.VerifyRequest], context: Any) -> None:  # noqa: N802
+        spans = StreamSpans.of(
+            self._tracer, "verify", _METHOD, context.invocation_metadata(), is_detailed=self._trace_detail
+        )
         with contextlib.ExitStack() as stack:
             sequence: TokenSequence | None = None
             async for request in requests:
@@ -36,11 +45,12 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     sequence = stack.enter_context(self._service.opened(request.open))
                 elif request.HasField("open"):
                     raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
-                job = self._job(sequence, request)
-                verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
-                if wire.checked_traceparent(request.traceparent):
-                    boot.record_spans(self._tracer, "verify", job, request.traceparent)
-                await context.write(self._response(request, job, verdict, received_ns))
+                with spans.serving(request.traceparent) as span:
+                    job = self._job(sequence, request)
+                    verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
+                    response = self._response(request, job, verdict, received_ns)
+                    spans.describe(span, job, response.timings)
+                    await context.write(response)
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any
@@ -74,7 +84,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         response.incarnation = self._service.info.incarnation
         response.num_cached_tokens = job.num_cached_tokens
         response.load.CopyFrom(wire.load_to_proto(self._service.engine.load(job)))
-        response.timings.CopyFrom(boot.timings(job, received_ns))
+        response.timings.CopyFrom(serving.timings(job, received_ns))
         return response
 
 

@@ -212,6 +212,10 @@ class VirtualCall:
         """The service's side: it is the handler's context, too."""
         self._down.put(response, work_s=self._proposal_s * len(getattr(response, "proposals", ())))
 
+    def invocation_metadata(self) -> tuple[()]:
+        """The service's side, too: no headers."""
+        return ()
+
     async def _serve(self, handler: Handler) -> None:
         try:
             await handler(self._incoming(), self)

@@ -133,7 +133,7 @@ class _Replica(Replica):
         self._open_call = open_call
         self.mark_ready(info)
 
-    def open_stream(self, timeout_s: float | None) -> Call:
+    def open_stream(self, timeout_s: float | None, headers: object = ()) -> Call:
         return self._open_call()
 
 

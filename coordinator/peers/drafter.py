@@ -14,7 +14,7 @@ from coordinator.peers.checks import check_proposal
 from coordinator.peers.draft_stream import DraftStream
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import attributes
+from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire.core import Preparation, Proposal
 from specwire.errors import (
@@ -25,6 +25,7 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.estimate import clock
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import draft_pb2
 from specwire.wire import model as wire
@@ -73,12 +74,14 @@ class RemoteDrafter:
         timeout_s: float,
         deadline_s: float | None,
         tracer: tracing.Tracing,
+        parent: tracing.Span,
     ) -> None:
         """Opens nothing yet.
 
         Args:
             timeout_s: longest wait for a proposal, unless proposals are known to cost more.
             deadline_s: of the request, from now; None without one.
+            parent: span of the generation.
         """
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
@@ -87,11 +90,14 @@ class RemoteDrafter:
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer
+        self._headers = tracer.propagators.headers(parent.context)
         self._current: _OpenStream | None = None
         self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
 
-    async def propose(self, committed: Sequence[int], plan: Plan, parent: str) -> tuple[Proposal, Cost]:
+    async def propose(
+        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost]:
         """See `generation.Drafter`."""
         nothing = Proposal(len(committed))
         if plan.num_draft_tokens <= 0:
@@ -108,24 +114,25 @@ class RemoteDrafter:
             return await self._propose_at(replica, committed, num_wanted, plan, parent)
         except SpecwireError as error:
             self._close_after(error, replica)
+            parent.event("draft lost", {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status})
             lost_ns = clock.stopwatch_ns() - started_ns
             return nothing, Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
 
     async def _propose_at(
-        self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, parent: str
+        self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """Raises:
         SpecwireError: the stream failed or the draft hangs.
         """
-        prepared = self._take_prepared(committed, num_wanted, plan, parent)
+        prepared = self._take_prepared(committed, num_wanted, plan)
         if prepared is not None:
             return prepared
         self._check_alive()
         if self._current is not None and self._current.stream.late_s > 0:
             return Proposal(len(committed)), Cost()
-        with self._tracer.span("draft", parent=parent) as span:
+        with span_around(self._tracer, "draft", replica.address, parent) as span:
             proposal, cost = await self._request(replica, committed, num_wanted, plan, span.traceparent)
-            span.set(attributes(proposal, cost))
+            describe(span, proposal, cost)
         return proposal, cost
 
     # --- where ----------------------------------------------------------------------------------------
@@ -153,7 +160,7 @@ class RemoteDrafter:
     # --- one proposal ---------------------------------------------------------------------------------
 
     def _take_prepared(
-        self, committed: Sequence[int], num_wanted: int, plan: Plan, parent: str
+        self, committed: Sequence[int], num_wanted: int, plan: Plan
     ) -> tuple[Proposal, Cost] | None:
         """A proposal that has arrived already, if any; the draft works on from it."""
         if self._current is None:
@@ -165,7 +172,7 @@ class RemoteDrafter:
         proposal, origin = found.proposal.first(num_wanted), found.origin
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
-            message = draft_pb2.DraftRequest(traceparent=parent, prepare=preparation)
+            message = draft_pb2.DraftRequest(prepare=preparation)
             stream.continue_from(committed, proposal, message)
         cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
         return proposal, cost
@@ -216,7 +223,7 @@ class RemoteDrafter:
         return found.first(num_wanted), cost
 
     def _open_stream(self, replica: Replica, committed: Sequence[int]) -> _OpenStream:
-        call = replica.open_stream(self._deadline_s)
+        call = replica.open_stream(self._deadline_s, self._headers)
         self._pool.opened(replica, committed, self._opening.cache_salt)
         return _OpenStream(DraftStream(call, self._check, replica.mark_proven), replica, replica.num_lost)
 

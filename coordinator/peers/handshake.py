@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,9 +138,10 @@ class RemoteReplica(Replica):
         self._is_suspect = False
         self._monitoring = asyncio.create_task(self._monitor())
 
-    def open_stream(self, timeout_s: float | None) -> Call:
+    def open_stream(self, timeout_s: float | None, headers: Sequence[tuple[str, str]] = ()) -> Call:
         """See `Replica`."""
-        return GrpcCall(getattr(self._stub, self._role.stream)(timeout=timeout_s))
+        open_stream = getattr(self._stub, self._role.stream)
+        return GrpcCall(open_stream(timeout=timeout_s, metadata=tuple(headers)))
 
     def mark_lost(self, reason: str) -> None:
         """See `Replica`; the next handshake follows at once."""

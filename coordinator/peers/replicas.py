@@ -69,11 +69,12 @@ class Replica(abc.ABC):
         return not self.num_failures
 
     @abc.abstractmethod
-    def open_stream(self, timeout_s: float | None) -> Call:
+    def open_stream(self, timeout_s: float | None, headers: Sequence[tuple[str, str]] = ()) -> Call:
         """Open one sequence's stream.
 
         Args:
             timeout_s: its deadline, in seconds from now; None for none.
+            headers: of the call; those of a trace.
         """
 
     async def close(self) -> None:  # noqa: B027 - not every kind holds resources

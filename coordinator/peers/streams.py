@@ -14,7 +14,8 @@ from specwire.core import Proposal
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
 from specwire.rpc import private, statuses
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
+from specwire.telemetry.tracing import Span, SpanKind, Tracing
 
 
 def peer_error(error: grpc.RpcError) -> SpecwireError:
@@ -97,12 +98,27 @@ def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
     )
 
 
-def attributes(proposal: Proposal, cost: Cost) -> dict[str, int]:
-    """For the span around a call to a model service."""
-    return {
-        tracing.BASE_LEN: proposal.base_len,
-        tracing.NUM_DRAFT_TOKENS: len(proposal.token_ids),
-        tracing.REQUEST_BYTES: cost.request_bytes,
-        tracing.RESPONSE_BYTES: cost.response_bytes,
-        tracing.NUM_CACHED_TOKENS: cost.num_cached_tokens,
-    }
+def span_around(tracer: Tracing, role: str, address: str, parent: Span) -> Span:
+    """A span around one call to a model service."""
+    host, _, port = address.rpartition(":")
+    called = {names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)} if port.isdecimal() else {}
+    return tracer.span(role, kind=SpanKind.CLIENT, parent=parent.context, attributes=called)
+
+
+def describe(span: Span, proposal: Proposal, cost: Cost) -> None:
+    """Say on the span around a call what it was about, and where its time went."""
+    if span.trace_id:
+        span.set(
+            {
+                names.BASE_LEN: proposal.base_len,
+                names.NUM_DRAFT_TOKENS: len(proposal.token_ids),
+                names.CALL_OUTCOME: cost.outcome,
+                names.REQUEST_BYTES: cost.request_bytes,
+                names.RESPONSE_BYTES: cost.response_bytes,
+                names.NUM_CACHED_TOKENS: cost.num_cached_tokens,
+                names.QUEUE_MS: cost.queue_ns / 1e6,
+                names.FORWARD_MS: cost.forward_ns / 1e6,
+                names.HANDLING_MS: cost.handling_ns / 1e6,
+                names.NETWORK_MS: cost.network_ns / 1e6,
+            }
+        )

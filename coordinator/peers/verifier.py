@@ -12,7 +12,7 @@ from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import Call, attributes, cost_of
+from coordinator.peers.streams import Call, cost_of, describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire.core import Proposal, Verdict
 from specwire.errors import (
@@ -23,6 +23,7 @@ from specwire.errors import (
     ServiceUnavailableError,
 )
 from specwire.estimate import clock
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import verify_pb2
 from specwire.wire import model as wire
@@ -82,12 +83,14 @@ class RemoteVerifier:
         remaining_s: Callable[[], float | None],
         timeout_s: float,
         tracer: tracing.Tracing,
+        parent: tracing.Span,
     ) -> None:
         """Opens nothing yet.
 
         Args:
             remaining_s: until the deadline of the request; None without one.
             timeout_s: longest wait for a replica when none is available.
+            parent: span of the generation.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -95,24 +98,19 @@ class RemoteVerifier:
         self._remaining_s = remaining_s
         self._timeout_s = timeout_s
         self._tracer = tracer
+        self._headers = tracer.propagators.headers(parent.context)
         self._replica: Replica | None = None
         self._stream: _VerifyStream | None = None
         self._has_begun = False
 
-    async def verify(self, committed: Sequence[int], proposal: Proposal, parent: str) -> tuple[Verdict, Cost]:
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+    ) -> tuple[Verdict, Cost]:
         """See `generation.Verifier`.
 
         Raises:
             SpecwireError: no target is available, or it refused the request.
         """
-        with self._tracer.span("verify", parent=parent) as span:
-            verdict, cost = await self._until_answered(committed, proposal, span.traceparent)
-            span.set(attributes(proposal, cost))
-        return verdict, cost
-
-    async def _until_answered(
-        self, committed: Sequence[int], proposal: Proposal, traceparent: str
-    ) -> tuple[Verdict, Cost]:
         attempts = Attempts(self._timeout_s, self._remaining_s)
         started_ns, lost_ns = clock.stopwatch_ns(), 0
         while True:
@@ -120,17 +118,27 @@ class RemoteVerifier:
             if attempts.has_waited:
                 lost_ns = clock.stopwatch_ns() - started_ns
             try:
-                verdict, cost = await self._ask(replica, committed, proposal, traceparent)
+                verdict, cost = await self._attempt(replica, committed, proposal, parent)
             except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
                 log.warning("verify stream at %s: %s", replica.address, error)
                 self.close()
                 if isinstance(error, ServiceUnavailableError):
                     replica.mark_lost(str(error))
+                lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
+                parent.event("verify lost", lost)
                 attempts.add(replica, error)
             else:
                 self._has_begun = True
                 replica.mark_proven()
                 return verdict, replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
+
+    async def _attempt(
+        self, replica: Replica, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+    ) -> tuple[Verdict, Cost]:
+        with span_around(self._tracer, "verify", replica.address, parent) as span:
+            verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
+            describe(span, proposal, cost)
+        return verdict, cost
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
         """A replica for a new stream. If all are full, only a generation that has begun waits for one."""
@@ -155,7 +163,7 @@ class RemoteVerifier:
     ) -> tuple[Verdict, Cost]:
         opening = self._stream is None
         if self._stream is None:
-            self._stream = _VerifyStream(replica.open_stream(self._remaining_s()))
+            self._stream = _VerifyStream(replica.open_stream(self._remaining_s(), self._headers))
             self._replica = replica
             self._pool.opened(replica, committed, self._params.cache_salt)
         base_len, self._stream.num_sent_tokens = self._stream.num_sent_tokens, len(committed)

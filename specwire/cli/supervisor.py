@@ -431,6 +431,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,
+        trace_detail=config.trace_detail,
         metrics_address=metrics_address(config, "coordinator"),
         verify_address=verify_address,
         draft_address=draft_address,
@@ -458,6 +459,7 @@ def _shared(config: StackConfig) -> dict[str, object]:
         "prefix_sharing": config.prefix_sharing,
         "grace_s": config.grace_s,
         "log_level": config.log_level,
+        "trace_detail": config.trace_detail,
     }
 
 

@@ -58,6 +58,7 @@ IDLE_TIMEOUT_HELP = (
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
+TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 DRAFT_TIMEOUT_HELP = (
     "longest wait for a proposal before a plain round, or 8 times what proposals cost; a draft silent for "
@@ -144,6 +145,7 @@ class ServiceConfig(ListenConfig):
     metrics_address: str = option(
         "", "HOST:PORT for Prometheus to scrape /metrics at; empty for none", check=check_address
     )
+    trace_detail: bool = option(False, TRACE_DETAIL_HELP)
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -371,6 +373,7 @@ class StackConfig(CheckedConfig):
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     log_level: str = log_level_option()
     metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
+    trace_detail: bool = option(False, TRACE_DETAIL_HELP)
 
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""

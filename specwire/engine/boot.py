@@ -17,14 +17,12 @@ from specwire.config.services import EMBEDDED, EMULATED, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
-from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
-from specwire.estimate import clock
-from specwire.telemetry import tracing
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
@@ -141,44 +139,6 @@ def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str,
     num_pages, page_size = config.num_pages, config.page_len
     runner = emulated.EmulatedRunner(model, num_pages=num_pages, page_size=page_size)
     return runner, model.describe()
-
-
-def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings:
-    """Of a finished job whose answer is sent now.
-
-    Args:
-        received_ns: when its request arrived, by the stopwatch; the job may have begun before.
-        ahead_ns: its passes that had ended by then.
-    """
-    began_ns = max(job.started_ns, received_ns)
-    worked_ns = max(0, job.finished_ns - began_ns)
-    forward_ns = min(job.forward_ns - ahead_ns, worked_ns)  # of a pass under way only what was left of it
-    return common_pb2.Timings(
-        queue_ns=max(0, job.started_ns - max(job.arrived_ns, received_ns)),
-        forward_ns=forward_ns,
-        residence_ns=clock.stopwatch_ns() - received_ns,
-        stall_ns=worked_ns - forward_ns,
-        ahead_ns=job.forward_ns - forward_ns,
-    )
-
-
-def record_spans(tracer: tracing.Tracing, name: str, job: Job, parent: str) -> None:
-    """`<name>.queue` and `<name>.forward` under the caller's span."""
-    attributes = {tracing.BASE_LEN: job.committed_len}
-    tracer.record(
-        f"{name}.queue",
-        start_ns=clock.epoch_ns(job.arrived_ns),
-        end_ns=clock.epoch_ns(job.started_ns),
-        parent=parent,
-        attributes=attributes,
-    )
-    tracer.record(
-        f"{name}.forward",
-        start_ns=clock.epoch_ns(job.started_ns),
-        end_ns=clock.epoch_ns(job.finished_ns),
-        parent=parent,
-        attributes={**attributes, tracing.BATCH_SIZE: job.batch_size},
-    )
 
 
 def _resolve(model: str, role: str) -> str:

@@ -247,6 +247,10 @@ class _RecordedSpan(Span):
     def event(self, name: str, attributes: Attributes | None = None) -> None:
         self._span.add_event(name, _present(attributes))
 
+    def link(self, traceparent: str) -> None:
+        for link in _linked([traceparent]):
+            self._span.add_link(link.context)
+
     def fail(self, kind: str, description: str = "") -> None:
         if self._failed:
             return

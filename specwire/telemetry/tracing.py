@@ -125,6 +125,9 @@ class Span:
     def event(self, name: str, attributes: Attributes | None = None) -> None:
         """Add something that happens now; attributes as for `set`."""
 
+    def link(self, traceparent: str) -> None:
+        """It goes back to a span without being its child; a malformed or empty one is dropped."""
+
     def fail(self, kind: str, description: str = "") -> None:
         """Mark it as failed, without an exception; the first call counts.
 
@@ -221,13 +224,14 @@ class Tracing:
         """Export what is left and stop; what is not exported by the timeout is lost. Also happens at exit."""
 
 
-_NOT_RECORDED = Span()
+NO_SPAN = Span()
+"""A span that is not recorded, and whose caller does not trace either."""
 
 
 def _passed_on(parent: str | TraceContext | None) -> Span:
     """A span that is not recorded: what it sends on is what it was sent."""
     if not parent:
-        return _NOT_RECORDED
+        return NO_SPAN
     return Span(parent if isinstance(parent, TraceContext) else TraceContext(parent))
 
 

@@ -1,0 +1,107 @@
+"""What draft and verify service say about the requests of a stream: timings in the answer, and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specwire.engine.jobs import Job
+from specwire.estimate import clock
+from specwire.telemetry import semantics as names
+from specwire.telemetry.propagation import TraceContext
+from specwire.telemetry.tracing import Span, SpanKind, Tracing
+from specwire.v1 import common_pb2
+from specwire.wire import model as wire
+
+
+def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings:
+    """Of a finished job whose answer is sent now.
+
+    Args:
+        received_ns: when its request arrived, by the stopwatch; the job may have begun before.
+        ahead_ns: its passes that had ended by then.
+    """
+    began_ns = max(job.started_ns, received_ns)
+    worked_ns = max(0, job.finished_ns - began_ns)
+    forward_ns = min(job.forward_ns - ahead_ns, worked_ns)  # of a pass under way only what was left of it
+    return common_pb2.Timings(
+        queue_ns=max(0, job.started_ns - max(job.arrived_ns, received_ns)),
+        forward_ns=forward_ns,
+        residence_ns=clock.stopwatch_ns() - received_ns,
+        stall_ns=worked_ns - forward_ns,
+        ahead_ns=job.forward_ns - forward_ns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpans:
+    """Makes the spans of one stream's requests.
+
+    Attributes:
+        role: "draft" or "verify".
+        method: full name of the gRPC method.
+        context: the trace that the stream belongs to.
+        is_detailed: whether a request has spans of its queue and its passes.
+    """
+
+    tracer: Tracing
+    role: str
+    method: str
+    context: TraceContext
+    is_detailed: bool
+
+    @classmethod
+    def of(
+        cls,
+        tracer: Tracing,
+        role: str,
+        method: str,
+        metadata: Iterable[tuple[str, Any]] | None,
+        *,
+        is_detailed: bool,
+    ) -> StreamSpans:
+        """From the metadata of the stream's call."""
+        headers = [(key, value) for key, value in metadata or () if isinstance(value, str)]
+        return cls(tracer, role, method, tracer.propagators.read(headers), is_detailed)
+
+    def serving(self, traceparent: str) -> Span:
+        """A span around one request, whose sender's span is `traceparent`; not recorded where that is empty.
+
+        Raises:
+            InvalidRequestError: it is too long to be one.
+        """
+        if not wire.checked_traceparent(traceparent):
+            return Span()
+        return self.tracer.span(
+            f"{self.role}.serve",
+            kind=SpanKind.SERVER,
+            parent=replace(self.context, traceparent=traceparent),
+            attributes={names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: self.method},
+        )
+
+    def describe(self, span: Span, job: Job, spent: common_pb2.Timings) -> None:
+        """Say on a request's span what its job was, and where its time went."""
+        if not span.trace_id:
+            return
+        handling_ns = spent.residence_ns - spent.queue_ns - spent.stall_ns - spent.forward_ns
+        span.set(
+            {
+                names.BASE_LEN: job.committed_len,
+                names.BATCH_SIZE: job.batch_size,
+                names.NUM_CACHED_TOKENS: job.num_cached_tokens,
+                names.QUEUE_MS: (spent.queue_ns + spent.stall_ns) / 1e6,
+                names.FORWARD_MS: spent.forward_ns / 1e6,
+                names.HANDLING_MS: handling_ns / 1e6,
+                names.AHEAD_MS: spent.ahead_ns / 1e6,
+            }
+        )
+        if self.is_detailed:
+            parts = (("queue", job.arrived_ns, job.started_ns), ("forward", job.started_ns, job.finished_ns))
+            for part, start_ns, end_ns in parts:
+                self.tracer.record(
+                    f"{self.role}.{part}",
+                    start_ns=clock.epoch_ns(start_ns),
+                    end_ns=clock.epoch_ns(end_ns),
+                    parent=span.context,
+                )
