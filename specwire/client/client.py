@@ -221,6 +221,7 @@ class Client:
         tls: TLS | None = None,
         token: str = "",
         allow_plaintext: bool = False,
+        tracer: Tracing | None = None,
     ) -> None:
         _checked_addresses(address)
         self._loop = asyncio.new_event_loop()
@@ -230,8 +231,9 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
         options = {"retry": retry, "tls": tls, "token": token, "allow_plaintext": allow_plaintext}
+        options |= {"timeout_s": timeout_s, "tracer": tracer}
         try:
-            self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
+            self._client: AsyncClient = self._run(_call(AsyncClient, address, **options))
         except BaseException:
             self._end_thread()
             self._loop.close()
