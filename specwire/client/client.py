@@ -20,6 +20,7 @@ import grpc.aio
 
 from specwire.client.endpoints import Endpoint, Endpoints
 from specwire.client.resume import RetryPolicy, as_addresses
+from specwire.client.spans import GenerationSpan, call_metadata
 from specwire.client.streaming import AsyncStream, Stream
 from specwire.completion import Completion
 from specwire.config.fields import split_address
@@ -27,6 +28,9 @@ from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledError, SpecwireError
 from specwire.rpc import channel
 from specwire.security.tls import TLS, Credentials
+from specwire.telemetry import tracing
+from specwire.telemetry.propagation import REQUEST_ID, W3C, TraceContext
+from specwire.telemetry.tracing import Tracing
 from specwire.v1 import generation_pb2
 from specwire.wire.client import generate_request
 from specwire.wire.model import model_info_from_proto
@@ -48,6 +52,7 @@ class AsyncClient:
         tls: TLS settings; None for plaintext.
         token: bearer token, sent with every request.
         allow_plaintext: send the token without TLS beyond this machine.
+        tracer: where spans go; None for the application's own OpenTelemetry tracing, if it has one.
 
     Raises:
         InvalidRequestError: on construction, naming the argument and its value.
@@ -63,11 +68,13 @@ class AsyncClient:
         tls: TLS | None = None,
         token: str = "",
         allow_plaintext: bool = False,
+        tracer: Tracing | None = None,
     ) -> None:
         self._addresses = _checked_addresses(address)
         self._timeout_s = _checked_timeout(timeout_s)
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
+        self._tracer = tracer
         self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
         self._streams: set[AsyncStream] = set()
 
@@ -95,8 +102,9 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         timeout_s: float | None = None,
-        traceparent: str = "",
+        traceparent: str | TraceContext = "",
         token: str = "",
+        request_id: str = "",
         report_progress: bool = False,
     ) -> AsyncIterator[AsyncStream]:
         """Generate, chunk by chunk. Leaving the context cancels the generation on all services.
@@ -105,8 +113,11 @@ class AsyncClient:
             prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`.
             params: how to continue it.
             timeout_s: deadline of the whole generation, in seconds.
-            traceparent: W3C trace context of the caller, to be the parent of the generation's trace.
+            traceparent: W3C trace context of the caller, to be the parent of the generation's trace; may come
+                with its tracestate and baggage. Without one, the application's current OpenTelemetry span.
             token: bearer token of the user that this generation is for.
+            request_id: the caller's name of the request, of at most 128 letters, digits and `._:/-`; sent as
+                `x-request-id`.
             report_progress: whether every chunk reports speculation and timing so far.
 
         Raises:
@@ -121,15 +132,20 @@ class AsyncClient:
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
-        metadata = self._metadata(traceparent, token)
+        authorization = self._authorization(token)
         deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata)
+        tracer = self._tracer or tracing.of_application()
+        address = self._endpoints[self._endpoints.preferred].address
+        span = GenerationSpan(tracer, request, address, _parent(traceparent), _checked_id(request_id))
+        metadata = [*call_metadata(tracer, span.context, request_id), *authorization]
+        stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata, span)
         self._streams.add(stream)
         try:
             yield stream
         finally:
             self._streams.discard(stream)
             stream.cancel()
+            span.end(len(stream.tokens))
 
     async def generate(
         self,
@@ -139,8 +155,9 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         timeout_s: float | None = None,
-        traceparent: str = "",
+        traceparent: str | TraceContext = "",
         token: str = "",
+        request_id: str = "",
     ) -> Completion:
         """Generate to the end. Arguments and errors as for `stream`."""
         async with self.stream(
@@ -151,6 +168,7 @@ class AsyncClient:
             timeout_s=timeout_s,
             traceparent=traceparent,
             token=token,
+            request_id=request_id,
         ) as stream:
             async for _ in stream:
                 pass
@@ -162,7 +180,7 @@ class AsyncClient:
         """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
         response = await self._endpoints.unary(
-            "GetModelInfo", request, _checked_timeout(timeout_s), self._metadata("", token)
+            "GetModelInfo", request, _checked_timeout(timeout_s), self._authorization(token)
         )
         draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
         return model_info_from_proto(response.target), draft
@@ -175,18 +193,17 @@ class AsyncClient:
         )
         return status
 
-    def _metadata(self, traceparent: str, token: str) -> list[tuple[str, str]]:
-        """Trace context and token of a call; the token is protected like the client's own.
+    def _authorization(self, token: str) -> list[tuple[str, str]]:
+        """The token of a call as metadata; it is protected like the client's own.
 
         Raises:
             InvalidRequestError: the token would travel in plaintext.
         """
-        metadata = [("traceparent", traceparent)] if traceparent else []
         if not token:
-            return metadata
+            return []
         for address in self._addresses:
             replace(self._credentials, token=token).check(address)
-        return [*metadata, ("authorization", f"Bearer {token}")]
+        return [("authorization", f"Bearer {token}")]
 
 
 class Client:
@@ -204,6 +221,7 @@ class Client:
         tls: TLS | None = None,
         token: str = "",
         allow_plaintext: bool = False,
+        tracer: Tracing | None = None,
     ) -> None:
         _checked_addresses(address)
         self._loop = asyncio.new_event_loop()
@@ -213,8 +231,9 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
         options = {"retry": retry, "tls": tls, "token": token, "allow_plaintext": allow_plaintext}
+        options |= {"timeout_s": timeout_s, "tracer": tracer}
         try:
-            self._client: AsyncClient = self._run(_call(AsyncClient, address, timeout_s=timeout_s, **options))
+            self._client: AsyncClient = self._run(_call(AsyncClient, address, **options))
         except BaseException:
             self._end_thread()
             self._loop.close()
@@ -323,6 +342,18 @@ def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
         except ConfigError:
             raise InvalidRequestError("address", each, "is not HOST:PORT") from None
     return addresses
+
+
+def _parent(given: str | TraceContext) -> TraceContext:
+    """The caller's context; a malformed one begins a new trace."""
+    context = given if isinstance(given, TraceContext) else TraceContext(given)
+    return W3C.read(W3C.headers(context))
+
+
+def _checked_id(request_id: str) -> str:
+    if request_id and not REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequestError("request_id", request_id, "is not 1 to 128 letters, digits and ._:/-")
+    return request_id
 
 
 def _checked_timeout(timeout_s: float) -> float:

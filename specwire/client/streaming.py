@@ -14,6 +14,7 @@ import grpc.aio
 
 from specwire.client.endpoints import Endpoint, Endpoints
 from specwire.client.resume import NotServedError, ReceivedTokens, RetryPolicy, Search
+from specwire.client.spans import GenerationSpan
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_UNACKNOWLEDGED_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
@@ -139,8 +140,10 @@ class AsyncStream:
         retry: RetryPolicy,
         timeout_s: float,
         metadata: Metadata | None,
+        span: GenerationSpan,
     ) -> None:
         self._endpoints = endpoints
+        self._span = span
         self._retry = retry
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
@@ -182,16 +185,28 @@ class AsyncStream:
             GenerationIdleError: it was paused for too long, and not resumed; has the tokens so far.
             SpecwireError: any other failure of the generation.
         """
+        try:
+            chunk = await self._next_chunk()
+        except BaseException as error:
+            self._span.failed(error)
+            raise
+        if chunk is None:
+            raise StopAsyncIteration
+        self._span.received(chunk)
+        return chunk
+
+    async def _next_chunk(self) -> Chunk | None:
         while self._completion is None:
             response = await self._read()
             if response.WhichOneof("event") == "completion":
                 tokens, num_resumes = self._progress.tokens, self._num_resumes
                 self._completion = completion_from_proto(response.completion, tokens, num_resumes)
+                self._span.completed(self._completion)
                 break
             chunk = self._progress.take(response)
             if chunk.tokens or chunk.rejected:  # else all of its tokens are held back
                 return chunk
-        raise StopAsyncIteration
+        return None
 
     async def _read(self) -> generation_pb2.GenerateResponse:
         try:
@@ -209,6 +224,7 @@ class AsyncStream:
         while (turn := search.next(self._now_s)) is not None:
             index, pause_s = turn
             await self._pause(pause_s)
+            self._span.moved(self._endpoints[index].address, search.error)
             try:
                 response = await self._try(index, search.until_s if need is _Need.RESUME else self._ends_s)
             except NotServedError as another:

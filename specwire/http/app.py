@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import secrets
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specwire import AsyncClient
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
-from specwire.http import page
+from specwire.http import page, spans
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
@@ -28,18 +27,20 @@ from specwire.http.exchange import Exchange, refusal
 from specwire.http.model import Models, ServedModel
 from specwire.http.origins import Origins
 from specwire.http.reading import BodyReader
+from specwire.http.spans import Traced
 from specwire.security.bearer import bearer_token
+from specwire.telemetry.propagation import REQUEST_ID
+from specwire.telemetry.tracing import Tracing
 
 _HEALTH_TIMEOUT_S = 2.0
 _MAX_TOKEN_LEN = 4096
-_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 
 class Front:
     """The handlers of all routes, for one coordinator."""
 
-    def __init__(self, client: AsyncClient, config: HttpConfig) -> None:
+    def __init__(self, client: AsyncClient, config: HttpConfig, tracer: Tracing) -> None:
+        self._tracer = tracer
         self._client = client
         self._config = config
         self._models = Models(client, config)
@@ -48,7 +49,9 @@ class Front:
 
     def app(self) -> ASGIApp:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
-        return _RequestIds(_Guarded(self._routes(), Origins(self._config)))
+        routes = self._routes()
+        traced = Traced(_Guarded(routes, Origins(self._config)), self._tracer, routes.routes)
+        return _RequestIds(traced)
 
     def _routes(self) -> Starlette:
         return Starlette(
@@ -125,7 +128,7 @@ def _choices(wanted: Body) -> list[Choice]:
 
 
 def _caller(request: Request) -> Caller:
-    """The caller from the headers; a malformed trace context starts a new trace, as W3C specifies.
+    """The caller of a request.
 
     Raises:
         ApiError: 401, a token that cannot be valid.
@@ -134,8 +137,7 @@ def _caller(request: Request) -> Caller:
     if token and not (token.isascii() and token.isprintable() and len(token) <= _MAX_TOKEN_LEN):
         message = f"the bearer token is not ASCII text of at most {_MAX_TOKEN_LEN} characters"
         raise ApiError(401, message, code="invalid_api_key")
-    traceparent = request.headers.get("traceparent", "")
-    return Caller(token, traceparent if _TRACEPARENT.fullmatch(traceparent) else "")
+    return Caller(token, request.scope["specwire.request_id"], request.scope["specwire.span"])
 
 
 def _check_json(request: Request) -> None:
@@ -162,6 +164,7 @@ def _model(model: ServedModel) -> dict[str, Any]:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
+    spans.mark(request.scope["specwire.span"], error)
     return refusal(error)
 
 
@@ -204,7 +207,9 @@ class _RequestIds:
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
+        request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
+
+        scope["specwire.request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,6 +11,7 @@ from specwire import AsyncClient
 from specwire.completion import Chunk, Completion
 from specwire.core import SamplingParams
 from specwire.http.body import Prompt
+from specwire.telemetry.tracing import Span
 
 Event = tuple[int, Chunk | Completion]
 """Index of a choice, and its chunk or completion, which is the last event of the choice."""
@@ -30,11 +31,13 @@ class Caller:
 
     Attributes:
         token: bearer token; empty for none.
-        traceparent: W3C trace context; empty for none.
+        request_id: of the request, the caller's own or the front's.
+        span: of the request.
     """
 
-    token: str = ""
-    traceparent: str = ""
+    token: str
+    request_id: str
+    span: Span
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +60,8 @@ async def running(
                 params=choice.params,
                 **choice.prompt,
                 token=caller.token,
-                traceparent=caller.traceparent,
+                traceparent=caller.span.context,
+                request_id=caller.request_id,
                 report_progress=report_progress,
             ) as stream:
                 async for chunk in stream:

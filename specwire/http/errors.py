@@ -70,6 +70,17 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def http_status(error: Exception) -> int:
+    """The status of an error's response."""
+    if isinstance(error, ApiError):
+        return error.status
+    return (
+        _BY_STATUS[error.status][0]
+        if isinstance(error, SpecwireError) and error.status in _BY_STATUS
+        else 500
+    )
+
+
 def api_error(error: Exception) -> ApiError:
     """The error response of an exception; of a defect it reveals nothing, and the log has the details."""
     if isinstance(error, ApiError):

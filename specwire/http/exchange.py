@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
 from specwire.completion import Completion
+from specwire.http import spans
 from specwire.http.answers import Answer
 from specwire.http.body import Body
 from specwire.http.choices import Caller, Choice, Event, running
@@ -69,6 +70,7 @@ class Exchange(Response):
                 if not self._body.streams:
                     self._completions |= {i: done async for i, done in _completions(first, events)}
             except Exception as error:
+                spans.mark(self._caller.span, error)
                 await refusal(error)(scope, receive, send)
                 return
             if self._body.streams:
@@ -89,6 +91,7 @@ class Exchange(Response):
                 await _send_event(send, self._answer.usage(self._in_order()))
             await send(_body(b"data: [DONE]\n\n"))
         except Exception as error:
+            spans.mark(self._caller.span, error)
             await _send_event(send, api_error(error).body())
         await send(_body(b"", more=False))
 

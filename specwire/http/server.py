@@ -19,6 +19,7 @@ from specwire.http.app import Front
 from specwire.http.connections import Connections, ListeningSocket
 from specwire.security.reloading import ReloadingFile
 from specwire.security.tls import read_pair
+from specwire.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +34,28 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     It starts before its coordinator answers, which `/health` reports.
 
     Raises:
-        ConfigError: the address cannot be bound, or certificate and key cannot be read.
+        ConfigError: the address cannot be bound, certificate and key cannot be read, or an `OTEL_*` variable
+            has an invalid value.
     """
     host, _ = split_address("address", config.address)
+    tracer = tracing.configure("specwire-http")
     listening = _bind(config.address)
     client = AsyncClient(
         config.server,
         timeout_s=config.timeout_s,
         tls=config.server_tls,
         allow_plaintext=config.allow_plaintext,
+        tracer=tracer,
     )
     async with client:
-        server = _Server(_settings(config, Front(client, config)))
+        server = _Server(_settings(config, Front(client, config, tracer)))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             yield f"{host}:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             await running
+            await asyncio.to_thread(tracer.shutdown)
 
 
 class _Server(uvicorn.Server):

@@ -32,6 +32,8 @@ _VALUE = r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*"
 _PROPERTY = rf"[ \t]*;[ \t]*{_TOKEN}(?:[ \t]*=[ \t]*{_VALUE})?"
 _BAGGAGE_MEMBER = re.compile(rf"{_TOKEN}[ \t]*=[ \t]*{_VALUE}(?:{_PROPERTY})*")
 _KNOWN = ("tracecontext", "baggage")
+REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+"""What an `x-request-id` may be, which travels beside the trace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -374,6 +374,13 @@ def test_prometheus_scrapes_every_service_and_names_pods_as_autoscalers_do() -> 
     )["prometheus"]["rules"]
 
 
+def test_spans_say_which_container_made_them_and_where() -> None:
+    for pod in rendered("observability").services_pods:
+        pairs = str(pod.environ["OTEL_RESOURCE_ATTRIBUTES"]).split(",")
+        names = {pair.partition("=")[0] for pair in pairs}
+        assert names == {f"k8s.{part}.name" for part in ("namespace", "node", "pod", "container")}, pod.owner
+
+
 def test_the_dashboard_is_there_for_grafana() -> None:
     (found,) = [
         m for m in rendered("observability").of("ConfigMap").values() if "dashboard" in m["metadata"]["name"]

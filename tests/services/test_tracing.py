@@ -363,6 +363,88 @@ def test_headers_are_taken_if_they_are_valid(headers: list[tuple[str, str]], exp
     assert W3C.read(W3C.headers(expected)) == expected
 
 
+JAEGER_CASE = """
+import asyncio, sys
+from specwire.errors import DeadlineExceededError
+from specwire.telemetry import tracing
+from specwire.telemetry.propagation import TraceContext
+t = tracing.configure("specwire-test")
+caller = TraceContext(sys.argv[1], "vendor=1", "user=7")
+def ends(name, error, **options):
+    try:
+        with t.span(name, **options): raise error
+    except BaseException: pass
+with t.span("generate", kind=tracing.SpanKind.SERVER, parent=caller) as root:
+    ends("verify", DeadlineExceededError("late"), kind=tracing.SpanKind.CLIENT, parent=root.context,
+        links=[sys.argv[1], "malformed"], attributes={"names": ["a", "b"], "share": 0.5, "ready": True})
+    ends("left", asyncio.CancelledError(), parent=root.context)
+    with t.span("told", parent=root.context) as told:
+        told.fail("UNAVAILABLE", "killed")
+        told.fail("INTERNAL")
+    options = {"parent": root.context, "kind": tracing.SpanKind.CLIENT, "error": "UNAVAILABLE"}
+    t.record("lost", start_ns=5, end_ns=7, **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("receive", "protocol"), [(OtlpReceiver, "grpc"), (OtlpHttpReceiver, "http/protobuf")]
+)
+def test_the_payload_is_what_jaeger_reads(
+    receive: type[OtlpReceiver] | type[OtlpHttpReceiver], protocol: str
+) -> None:
+    """Jaeger shows `span.kind`, a reference for parent and links, `error` and `otel.status_description` for a
+    status, logs for events, process tags for the resource, and `otel.scope.*` for the scope."""
+    with receive() as receiver:
+        variables = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        }
+        assert run(JAEGER_CASE, PARENT, **variables).stderr == ""
+        receiver.wait_for(lambda spans: len(spans) == 5)
+    [group] = [group for request in receiver.requests for group in request.resource_spans]
+    [scope] = group.scope_spans
+    assert (scope.scope.name, scope.scope.version) == ("specwire", specwire.__version__)
+    process = {pair.key for pair in group.resource.attributes}
+    assert process >= {"service.name", "service.version", "service.instance.id", "host.name"}
+    spans = {span.name: span for span in scope.spans}
+    root, verify, left, told, lost = (spans[n] for n in ("generate", "verify", "left", "told", "lost"))
+
+    kinds = root.kind, verify.kind, left.kind, lost.kind
+    server, client = root.SPAN_KIND_SERVER, root.SPAN_KIND_CLIENT
+    assert kinds == (server, client, root.SPAN_KIND_INTERNAL, client)
+    assert {span.trace_id.hex() for span in spans.values()} == {"ab" * 16}
+    assert root.parent_span_id.hex() == "cd" * 8
+    assert {span.parent_span_id for span in (verify, left, told, lost)} == {root.span_id}
+    assert {span.trace_state for span in spans.values()} == {"vendor=1"}
+    [link] = verify.links
+    assert (link.trace_id.hex(), link.span_id.hex()) == ("ab" * 16, "cd" * 8)
+
+    error = root.status.STATUS_CODE_ERROR
+    statuses = [(span.status.code, span.status.message) for span in (root, verify, left, told, lost)]
+    unset = (root.status.STATUS_CODE_UNSET, "")
+    assert statuses == [unset, (error, "late"), unset, (error, "killed"), (error, "")]
+    types = {
+        name: pair.value.string_value
+        for name, span in spans.items()
+        for pair in span.attributes
+        if pair.key == "error.type"
+    }
+    assert types == {
+        "verify": "DEADLINE_EXCEEDED",
+        "left": "CANCELLED",
+        "told": "UNAVAILABLE",
+        "lost": "UNAVAILABLE",
+    }
+    assert [event.name for event in left.events] == ["cancelled"]
+    assert (lost.start_time_unix_nano, lost.end_time_unix_nano) == (5, 7)
+    values = {pair.key: pair.value.WhichOneof("value") for pair in verify.attributes}
+    assert (values["names"], values["share"], values["ready"]) == (
+        "array_value",
+        "double_value",
+        "bool_value",
+    )
+
+
 def test_only_the_propagators_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = [("traceparent", PARENT), ("tracestate", "a=1"), ("baggage", "b=2")]
     for text, num_kept in (("", 3), ("tracecontext", 2), ("baggage", 1), ("none", 0)):

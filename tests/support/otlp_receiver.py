@@ -16,6 +16,18 @@ from specwire.cli.timeline.spans import RecordedSpan
 
 
 class _Waiting(Store):
+    """Attributes:
+    requests: received, as they were sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[ExportTraceServiceRequest] = []
+
+    def keep(self, request: ExportTraceServiceRequest) -> None:
+        self.requests.append(request)
+        super().keep(request)
+
     def wait_for(
         self, predicate: Callable[[list[RecordedSpan]], object], timeout_s: float = 10
     ) -> list[RecordedSpan]:
@@ -25,7 +37,7 @@ class _Waiting(Store):
         return self.spans
 
 
-class OtlpReceiver(Receiver, _Waiting):
+class OtlpReceiver(_Waiting, Receiver):
     """Receives OTLP over gRPC while the `with` lasts."""
 
 

@@ -1,0 +1,106 @@
+"""The client's span of a generation: from the request to the completion, a failure or a cancellation."""
+
+from __future__ import annotations
+
+import time
+
+from specwire.completion import Chunk, Completion
+from specwire.config.fields import split_address
+from specwire.errors import RequestCancelledError
+from specwire.telemetry import semantics
+from specwire.telemetry.propagation import TraceContext
+from specwire.telemetry.tracing import Attributes, SpanKind, Tracing, error_type
+from specwire.v1 import generation_pb2
+
+_METHOD = f"{generation_pb2.DESCRIPTOR.services_by_name['GenerationService'].full_name}/Generate"
+
+
+class GenerationSpan:
+    """What a generation's client sees of it.
+
+    Attributes:
+        context: what to send with its calls.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracing,
+        request: generation_pb2.GenerateRequest,
+        address: str,
+        parent: TraceContext,
+        request_id: str,
+    ) -> None:
+        operation = _operation(request)
+        self._span = tracer.span(
+            operation,
+            kind=SpanKind.CLIENT,
+            parent=parent,
+            attributes=_attributes(operation, address, request_id) if tracer.enabled else None,
+        )
+        self.context = self._span.context
+        self._began_s = time.monotonic()
+        self._first_chunk_s: float | None = None
+        self._is_complete = False
+
+    def received(self, chunk: Chunk) -> None:
+        """A chunk has arrived."""
+        if self._first_chunk_s is None and chunk.tokens:
+            self._first_chunk_s = time.monotonic() - self._began_s
+
+    def moved(self, address: str, why: Exception) -> None:
+        """Another coordinator is asked."""
+        self._span.event("asked_elsewhere", {**_server(address), semantics.ERROR_TYPE: error_type(why)})
+
+    def completed(self, completion: Completion) -> None:
+        """The generation is complete."""
+        self._is_complete = True
+        self._span.set(
+            {
+                semantics.GEN_AI_RESPONSE_FINISH_REASONS: [completion.finish_reason.value],
+                semantics.GEN_AI_USAGE_INPUT_TOKENS: completion.usage.prompt_tokens,
+                semantics.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: completion.usage.cached_tokens,
+            }
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """The generation has failed, or its caller's task is cancelled."""
+        self._span.fail(error_type(error), str(error))
+
+    def end(self, num_tokens: int) -> None:
+        """The caller has left the stream; one that is not complete is cancelled."""
+        if not self._is_complete:
+            self.failed(RequestCancelledError("the stream was left before its end"))
+        self._span.set(
+            {
+                semantics.GEN_AI_USAGE_OUTPUT_TOKENS: num_tokens,
+                semantics.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: self._first_chunk_s,
+            }
+        )
+        self._span.end()
+
+
+def call_metadata(tracer: Tracing, context: TraceContext, request_id: str) -> list[tuple[str, str]]:
+    """What a call says about the trace and the request that it belongs to."""
+    return tracer.propagators.headers(context) + ([("x-request-id", request_id)] if request_id else [])
+
+
+def _operation(request: generation_pb2.GenerateRequest) -> str:
+    chat = request.WhichOneof("prompt") == "messages"
+    return semantics.OPERATION_CHAT if chat else semantics.OPERATION_TEXT_COMPLETION
+
+
+def _attributes(operation: str, address: str, request_id: str) -> Attributes:
+    return {
+        semantics.GEN_AI_OPERATION_NAME: operation,
+        semantics.GEN_AI_PROVIDER_NAME: semantics.PROVIDER,
+        semantics.GEN_AI_REQUEST_STREAM: True,
+        semantics.RPC_SYSTEM_NAME: semantics.GRPC,
+        semantics.RPC_METHOD: _METHOD,
+        semantics.REQUEST_ID: request_id or None,
+        **_server(address),
+    }
+
+
+def _server(address: str) -> dict[str, str | int]:
+    host, port = split_address("address", address)
+    return {semantics.SERVER_ADDRESS: host.strip("[]"), semantics.SERVER_PORT: port}

@@ -1,0 +1,101 @@
+"""The SERVER span of each request, from its headers to the end of its response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specwire.http.errors import http_status
+from specwire.telemetry import semantics
+from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing, error_type
+
+_LEFT = 499
+"""Status of a request whose client has disconnected; it is never sent."""
+_PROBES = ("/health",)
+"""Probed every few seconds, and not traced."""
+_METHODS = frozenset(
+    ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE")
+)
+"""Known to the conventions; others would make names of spans without end."""
+
+
+class Traced:
+    """Puts the request's span, which need not be recorded, into its scope as `specwire.span`."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracing, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._tracer = tracer
+        self._routes = [route for route in routes if isinstance(route, Route)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _PROBES:
+            scope["specwire.span"] = Span()
+            await self._app(scope, receive, send)
+            return
+        with self._begin(scope) as span:
+            scope["specwire.span"] = span
+            response = _Response(send)
+            await self._app(scope, receive, response.send)
+            response.describe(span)
+
+    def _begin(self, scope: Scope) -> Span:
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        parent = self._tracer.propagators.read(headers)
+        if not self._tracer.enabled:
+            return Span(parent)
+        route = next((each.path for each in self._routes if each.matches(scope)[0] is not Match.NONE), "")
+        method = scope["method"] if scope["method"] in _METHODS else "HTTP"
+        return self._tracer.span(
+            f"{method} {route}".rstrip(),
+            kind=SpanKind.SERVER,
+            parent=parent,
+            attributes=_request_attributes(scope, route, dict(headers)),
+        )
+
+
+class _Response:
+    """What is sent, as far as the span describes it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._status: int | None = None
+        self._is_complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            self._is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+    def describe(self, span: Span) -> None:
+        if self._status is not None and self._status != _LEFT:
+            span.set({semantics.HTTP_RESPONSE_STATUS_CODE: self._status})
+        if not self._is_complete or self._status == _LEFT:
+            span.fail(CANCELLED, "the client has disconnected")
+        elif self._status is not None and self._status >= 500:
+            span.fail(str(self._status))
+
+
+def mark(span: Span, error: Exception) -> None:
+    """Note why a request fails; what its client did wrong is no error of the server."""
+    if http_status(error) >= 500:
+        span.fail(error_type(error), str(error))
+
+
+def _request_attributes(scope: Scope, route: str, headers: dict[str, str]) -> Attributes:
+    server, client = scope.get("server"), scope.get("client")
+    return {
+        semantics.HTTP_REQUEST_METHOD: scope["method"] if scope["method"] in _METHODS else "_OTHER",
+        semantics.HTTP_ROUTE: route or None,
+        semantics.URL_PATH: scope["path"],
+        semantics.URL_SCHEME: scope["scheme"],
+        semantics.NETWORK_PROTOCOL_VERSION: scope["http_version"],
+        semantics.SERVER_ADDRESS: server[0] if server else None,
+        semantics.SERVER_PORT: server[1] if server else None,
+        semantics.CLIENT_ADDRESS: client[0] if client else None,
+        semantics.USER_AGENT_ORIGINAL: headers.get("user-agent"),
+        semantics.REQUEST_ID: scope["specwire.request_id"],
+    }
