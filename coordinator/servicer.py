@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from coordinator import metrics, spans
@@ -30,6 +30,7 @@ from specwire.security.bearer import Principal
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
+from specwire.telemetry.propagation import REQUEST_ID
 from specwire.telemetry.tracing import Span, SpanKind
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -76,11 +77,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
         metadata = listening.metadata(context)
+        request_id = _request_id(metadata)
+        if request_id is not None:
+            await context.send_initial_metadata((("x-request-id", request_id),))
         span = self._tracer.span(
             names.GENERATE,
             kind=SpanKind.SERVER,
             parent=self._tracer.propagators.read(metadata),
-            attributes={**spans.CALL, names.REQUEST_ID: dict(metadata).get(REQUEST_ID)},
+            attributes={**spans.CALL, names.REQUEST_ID: request_id},
         )
         with self.totals.record(context.time_remaining, span) as call:
             # A stream that ends without a request counts as one whose request has no prompt.
@@ -261,3 +265,9 @@ def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
         num_other_streams=replica.num_other_streams,
         num_lost=replica.num_lost,
     )
+
+
+def _request_id(metadata: Sequence[tuple[str, str]]) -> str | None:
+    """The caller's own, if it is a valid one."""
+    given = dict(metadata).get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else None

@@ -17,6 +17,7 @@ from specwire.engine.serving import StreamSpans
 from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.rpc import listening
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
@@ -45,12 +46,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         spans = StreamSpans.of(
-            self._tracer, "draft", _METHOD, context.invocation_metadata(), is_detailed=self._trace_detail
+            self._tracer, "draft", _METHOD, listening.metadata(context), is_detailed=self._trace_detail
         )
         with contextlib.ExitStack() as stack:
-            answers = _Answers(
-                context, self._service.info.incarnation, spans, support_len=self._support_len
-            )
+            answers = _Answers(context, self._service.info.incarnation, spans, support_len=self._support_len)
             lookahead: Lookahead | None = None
             async for request in requests:
                 answers.received(request)

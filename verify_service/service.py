@@ -32,7 +32,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
-        verify_pb2_grpc.add_VerifyServiceServicer_to_server(VerifyServicer(service, tracer, trace_detail=config.trace_detail), server.grpc)
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(
+            VerifyServicer(service, tracer, trace_detail=config.trace_detail), server.grpc
+        )
         address = await server.start()
         await stack.enter_async_context(service.watched(server.set_serving))
         yield address

@@ -15,6 +15,7 @@ from specwire.engine.jobs import TokenSequence
 from specwire.engine.serving import StreamSpans
 from specwire.errors import InvalidRequestError
 from specwire.estimate import clock
+from specwire.rpc import listening
 from specwire.telemetry import tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
@@ -26,16 +27,14 @@ _METHOD = "specwire.v1.VerifyService/Verify"
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
 
-    def __init__(
-        self, service: ModelService, tracer: tracing.Tracing, *, trace_detail: bool = False
-    ) -> None:
+    def __init__(self, service: ModelService, tracer: tracing.Tracing, *, trace_detail: bool = False) -> None:
         self._service = service
         self._tracer = tracer
         self._trace_detail = trace_detail
 
     async def Verify(self, requests: AsyncIterator[verify_pb2.VerifyRequest], context: Any) -> None:  # noqa: N802
         spans = StreamSpans.of(
-            self._tracer, "verify", _METHOD, context.invocation_metadata(), is_detailed=self._trace_detail
+            self._tracer, "verify", _METHOD, listening.metadata(context), is_detailed=self._trace_detail
         )
         with contextlib.ExitStack() as stack:
             sequence: TokenSequence | None = None

@@ -114,7 +114,8 @@ class RemoteDrafter:
             return await self._propose_at(replica, committed, num_wanted, plan, parent)
         except SpecwireError as error:
             self._close_after(error, replica)
-            parent.event("draft lost", {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status})
+            lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
+            parent.event("draft lost", lost)
             lost_ns = clock.stopwatch_ns() - started_ns
             return nothing, Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
 
@@ -127,10 +128,10 @@ class RemoteDrafter:
         prepared = self._take_prepared(committed, num_wanted, plan)
         if prepared is not None:
             return prepared
-        self._check_alive()
-        if self._current is not None and self._current.stream.late_s > 0:
+        if self._is_late:
             return Proposal(len(committed)), Cost()
         with span_around(self._tracer, "draft", replica.address, parent) as span:
+            self._check_alive()
             proposal, cost = await self._request(replica, committed, num_wanted, plan, span.traceparent)
             describe(span, proposal, cost)
         return proposal, cost
@@ -177,17 +178,27 @@ class RemoteDrafter:
         cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
         return proposal, cost
 
+    @property
+    def _hung_after_s(self) -> float:
+        return _HUNG_AFTER_WAITS * self._longest_wait_s
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether an answer is late that may still arrive."""
+        stream = self._current.stream if self._current else None
+        return stream is not None and stream.error is None and 0 < stream.late_s <= self._hung_after_s
+
     def _check_alive(self) -> None:
         """Raises:
         SpecwireError: the stream has failed, or its answer is so late that the draft counts as lost.
         """
         if self._current is None:
             return
-        stream, hung_after_s = self._current.stream, _HUNG_AFTER_WAITS * self._longest_wait_s
+        stream = self._current.stream
         if stream.error is not None:
             raise stream.error
-        if stream.late_s > hung_after_s:
-            raise ServiceUnavailableError(f"no proposal within {hung_after_s * 1e3:.0f} ms")
+        if stream.late_s > self._hung_after_s:
+            raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
 
     async def _request(
         self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, traceparent: str

@@ -101,7 +101,9 @@ def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
 def span_around(tracer: Tracing, role: str, address: str, parent: Span) -> Span:
     """A span around one call to a model service."""
     host, _, port = address.rpartition(":")
-    called = {names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)} if port.isdecimal() else {}
+    called: dict[str, str | int] = {names.SERVER_ADDRESS: host}
+    if port.isdecimal():
+        called[names.SERVER_PORT] = int(port)
     return tracer.span(role, kind=SpanKind.CLIENT, parent=parent.context, attributes=called)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from specwire.engine.jobs import Job
 from specwire.estimate import clock
@@ -57,12 +56,11 @@ class StreamSpans:
         tracer: Tracing,
         role: str,
         method: str,
-        metadata: Iterable[tuple[str, Any]] | None,
+        headers: Iterable[tuple[str, str]],
         *,
         is_detailed: bool,
     ) -> StreamSpans:
-        """From the metadata of the stream's call."""
-        headers = [(key, value) for key, value in metadata or () if isinstance(value, str)]
+        """From the headers of the stream's call."""
         return cls(tracer, role, method, tracer.propagators.read(headers), is_detailed)
 
     def serving(self, traceparent: str) -> Span:

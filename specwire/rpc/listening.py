@@ -81,6 +81,11 @@ def _configuration(pem: _Pem) -> Any:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.client_ca)
 
 
+def metadata(context: Any) -> list[tuple[str, str]]:
+    """The headers of a call that are text."""
+    return [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+
+
 def caller(context: Any) -> Principal:
     """The principal of a request: that of its token or, without tokens, its peer without limits."""
     return principal.get() or Principal(name=context.peer())

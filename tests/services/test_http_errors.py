@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import httpx2
 import openai
 import pytest
 
-import coordinator.servicer
 from specwire import errors
 from specwire.config.client import HttpConfig
 from specwire.errors import ConfigError
@@ -251,20 +250,6 @@ def test_a_defect_tells_nothing(defect: Exception) -> None:
     told = api_error(defect)
     assert told.status == 500
     assert "/" not in str(told)
-
-
-def test_the_callers_trace_reaches_the_coordinator(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    read: Callable[[Any], str] = coordinator.servicer._traceparent
-
-    def noted(context: Any) -> str:
-        seen.append(read(context))
-        return seen[-1]
-
-    monkeypatch.setattr(coordinator.servicer, "_traceparent", noted)
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    status, _, _ = post(here, COMPLETIONS, completion(here), traceparent=trace)
-    assert (status, seen) == (200, [trace])
 
 
 def test_tls_and_tokens(tmp_path: Path) -> None:

@@ -1,0 +1,234 @@
+"""The ledger of a generation: in every scenario its stages add up to the wall time, and the one to
+blame is the largest.
+
+The wall time is that of the span `generate`, which another clock measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from specwire import Completion, DeadlineExceededError, Rule, SamplingParams
+from specwire.cli.timeline.spans import RecordedSpan
+from specwire.completion import Stage
+from specwire.errors import InvalidRequestError
+from specwire.telemetry.semantics import AHEAD_MS, stage_attribute
+from specwire.testing.delay_proxy import Link
+from tests.support.harness import LocalStack, local_stack
+from tests.support.otlp_receiver import OtlpReceiver
+
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
+
+TARGET = "emulated:step_ms=8,token_us=100"
+DRAFT = "emulated:step_ms=2,alpha=0.8"
+PROMPT = [7, 8, 9] * 4
+TOLERANCE_MS = 1.0
+
+
+@contextlib.contextmanager
+def traced(
+    target: str = TARGET, draft: str | None = DRAFT, **options: Any
+) -> Iterator[tuple[LocalStack, OtlpReceiver]]:
+    with OtlpReceiver() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        with local_stack(target, draft, **options) as stack:
+            yield stack, receiver
+
+
+def roots(receiver: OtlpReceiver, count: int) -> list[RecordedSpan]:
+    def generates(spans: list[RecordedSpan]) -> list[RecordedSpan]:
+        return [span for span in spans if span.name == "generate"]
+
+    return generates(receiver.wait_for(lambda spans: len(generates(spans)) >= count))
+
+
+def stages(root: RecordedSpan) -> dict[Stage, float]:
+    """Checked: they add up to the span."""
+    found = {stage: float(str(root.attributes.get(stage_attribute(stage), 0.0))) for stage in Stage}
+    assert sum(found.values()) == pytest.approx(root.duration_ns / 1e6, abs=TOLERANCE_MS), found
+    assert min(found.values()) >= 0
+    return found
+
+
+def check_completion(done: Completion) -> None:
+    timing = done.timing
+    assert sum(timing.stages.values()) == pytest.approx(timing.total_ms, abs=1e-3)
+    assert 0 < timing.time_to_first_token_ms <= timing.total_ms
+
+
+def to_blame(found: dict[Stage, float]) -> Stage:
+    return max(found, key=lambda stage: found[stage])
+
+
+def generate(stack: LocalStack, **settings: Any) -> Completion:
+    settings = {"max_tokens": 40, "seed": 3, "rule": Rule.GUMBEL, **settings}
+    return stack.client.generate(params=SamplingParams(**settings), prompt_token_ids=PROMPT)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_draft_tokens": 0},
+        {"num_draft_tokens": 4, "temperature": 0.0},
+        {"num_draft_tokens": 4, "rule": Rule.REJECTION},
+        {"num_draft_tokens": 4},
+    ],
+    ids=["plain", "greedy", "rejection", "gumbel"],
+)
+def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
+    """20 ms there and back to the draft; with prepared outcomes, what was drafted ahead is in no stage."""
+    options = {"num_outcomes": "16"}
+    with traced(draft_link=Link(rtt_ms=20), coordinator_options=options) as (stack, receiver):
+        done = generate(stack, **settings)
+        check_completion(done)
+        [root] = roots(receiver, 1)
+    found = stages(root)
+    num_rounds = done.speculation.num_rounds
+    assert found[Stage.VERIFY] > 8 * num_rounds  # passes; the first has the prompt's tokens as well
+    if not settings["num_draft_tokens"]:
+        assert found[Stage.DRAFT] + found[Stage.DRAFT_QUEUE] + found[Stage.DRAFT_NETWORK] < TOLERANCE_MS
+        return
+    num_missed = num_rounds - done.speculation.num_prepared
+    assert found[Stage.DRAFT_NETWORK] <= num_missed * (20 + 8)
+    assert found[Stage.DRAFT_NETWORK] >= 20  # of the first round, which nothing was prepared for
+    if done.speculation.num_prepared:
+        assert float(str(root.attributes[AHEAD_MS])) > 2 * done.speculation.num_prepared
+
+
+def test_what_was_drafted_ahead_is_not_network() -> None:
+    """Neighbours, a draft slower than the target: most proposals are begun when they are asked for."""
+    with traced(
+        "emulated:step_ms=4", "emulated:step_ms=4,alpha=0.9", coordinator_options={"num_outcomes": "8"}
+    ) as (
+        stack,
+        receiver,
+    ):
+        done = generate(stack, num_draft_tokens=4, max_tokens=64)
+        [root] = roots(receiver, 1)
+    found = stages(root)
+    assert done.timing.ahead_ms > 0
+    assert found[Stage.DRAFT] > 3 * found[Stage.DRAFT_NETWORK], found
+
+
+def test_eight_streams_at_once_wait_for_each_other() -> None:
+    """One prompt fills a pass, so the last of eight waits for six or seven passes."""
+    with (
+        traced("emulated:step_ms=20", None, verify_options={"max_num_tokens": 65}) as (stack, receiver),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        prompts = [[5 + i, 6, 7, 8] * 16 for i in range(8)]
+        params = SamplingParams(max_tokens=1, seed=3)
+        for done in pool.map(lambda ids: stack.client.generate(params=params, prompt_token_ids=ids), prompts):
+            check_completion(done)
+        found = [stages(root) for root in roots(receiver, 8)]
+    total = {stage: sum(each[stage] for each in found) for stage in Stage}
+    assert to_blame(total) is Stage.VERIFY_QUEUE, total
+
+
+def test_eight_streams_on_two_places() -> None:
+    with traced(coordinator_options={"max_running": 2}) as (stack, receiver):
+        with ThreadPoolExecutor(8) as pool:
+            wall_ms = []
+
+            def timed(seed: int) -> Completion:
+                started = time.perf_counter()
+                done = generate(stack, seed=seed)
+                wall_ms.append((time.perf_counter() - started) * 1e3)
+                return done
+
+            completions = list(pool.map(timed, range(8)))
+        found = [stages(root) for root in roots(receiver, 8)]
+    blamed = [to_blame(each) for each in found]
+    assert blamed.count(Stage.ADMISSION) >= 4, found
+    for done in completions:
+        check_completion(done)
+    slowest = max(completions, key=lambda done: done.timing.total_ms)
+    assert slowest.timing.time_to_first_token_ms > slowest.timing.admission_ms > max(wall_ms) / 2
+
+
+def test_a_long_prompt_beside_four_streams() -> None:
+    """Its prefill takes passes of its own length; the others wait in the verify service."""
+    with traced("emulated:step_ms=2,token_us=400", None, verify_options={"max_prefill_tokens": 256}) as (
+        stack,
+        receiver,
+    ):
+        with ThreadPoolExecutor(5) as pool:
+            streams = [pool.submit(generate, stack, seed=seed, max_tokens=24) for seed in range(4)]
+            long = stack.client.generate(
+                params=SamplingParams(max_tokens=2, seed=9), prompt_token_ids=[5, 6, 7] * 500
+            )
+            others = [each.result() for each in streams]
+        found = [stages(root) for root in roots(receiver, 5)]
+    check_completion(long)
+    assert len(found) == 5
+    beside = [done.timing for done in others]
+    assert sum(timing.verify_queue_ms for timing in beside) > 0
+
+
+def test_a_slow_reader_is_to_blame() -> None:
+    with traced(coordinator_options={}) as (stack, receiver):
+        params = SamplingParams(max_tokens=200, seed=3, rule=Rule.GUMBEL)
+        with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+            for _ in stream:
+                time.sleep(0.1)  # the scenario: it takes ten times as long as a round
+        [root] = roots(receiver, 1)
+    found = stages(root)
+    assert to_blame(found) is Stage.CLIENT_CREDIT, found
+
+
+def test_a_cancel_and_a_deadline_keep_what_there_was() -> None:
+    with traced("emulated:step_ms=40", None) as (stack, receiver):
+        with stack.client.stream(params=SamplingParams(max_tokens=200), prompt_token_ids=PROMPT) as stream:
+            next(iter(stream))
+        with pytest.raises(DeadlineExceededError):
+            stack.client.generate(
+                params=SamplingParams(max_tokens=200), prompt_token_ids=PROMPT, timeout_s=0.3
+            )
+        found = roots(receiver, 2)
+    cancelled = next(root for root in found if root.attributes.get("error.type") == "CANCELLED")
+    late = next(root for root in found if root.attributes.get("error.type") == "DEADLINE_EXCEEDED")
+    assert not cancelled.is_error
+    assert late.is_error
+    for root in (cancelled, late):
+        assert to_blame(stages(root)) is Stage.VERIFY
+        assert int(str(root.attributes["gen_ai.usage.output_tokens"])) > 0
+        assert float(str(root.attributes["gen_ai.response.time_to_first_chunk"])) > 0
+
+
+def test_a_refusal_has_a_trace() -> None:
+    with traced(draft=None) as (stack, receiver):
+        with pytest.raises(InvalidRequestError):
+            stack.client.generate(params=SamplingParams(), prompt_token_ids=[10**8])
+        [root] = roots(receiver, 1)
+    assert root.is_error
+    assert root.attributes["error.type"] == "INVALID_ARGUMENT"
+    assert to_blame(stages(root)) is Stage.COORDINATOR
+
+
+def test_a_draft_that_is_cut_off_and_one_that_hangs() -> None:
+    options = {"draft_timeout_ms": 200.0}
+    with traced(draft_link=Link(), coordinator_options=options) as (stack, receiver):
+        assert stack.draft_proxy is not None
+        generate(stack)
+        params = SamplingParams(max_tokens=60, seed=3, rule=Rule.GUMBEL)
+        for fault in (stack.draft_proxy.stall, stack.draft_proxy.cut):
+            with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+                next(iter(stream))
+                fault()
+                for _ in stream:
+                    pass
+                check_completion(stream.completion)
+            stack.draft_proxy.resume()
+        spans = receiver.wait_for(lambda spans: sum(span.name == "generate" for span in spans) >= 3)
+    _, hung, _cut = (span for span in spans if span.name == "generate")
+    found = stages(hung)
+    assert max((Stage.FAILOVER, Stage.DRAFT), key=lambda stage: found[stage]) in (Stage.FAILOVER, Stage.DRAFT)
+    assert found[Stage.FAILOVER] + found[Stage.DRAFT] > 150, found
+    assert any(span.name == "draft" and span.is_error for span in spans)
