@@ -120,7 +120,7 @@ def test_what_was_drafted_ahead_is_not_network() -> None:
 def test_eight_streams_at_once_wait_for_each_other() -> None:
     """One prompt fills a pass, so the last of eight waits for six or seven passes."""
     with (
-        traced("emulated:step_ms=20", None, verify_options={"max_num_tokens": 65}) as (stack, receiver),
+        traced("emulated:step_ms=60", None, verify_options={"max_num_tokens": 65}) as (stack, receiver),
         ThreadPoolExecutor(8) as pool,
     ):
         prompts = [[5 + i, 6, 7, 8] * 16 for i in range(8)]
