@@ -230,7 +230,12 @@ class Client:
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
-        options = {"retry": retry, "tls": tls, "token": token, "allow_plaintext": allow_plaintext}
+        options: dict[str, Any] = {
+            "retry": retry,
+            "tls": tls,
+            "token": token,
+            "allow_plaintext": allow_plaintext,
+        }
         options |= {"timeout_s": timeout_s, "tracer": tracer}
         try:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, **options))
