@@ -87,6 +87,11 @@ class BatchLimits:
         return cls(max_queued=max_queued, max_batch=max_batch, delay_ms=delay_ms)
 
 
+def has_span_limits() -> bool:
+    """Whether spans are limited otherwise than by default."""
+    return any(name in os.environ for name in _LIMITS)
+
+
 def check() -> None:
     """Check what the SDK reads itself; before it is imported, as it reads some of it then.
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specwire.errors import ConfigError
 
@@ -36,8 +37,7 @@ REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 """What an `x-request-id` may be, which travels beside the trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(NamedTuple):
     """The trace of a caller; each field is a header of W3C, valid or empty.
 
     Attributes:

@@ -8,25 +8,28 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import random
 import re
 import secrets
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specwire import __version__
+from specwire.telemetry import environment
 from specwire.telemetry.environment import BatchLimits
-from specwire.telemetry.propagation import W3C, Propagators, TraceContext, checked_traceparent
+from specwire.telemetry.propagation import W3C, Propagators, TraceContext
 from specwire.telemetry.semantics import ERROR_TYPE, GENERATE
 from specwire.telemetry.span_queue import SpanQueue
 from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanCounts, SpanKind, Tracing
@@ -35,6 +38,9 @@ _LOG_INTERVAL_S = 60.0
 _NUM_CONTEXTS = 512
 _UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
 _KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
+_MAX_EVENTS = 128
+_UNSET = trace.Status(trace.StatusCode.UNSET)
+Attribute = str | bool | int | float | Sequence[str]
 _logger = logging.getLogger(__name__)
 
 
@@ -131,7 +137,11 @@ class Exporting(_OpenTelemetry):
         self._provider = provider
         # Other samplers may record children of a span that is not recorded.
         self._sheds = isinstance(provider.sampler, ParentBased)
+        # With limits of its own a span is the SDK's, which applies them.
+        self._is_quick = self._sheds and not environment.has_span_limits()
         self._num_untraced = 0
+        self._resource = provider.resource
+        self._scope = InstrumentationScope("specwire", __version__)
         super().__init__(provider.get_tracer("specwire", __version__), propagators)
         # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
         self._stop, self._stopped = threading.Event(), threading.Event()
@@ -154,6 +164,12 @@ class Exporting(_OpenTelemetry):
                 return Span(context)
             if self._queue.is_full:
                 return self._drop(name, context)
+            above = _span_context(context) if self._is_quick else None
+            if above is not None:
+                ours = _SampledSpan(self._export, name, kind, above, context, start_ns or time.time_ns())
+                ours.set(attributes or {})
+                ours.links = _linked(links) if links else ()
+                return ours
         return super().span(
             name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
         )
@@ -171,7 +187,7 @@ class Exporting(_OpenTelemetry):
         error: str = "",
     ) -> None:
         context = _as_context(parent)
-        if not checked_traceparent(context.traceparent):
+        if _span_context(context) is None:
             return
         if self._sheds and self._queue.is_full and not _UNSAMPLED.fullmatch(context.traceparent):
             self._queue.drop()
@@ -182,6 +198,24 @@ class Exporting(_OpenTelemetry):
         if error:
             span.fail(error)
         span.end(end_ns)
+
+    def _export(self, span: _SampledSpan, end_ns: int) -> None:
+        self._queue.on_end(
+            ReadableSpan(
+                name=span.name,
+                context=span.own,
+                parent=span.above,
+                resource=self._resource,
+                attributes=span.attributes,
+                events=span.events,
+                links=span.links,
+                kind=_KINDS[span.kind],
+                status=span.status,
+                start_time=span.start_ns,
+                end_time=end_ns,
+                instrumentation_scope=self._scope,
+            )
+        )
 
     def _drop(self, name: str, context: TraceContext) -> Span:
         """Count a span that is not created; its stand-in is unsampled, and so are its children."""
@@ -226,9 +260,16 @@ def _parsed(parent: TraceContext) -> Context:
     return TraceContextTextMapPropagator().extract(dict(W3C.headers(parent)), context=Context())
 
 
+@functools.lru_cache(_NUM_CONTEXTS)
+def _span_context(parent: TraceContext) -> trace.SpanContext | None:
+    """The SDK's name of a parent, or of the other end of a link; None if there is none."""
+    context = trace.get_current_span(_parsed(parent)).get_span_context()
+    return context if context.is_valid else None
+
+
 def _linked(links: Sequence[str]) -> list[trace.Link]:
-    contexts = [_parsed(TraceContext(link)) for link in links if checked_traceparent(link)]
-    return [trace.Link(trace.get_current_span(context).get_span_context()) for context in contexts]
+    contexts = [_span_context(TraceContext(link)) for link in links]
+    return [trace.Link(context) for context in contexts if context is not None]
 
 
 class _RecordedSpan(Span):
@@ -266,7 +307,67 @@ class _RecordedSpan(Span):
             self._span.end(end_ns)
 
 
-def _present(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str]]:
+class _SampledSpan(Span):
+    """A child of a sampled span, without what the SDK's own has for other cases: a third of its cost.
+
+    The SDK would ask a sampler whose answer is known, lock, copy and check each attribute, and keep three
+    lists of bounded length.
+    """
+
+    def __init__(
+        self,
+        export: Callable[[_SampledSpan, int], None],
+        name: str,
+        kind: SpanKind,
+        above: trace.SpanContext,
+        parent: TraceContext,
+        start_ns: int,
+    ) -> None:
+        span_id = random.getrandbits(64) or 1
+        self._export = export
+        self.name, self.kind, self.above, self.start_ns = name, kind, above, start_ns
+        self.own = trace.SpanContext(above.trace_id, span_id, False, above.trace_flags, above.trace_state)
+        self.context = TraceContext(
+            f"00-{above.trace_id:032x}-{span_id:016x}-{above.trace_flags:02x}",
+            parent.tracestate,
+            parent.baggage,
+        )
+        self.attributes: dict[str, Attribute] = {}
+        self.events: list[Event] = []
+        self.links: Sequence[trace.Link] = ()
+        self.status = _UNSET
+        self._has_failed = self._has_ended = False
+
+    @property
+    def trace_id(self) -> str:
+        return self.traceparent[3:35]
+
+    def set(self, attributes: Attributes) -> None:
+        for name, value in attributes.items():
+            if value is not None:
+                self.attributes[name] = value
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        if len(self.events) < _MAX_EVENTS:
+            self.events.append(Event(name, _present(attributes)))
+
+    def fail(self, kind: str, description: str = "") -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        self.attributes[ERROR_TYPE] = kind
+        if kind == CANCELLED:
+            self.event("cancelled")
+        else:
+            self.status = trace.Status(trace.StatusCode.ERROR, description)
+
+    def end(self, end_ns: int | None = None) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._export(self, end_ns or time.time_ns())
+
+
+def _present(attributes: Attributes | None) -> dict[str, Attribute]:
     return {name: value for name, value in (attributes or {}).items() if value is not None}
 
 

@@ -23,6 +23,9 @@ One trace a generation, over all three services (spans, who makes them, and thei
       │ └ verify.forward verify service; specwire.base_len, specwire.batch_size
       └ accept           coordinator
 
+Above it are the CLIENT span of the SDK (`specwire.client.spans`) and, of a request over HTTP, the SERVER span
+of the front (`specwire.http.spans`).
+
 `gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
 are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is false
 where the draft could not be used for a part of the generation; `draft.prepared` is true where its

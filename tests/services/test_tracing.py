@@ -11,13 +11,15 @@ import time
 import timeit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
+from opentelemetry import semconv
 
 import specwire
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics, tracing
 from specwire.telemetry.propagation import W3C, TraceContext
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
 
@@ -452,3 +454,17 @@ def test_only_the_propagators_of_the_environment_are_used(monkeypatch: pytest.Mo
         propagators = tracing.configure("test").propagators
         assert len(propagators.headers(W3C.read(headers))) == num_kept
         assert len(W3C.headers(propagators.read(headers))) == num_kept
+
+
+def test_names_are_those_of_the_conventions() -> None:
+    """What is not ours is in the package of the conventions, whose modules have a string for each name."""
+    package = Path(semconv.__file__).parent
+    known = "".join(path.read_text() for path in package.rglob("*_attributes.py"))
+    ours = {name: text for name, text in vars(semantics).items() if name.isupper() and "." in str(text)}
+    foreign = {text for text in ours.values() if not text.startswith("specwire.")}
+    assert len(foreign) > 30
+    missing = {name for name in foreign if f'Final = "{name}"' not in known}
+    assert missing == {semantics.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN}, (
+        "a metric, until the coordinator drops it"
+    )
+    assert semantics.stage_attribute("draft") == "specwire.stage.draft_ms"
