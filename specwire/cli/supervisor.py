@@ -432,6 +432,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         grace_s=config.grace_s,
         log_level=config.log_level,
         metrics_address=metrics_address(config, "coordinator"),
+        metrics_names=config.metrics_names,
         verify_address=verify_address,
         draft_address=draft_address,
         **_listen_settings(config),
@@ -458,6 +459,7 @@ def _shared(config: StackConfig) -> dict[str, object]:
         "prefix_sharing": config.prefix_sharing,
         "grace_s": config.grace_s,
         "log_level": config.log_level,
+        "metrics_names": config.metrics_names,
     }
 
 

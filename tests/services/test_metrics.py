@@ -22,6 +22,7 @@ import promql_parser
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import verify_service.service
 from coordinator.metrics import TABLE as COORDINATOR
@@ -31,36 +32,34 @@ from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
-from specwire.telemetry.metrics import (
-    PATH,
-    TRACING,
-    Group,
-    HistogramData,
-    Metric,
-    MetricKind,
-    MetricsEndpoint,
-)
+from specwire.telemetry.endpoint import PATH, MetricsEndpoint
+from specwire.telemetry.metrics import TRACING, Group, HistogramData, Metric, MetricKind
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
+TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.7"
+MODEL_NAMES = {("model_name", TARGET), ("model_name", DRAFT)}
 EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)
 TIMEOUT_S = 30.0
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def scrape(address: str) -> Scraped:
-    """All samples by name and labels."""
+def samples(address: str) -> list[Sample]:
     with urllib.request.urlopen(f"http://{address}{PATH}", timeout=TIMEOUT_S) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = response.read().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def scrape(address: str) -> Scraped:
+    """All samples by name and labels, without the model's name, which those of a service share."""
     return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
+        (sample.name, frozenset(sample.labels.items() - MODEL_NAMES)): sample.value
+        for sample in samples(address)
     }
 
 
@@ -109,13 +108,13 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    handler, log = Addresses(), logging.getLogger("specwire.telemetry.metrics")
+    handler, log = Addresses(), logging.getLogger("specwire.telemetry.endpoint")
     log.addHandler(handler)
     level, log.level = log.level, logging.INFO
     options = {"metrics_address": LOOPBACK}
     with local_stack(
-        "emulated:step_ms=1",
-        "emulated:step_ms=0.2,alpha=0.7",
+        TARGET,
+        DRAFT,
         coordinator_options=options,
         verify_options=options,
         draft_options=options,
@@ -205,6 +204,15 @@ def test_who_is_there_and_what_is_chosen(observed: Observed) -> None:
         assert value(found, "specwire_replicas", role=role, state="unavailable") == 0
     assert 0 < value(found, "specwire_chosen_draft_tokens") <= 4
     assert value(found, "specwire_requests_without_draft_total") == 0
+
+
+@pytest.mark.parametrize(("role", "model"), [("coordinator", TARGET), ("verify", TARGET), ("draft", DRAFT)])
+def test_metrics_of_a_model_have_its_name(observed: Observed, role: str, model: str) -> None:
+    table = COORDINATOR if role == "coordinator" else ENGINE
+    names = {metric.name for metric in table}
+    found = [each for each in samples(observed.addresses[role]) if family(each.name) in names]
+    assert len(found) >= len(names)
+    assert {each.labels["model_name"] for each in found} == {model}
 
 
 def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
@@ -404,9 +412,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_an_address_nothing_is_imported() -> None:
     code = (
-        "import asyncio, sys; from specwire.telemetry import metrics, tracing; import coordinator.metrics\n"
+        "import asyncio, sys; from specwire.telemetry import endpoint, tracing; import coordinator.metrics\n"
     )
-    code += "asyncio.run(metrics.serving('', [], tracing.Tracing(), 'draft').__aenter__())\n"
+    code += "from specwire.config.services import DraftConfig\n"
+    code += "asyncio.run(endpoint.serving(DraftConfig(), [], tracing.Tracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
