@@ -34,6 +34,11 @@ def _finished(requests: Reading) -> Reading:
 _REASONS = {"CANCELLED": "abort", "DEADLINE_EXCEEDED": "abort"}
 
 
+def _succeeded(durations: Reading) -> Reading:
+    """By (status), if it has labels, to those of requests that succeeded, which are all that vLLM counts."""
+    return durations["OK",] if isinstance(durations, Mapping) else durations
+
+
 def _usage(pages: Reading) -> Reading:
     """Pages by state to the fraction of them that sequences hold, in [0, 1]."""
     assert isinstance(pages, Mapping)
@@ -71,7 +76,9 @@ EQUIVALENTS = (
     Equivalent("specwire_requests_running", "vllm:num_requests_running"),
     Equivalent("specwire_requests_waiting", "vllm:num_requests_waiting"),
     Equivalent("specwire_request_wait_seconds", "vllm:request_queue_time_seconds"),
-    Equivalent("gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds"),
+    Equivalent(
+        "gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds", _succeeded, labels=()
+    ),
     Equivalent("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     Equivalent("gen_ai_server_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
     Equivalent("specwire_prompt_tokens_total", "vllm:prompt_tokens_total"),
