@@ -30,6 +30,7 @@ from specwire.config.fields import (
     check_plaintext,
     count_or_auto,
     file_option,
+    log_format_option,
     log_level_option,
     one_of,
     parse_count,
@@ -149,6 +150,7 @@ class ServiceConfig(ListenConfig):
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes", check=at_least(4096))
     log_level: str = log_level_option()
+    log_format: str = log_format_option()
     metrics_address: str = option(
         "", "HOST:PORT for Prometheus to scrape /metrics at; empty for none", check=check_address
     )
@@ -379,6 +381,7 @@ class StackConfig(CheckedConfig):
     )
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     log_level: str = log_level_option()
+    log_format: str = log_format_option()
     metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
     metrics_names: str = metrics_names_option()
 

@@ -19,6 +19,7 @@ from specwire import AsyncClient
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import page
+from specwire.http.access import AccessEntry
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
@@ -194,7 +195,7 @@ class _Guarded:
 
 
 class _RequestIds:
-    """Gives every response an `x-request-id`: the client's own, if it sent a valid one."""
+    """Gives every response an `x-request-id`, the client's own if it is valid, and logs the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -206,9 +207,15 @@ class _RequestIds:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
 
+        entry = AccessEntry(scope, request_id)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            entry.see(message)
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            entry.log()
