@@ -38,7 +38,7 @@ from tests.services.test_metrics import (
     substituted,
 )
 from tests.support.harness import LOOPBACK, LocalStack, LoopThread, local_stack
-from tests.support.manifests import K8S
+from tests.support.manifests import K8S, ROOT
 
 pytestmark = pytest.mark.serial
 
@@ -72,7 +72,9 @@ def test_promtool_finds_nothing(verb: str, file: Path) -> None:
 
 def test_each_alert_is_tested_and_says_what_to_do() -> None:
     tested = Path(__file__).with_name("alerts.yml").read_text()
+    page = (ROOT / "docs/metrics.md").read_text()
     for rule in alerts():
+        assert f"| `{rule['alert']}` |" in page
         assert f'alertname="{rule["alert"]}"' in tested
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from coordinator.metrics import TABLE as COORDINATOR
 from specwire import Rule, SamplingParams
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.telemetry.vllm_names import EQUIVALENTS
-from tests.services.test_metrics import DRAFT, PROMPT, TARGET, announced, samples
+from tests.services.test_metrics import DOCS, DRAFT, PROMPT, TARGET, announced, samples
 from tests.support.harness import LOOPBACK, local_stack
 
 
@@ -17,6 +19,11 @@ def test_each_name_stands_for_a_metric_and_for_one_only() -> None:
     for each in EQUIVALENTS:
         assert each.theirs.endswith("_total") == each.ours.endswith("_total")
         assert each.theirs.endswith("_seconds") == each.ours.endswith("_seconds")
+
+
+def test_the_page_has_the_same_names() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(vllm:\w+)` \|$", (DOCS / "metrics.md").read_text(), re.M)
+    assert rows == [(each.ours, each.theirs) for each in EQUIVALENTS]
 
 
 def test_a_stack_under_vllms_names() -> None:
