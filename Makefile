@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench browser setup lock sbom images format lint types proto proto-check unit slow train clean
+.PHONY: demo test test-all coverage chaos bench system setup lock sbom images format lint types proto proto-check unit slow train clean
 
 demo: setup
 	@$(BIN)/specwire demo
@@ -71,10 +71,11 @@ sbom: setup build/tools/installed
 images:
 	k8s/digests.sh
 
-# The page is tested in Chromium; Debian has it together with its driver. Needs root.
-browser:
-	@(command -v chromium && command -v chromedriver) >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-		apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core)
+# Programs of Debian that tests run: Chromium with its driver, for the page; Prometheus, for metrics and alerts. Needs root.
+system:
+	@(command -v chromium && command -v chromedriver && command -v promtool) >/dev/null || (apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+		chromium chromium-driver fonts-dejavu-core prometheus)
 
 format: setup
 	$(BIN)/ruff format $(CODE)

@@ -9,6 +9,7 @@ import sys
 from specwire.config import flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
+from specwire.telemetry import logs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
-    process.set_up_logging(settings.log_level)
+    logs.set_up(settings.log_level, settings.log_format, "coordinator")
     listening.check(settings)
     from coordinator.service import serving  # after the flags were checked
 

@@ -11,7 +11,7 @@ from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
 from specwire.config.services import EMBEDDED, CoordinatorConfig
 from specwire.rpc.server import Server
-from specwire.telemetry import metrics, tracing
+from specwire.telemetry import endpoint, tracing
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 _SYSTEM_NAMES = Names()
@@ -44,8 +44,8 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         server = Server(config, [name])
         servicer = GenerationServicer(config, verify, draft, loaded, tracer)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        endpoint = metrics.serving(config.metrics_address, [servicer.metrics()], tracer, "coordinator")
-        await stack.enter_async_context(endpoint)
+        shown = endpoint.serving(config, [servicer.metrics()], tracer, "coordinator")
+        await stack.enter_async_context(shown)
         stack.push_async_callback(server.stop)
         yield await server.start()
 

@@ -71,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         now = metrics.CoordinatorSnapshot(
             self.totals, self._admission, self._measured, self._verify, self._draft, self._config
         )
-        return Group(metrics.TABLE, lambda: now)
+        return Group(metrics.TABLE, lambda: now, {"model_name": self._verify.info.name})
 
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any

@@ -9,6 +9,7 @@ import sys
 from specwire.config import flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
+from specwire.telemetry import logs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(args: argparse.Namespace) -> None:
     config.check_environment(os.environ)
     settings = flags.read_config(config.DraftConfig, args, os.environ)
-    process.set_up_logging(settings.log_level)
+    logs.set_up(settings.log_level, settings.log_format, "draft")
     listening.check(settings)
     process.end_at_once_by_signals()
     from draft_service.service import serving  # loads torch: after the flags were checked

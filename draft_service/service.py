@@ -11,7 +11,7 @@ from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.rpc.server import Server
-from specwire.telemetry import metrics, tracing
+from specwire.telemetry import endpoint, tracing
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -29,7 +29,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         service = boot.start(config, "draft", DraftDecider(config))
         stack.callback(service.close)
         group = engine_metrics.group(service, "draft")
-        await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "draft"))
+        await stack.enter_async_context(endpoint.serving(config, [group], tracer, "draft"))
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         draft_pb2_grpc.add_DraftServiceServicer_to_server(

@@ -9,7 +9,7 @@ from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.rpc.server import Server
-from specwire.telemetry import metrics, tracing
+from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
@@ -29,7 +29,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         service = boot.start(config, "verify", VerifyDecider())
         stack.callback(service.close)
         group = engine_metrics.group(service, "verify")
-        await stack.enter_async_context(metrics.serving(config.metrics_address, [group], tracer, "verify"))
+        await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(

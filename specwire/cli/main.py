@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,9 @@ from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
-from specwire.telemetry import stacks
+from specwire.telemetry import logs, stacks
+
+log = logging.getLogger(__name__)
 
 _SERVICES = {"draft": "draft_service", "verify": "verify_service", "coordinator": "coordinator"}
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
-        print(f"error: {error}", file=sys.stderr)
+        logs.report(error)
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 130
@@ -168,6 +171,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _up(args: argparse.Namespace) -> int:
     settings = read_config(UpConfig, args, os.environ)
+    logs.set_up(settings.log_level, settings.log_format, "up")
     _end_on_signals()
     try:
         with Stack(settings) as stack:
@@ -184,14 +188,11 @@ def _supervise(stack: Stack) -> int:
     while not stack.is_required(ended := stack.wait()):
         if ended is stack.http:
             pause_s, status = stack.restart_front(), ended.process.returncode
-            print(
-                f"the HTTP front ended with status {status}; restarting in {pause_s:g} s",
-                file=sys.stderr,
-            )
+            log.warning("the HTTP front ended with status %s; restarting in %g s", status, pause_s)
             continue
         what = "the draft service" if ended is stack.draft else f"the verify service {ended.address}"
-        print(f"{what} ended; decoding continues without it", file=sys.stderr)
-    print(f"error: {ended.module} ended with status {ended.process.returncode}", file=sys.stderr)
+        log.warning("%s ended; decoding continues without it", what)
+    logs.report(f"{ended.module} ended with status {ended.process.returncode}")
     return 1
 
 
@@ -282,6 +283,6 @@ def _http(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
         ) from None
-    process.set_up_logging(settings.log_level)
+    logs.set_up(settings.log_level, settings.log_format, "http")
     asyncio.run(process.run_until_signal(server.serving(settings)))
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import selectors
@@ -28,12 +29,13 @@ from specwire.config.flags import env_name, flag_name, flag_words
 from specwire.config.services import EMBEDDED, NO_DRAFT, ListenConfig, StackConfig, UpConfig, VerifyConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.security.bearer import make_token
-from specwire.telemetry import stacks
+from specwire.telemetry import logs, stacks
+
+log = logging.getLogger(__name__)
 
 READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Roles in the order of their ports."""
-_ERROR = "error: "
 _PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
 _STACKS_S = 0.5
@@ -120,7 +122,7 @@ class Service:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            print(f"{self.module} has not ended within {timeout_s:.1f} s: ended by force", file=sys.stderr)
+            log.warning("%s has not ended within %.1f s: ended by force", self.module, timeout_s)
             self._show_stacks()
             return self.kill()
 
@@ -147,11 +149,10 @@ class Service:
         assert self.process.stderr is not None
         for data in self.process.stderr:
             line = data.decode(errors="replace")
-            if line.startswith(_ERROR) and not self.address:
-                self._error = line.removeprefix(_ERROR).strip()
+            if not self.address and (error := logs.reported(line)):
+                self._error = error
             else:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                logs.forward(line, self.module)
 
 
 def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
@@ -189,6 +190,7 @@ class Stack:
         self.services: list[Service] = []
         self.http: Service | None = None
         self._grace_s = config.grace_s
+        self._log_flags = _flags(log_level=config.log_level, log_format=config.log_format)
         self._environ = environ
         self._pauses = Pauses()
         self._front_due_s = math.inf
@@ -253,7 +255,7 @@ class Stack:
     def _front(self, address: str) -> Service:
         """Start the HTTP front."""
         flags = _flags(address=address, server=self.address, grace_s=self._grace_s)
-        return self._service("specwire.cli", ["http", *flags], self._environ)
+        return self._service("specwire.cli", ["http", *flags, *self._log_flags], self._environ)
 
     def restart_front(self) -> float:
         """Schedule a restart of the ended HTTP front by `wait`; returns the pause in seconds."""
@@ -432,7 +434,9 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         grace_s=config.grace_s,
         log_level=config.log_level,
         trace_detail=config.trace_detail,
+        log_format=config.log_format,
         metrics_address=metrics_address(config, "coordinator"),
+        metrics_names=config.metrics_names,
         verify_address=verify_address,
         draft_address=draft_address,
         **_listen_settings(config),
@@ -460,6 +464,8 @@ def _shared(config: StackConfig) -> dict[str, object]:
         "grace_s": config.grace_s,
         "log_level": config.log_level,
         "trace_detail": config.trace_detail,
+        "log_format": config.log_format,
+        "metrics_names": config.metrics_names,
     }
 
 

@@ -19,6 +19,7 @@ from specwire.config.fields import (
     check_pair,
     check_plaintext,
     file_option,
+    log_format_option,
     log_level_option,
 )
 from specwire.config.flags import CheckedConfig, option, secret
@@ -103,6 +104,7 @@ class HttpConfig(ConnectionConfig):
     )
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     log_level: str = log_level_option()
+    log_format: str = log_format_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -128,6 +128,13 @@ def file_option(doc: str) -> Any:
     return option("", doc, metavar="FILE", check=check_file)
 
 
+def log_format_option() -> Any:
+    """The field `log_format`."""
+    return option(
+        "text", "form of the log records: text, or json, one object a line", check=one_of("text", "json")
+    )
+
+
 def log_level_option() -> Any:
     """The field `log_level`."""
     doc = "least severe log records written to standard error"

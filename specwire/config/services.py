@@ -30,6 +30,7 @@ from specwire.config.fields import (
     check_plaintext,
     count_or_auto,
     file_option,
+    log_format_option,
     log_level_option,
     one_of,
     parse_count,
@@ -43,6 +44,8 @@ from specwire.security.tls import TLS, Credentials
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
 NO_DRAFT = "none"
+VLLM = "vllm"
+METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft"
@@ -115,6 +118,12 @@ def check_model(name: str, source: str) -> None:
     check(ok, name, source, "no such model directory")
 
 
+def metrics_names_option() -> Any:
+    """The field `metrics_names`."""
+    doc = "names of the metrics: specwire's own, or vLLM's for those that it has too"
+    return option(METRICS_NAMES[0], doc, check=one_of(*METRICS_NAMES))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ListenConfig(CheckedConfig):
     """A listening address, and how callers authenticate there: TLS and tokens, from reloading files."""
@@ -142,10 +151,12 @@ class ServiceConfig(ListenConfig):
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes", check=at_least(4096))
     log_level: str = log_level_option()
+    log_format: str = log_format_option()
     metrics_address: str = option(
         "", "HOST:PORT for Prometheus to scrape /metrics at; empty for none", check=check_address
     )
     trace_detail: bool = option(False, TRACE_DETAIL_HELP)
+    metrics_names: str = metrics_names_option()
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -372,8 +383,10 @@ class StackConfig(CheckedConfig):
     )
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     log_level: str = log_level_option()
+    log_format: str = log_format_option()
     metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
     trace_detail: bool = option(False, TRACE_DETAIL_HELP)
+    metrics_names: str = metrics_names_option()
 
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""

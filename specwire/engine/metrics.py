@@ -113,4 +113,4 @@ def group(service: ModelService, role: str) -> Group[EngineSnapshot]:
     def take() -> EngineSnapshot:
         return EngineSnapshot(service.engine.status(), service.runner.pool, service.max_sequences)
 
-    return Group(TABLE, take, {"role": role})
+    return Group(TABLE, take, {"role": role, "model_name": service.info.name})

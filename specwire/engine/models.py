@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, ModelServiceConfig
 from specwire.engine.device import Runner
@@ -24,8 +24,15 @@ def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
     Raises:
         ModelLoadError: naming the model and the reason.
     """
-    disable_progress_bar()  # a service's standard error is a log
+    _share_our_log()
     return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
+
+
+def _share_our_log() -> None:
+    """A service's standard error is a log, and transformers' records belong into it like all others."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:

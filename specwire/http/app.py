@@ -18,6 +18,7 @@ from specwire import AsyncClient
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import page, spans
+from specwire.http.access import AccessEntry
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import answer
 from specwire.http.body import Body, ChatBody, CompletionBody
@@ -197,7 +198,7 @@ class _Guarded:
 
 
 class _RequestIds:
-    """Gives every response an `x-request-id`: the client's own, if it sent a valid one."""
+    """Gives every response an `x-request-id`, the client's own if it is valid, and logs the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -211,9 +212,15 @@ class _RequestIds:
 
         scope["specwire.request_id"] = request_id
 
+        entry = AccessEntry(scope, request_id)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            entry.see(message)
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            entry.log()

@@ -1,19 +1,17 @@
-"""The life of a service's process: signals, logging, exit status."""
+"""The life of a service's process: signals, exit status."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors
-from specwire.telemetry import stacks
+from specwire.telemetry import logs, stacks
 
 
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
@@ -61,20 +59,13 @@ def end_at_once_by_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def set_up_logging(level: str) -> None:
-    """Write records of this level and above to standard error."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-
-
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run a service to its end; a SpecwireError becomes one line on standard error and exit status 2."""
+    """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2."""
     stacks.show_on_signal()
     try:
         asyncio.run(main())
     except SpecwireError as error:
-        print(f"error: {error}", file=sys.stderr)
+        logs.report(error)
         return 2
     except KeyboardInterrupt:
         return 130

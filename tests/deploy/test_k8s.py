@@ -329,7 +329,7 @@ def test_the_way_into_a_ray_cluster_is_good_shell_and_python(tmp_path: Path) -> 
 
 def test_jaeger_listens_where_its_service_and_its_probes_say() -> None:
     manifests = rendered("observability")
-    config = yaml.safe_load(_text(manifests, "jaeger-"))
+    config = yaml.safe_load(_files(manifests, "jaeger-")["config.yaml"])
     (pod,) = [pod for pod in manifests.pods if pod.owner == "Deployment jaeger"]
     extensions = config["extensions"]
     listening = {
@@ -347,18 +347,20 @@ def test_jaeger_listens_where_its_service_and_its_probes_say() -> None:
     assert sorted(config["service"]["extensions"]) == sorted(extensions)
 
 
-def _text(manifests: Manifests, config_map: str) -> str:
-    """The one file of a generated ConfigMap."""
+def _files(manifests: Manifests, config_map: str) -> dict[str, str]:
+    """The files of a generated ConfigMap."""
     (found,) = [
         item["data"] for name, item in manifests.of("ConfigMap").items() if name.startswith(config_map)
     ]
-    (text,) = found.values()
-    return str(text)
+    return dict(found)
 
 
 def test_prometheus_scrapes_every_service_and_names_pods_as_autoscalers_do() -> None:
     manifests = rendered("observability")
-    (job,) = yaml.safe_load(_text(manifests, "prometheus-"))["scrape_configs"]
+    files = _files(manifests, "prometheus-")
+    config = yaml.safe_load(files["prometheus.yml"])
+    assert files.keys() == {"prometheus.yml", *config["rule_files"]}
+    (job,) = config["scrape_configs"]
     (keep,) = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]
     assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
     (prometheus,) = [pod for pod in manifests.pods if pod.labels[COMPONENT] == "prometheus"]

@@ -32,7 +32,7 @@ waits_for_ever()
 
 
 def test_what_hangs_is_ended_by_force_and_says_where_it_was(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
@@ -40,12 +40,14 @@ def test_what_hangs_is_ended_by_force_and_says_where_it_was(
     service.ready(30)
     assert service.stop(0.2) == -9
     service._forwarder.join(10)
-    told = capfd.readouterr().err
+    told = capfd.readouterr().err + caplog.text
     assert "hangs has not ended within 0.2 s: ended by force" in told
     assert "in waits_for_ever" in told
 
 
-def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.CaptureFixture[str]) -> None:
+def test_up_starts_its_front_again_and_ends_with_its_coordinator(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     config = UpConfig(
         target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
     )
@@ -68,7 +70,7 @@ def test_up_starts_its_front_again_and_ends_with_its_coordinator(capfd: pytest.C
         killing.join()
     assert [data["data"][0]["id"] for data in served] == ["m", "m"]
     assert len(set(pids)) == 3
-    told = capfd.readouterr().err
+    told = capfd.readouterr().err + caplog.text
     assert "the HTTP front ended with status -9; restarting in 0.5 s" in told
     assert "the HTTP front ended with status -9; restarting in 1 s" in told
     assert "error: coordinator ended with status -9" in told

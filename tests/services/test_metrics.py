@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ import promql_parser
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import verify_service.service
 from coordinator.metrics import TABLE as COORDINATOR
@@ -31,36 +33,34 @@ from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError, ResourceExhaustedError
-from specwire.telemetry.metrics import (
-    PATH,
-    TRACING,
-    Group,
-    HistogramData,
-    Metric,
-    MetricKind,
-    MetricsEndpoint,
-)
+from specwire.telemetry.endpoint import PATH, MetricsEndpoint
+from specwire.telemetry.metrics import TRACING, Group, HistogramData, Metric, MetricKind
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
+TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.7"
+MODEL_NAMES = {("model_name", TARGET), ("model_name", DRAFT)}
 EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)
 TIMEOUT_S = 30.0
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def scrape(address: str) -> Scraped:
-    """All samples by name and labels."""
+def samples(address: str) -> list[Sample]:
     with urllib.request.urlopen(f"http://{address}{PATH}", timeout=TIMEOUT_S) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = response.read().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def scrape(address: str) -> Scraped:
+    """All samples by name and labels, without the model's name, which those of a service share."""
     return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
+        (sample.name, frozenset(sample.labels.items() - MODEL_NAMES)): sample.value
+        for sample in samples(address)
     }
 
 
@@ -77,6 +77,19 @@ class Addresses(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.found += re.findall(r"http://(\S+)/metrics", record.getMessage())
+
+
+@contextlib.contextmanager
+def announced() -> Iterator[list[str]]:
+    """The addresses of the metrics of services that start meanwhile, in the order of their start."""
+    handler, log = Addresses(), logging.getLogger("specwire.telemetry.endpoint")
+    log.addHandler(handler)
+    level, log.level = log.level, logging.INFO
+    try:
+        yield handler.found
+    finally:
+        log.removeHandler(handler)
+        log.level = level
 
 
 class Observed:
@@ -109,20 +122,14 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    handler, log = Addresses(), logging.getLogger("specwire.telemetry.metrics")
-    log.addHandler(handler)
-    level, log.level = log.level, logging.INFO
     options = {"metrics_address": LOOPBACK}
-    with local_stack(
-        "emulated:step_ms=1",
-        "emulated:step_ms=0.2,alpha=0.7",
-        coordinator_options=options,
-        verify_options=options,
-        draft_options=options,
-    ) as stack:
-        log.removeHandler(handler)
-        log.level = level
-        running = Observed(stack, dict(zip(("verify", "draft", "coordinator"), handler.found, strict=True)))
+    with (
+        announced() as addresses,
+        local_stack(
+            TARGET, DRAFT, coordinator_options=options, verify_options=options, draft_options=options
+        ) as stack,
+    ):
+        running = Observed(stack, dict(zip(("verify", "draft", "coordinator"), addresses, strict=True)))
         for seed in range(3):
             running.generate(seed)
         yield running
@@ -205,6 +212,15 @@ def test_who_is_there_and_what_is_chosen(observed: Observed) -> None:
         assert value(found, "specwire_replicas", role=role, state="unavailable") == 0
     assert 0 < value(found, "specwire_chosen_draft_tokens") <= 4
     assert value(found, "specwire_requests_without_draft_total") == 0
+
+
+@pytest.mark.parametrize(("role", "model"), [("coordinator", TARGET), ("verify", TARGET), ("draft", DRAFT)])
+def test_metrics_of_a_model_have_its_name(observed: Observed, role: str, model: str) -> None:
+    table = COORDINATOR if role == "coordinator" else ENGINE
+    names = {metric.name for metric in table}
+    found = [each for each in samples(observed.addresses[role]) if family(each.name) in names]
+    assert len(found) >= len(names)
+    assert {each.labels["model_name"] for each in found} == {model}
 
 
 def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
@@ -308,6 +324,7 @@ async def test_it_answers_one_question(request_line: bytes, status: bytes) -> No
     assert (b"test_answer 42.0\n" in body) == (status == b"200 OK")
 
 
+STARTED_S = time.time()
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 BY_STAGE: dict[tuple[str, ...], HistogramData] = {
     ("draft",): HistogramData([0.1, 1]),
@@ -345,7 +362,7 @@ async def test_openmetrics_has_histograms_by_label_with_exemplars() -> None:
     assert samples["test_stage_seconds_count", "verify", ""].value == 0
     [exemplar] = [each.exemplar for each in family.samples if each.exemplar]
     assert (exemplar.labels, exemplar.value) == ({"trace_id": TRACE}, 0.5), "the traced one, not the latest"
-    assert abs(float(exemplar.timestamp or 0) - time.time()) < TIMEOUT_S
+    assert STARTED_S <= float(exemplar.timestamp or 0) <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -404,9 +421,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_an_address_nothing_is_imported() -> None:
     code = (
-        "import asyncio, sys; from specwire.telemetry import metrics, tracing; import coordinator.metrics\n"
+        "import asyncio, sys; from specwire.telemetry import endpoint, tracing; import coordinator.metrics\n"
     )
-    code += "asyncio.run(metrics.serving('', [], tracing.Tracing(), 'draft').__aenter__())\n"
+    code += "from specwire.config.services import DraftConfig\n"
+    code += "asyncio.run(endpoint.serving(DraftConfig(), [], tracing.Tracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -456,6 +474,11 @@ def test_an_address_without_host_or_port_is_refused(make: Callable[[str], object
 # --- the page and the dashboard ---------------------------------------------------------------------
 
 
+def substituted(query: str) -> str:
+    """A query of the dashboard, with Grafana's variables as they are when nothing is selected."""
+    return re.sub(r"\$(job|model_name)", ".*", query.replace("$__rate_interval", "1m"))
+
+
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
     """Of a query, by a real parser of PromQL."""
     found: list[promql_parser.VectorSelector] = []
@@ -471,7 +494,7 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
                 if isinstance(each, promql_parser.Expr):
                     look(each)
 
-    look(promql_parser.parse(query.replace("$__rate_interval", "1m")))
+    look(promql_parser.parse(substituted(query)))
     assert found, query
     return found
 
@@ -488,16 +511,17 @@ def panels() -> list[dict[str, Any]]:
 
 
 def test_every_query_of_the_dashboard_reads_what_is_there(observed: Observed) -> None:
-    found = [sample for role in METRICS_ROLES for sample in observed.scrape(role)]
     labels: dict[str, set[str]] = {}
-    for name, pairs in found:
-        labels.setdefault(name, set()).update(label for label, _ in pairs)
+    for sample in (each for role in METRICS_ROLES for each in samples(observed.addresses[role])):
+        labels.setdefault(sample.name, set()).update(sample.labels)
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     assert len(queries) > 30
     for query in queries:
         for selector in selectors(query):
             assert selector.name in labels, query
-            assert {matcher.name for matcher in selector.matchers.matchers} <= labels[selector.name], query
+            given = {matcher.name for matcher in selector.matchers.matchers}
+            assert given - {"job"} <= labels[selector.name], query
+            assert given >= {"job"} | labels[selector.name] & {"model_name"}, query
     shown = {family(str(selector.name)) for query in queries for selector in selectors(query)}
     assert {metric.name for metric in EVERYTHING} - shown == {"specwire_engine_kv_page_tokens"}
 
@@ -505,7 +529,8 @@ def test_every_query_of_the_dashboard_reads_what_is_there(observed: Observed) ->
 def test_the_dashboard_is_whole() -> None:
     dashboard = json.loads((DOCS / "grafana/specwire.json").read_text())
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    [variable] = dashboard["templating"]["list"]
+    variable, *others = dashboard["templating"]["list"]
+    assert [each["name"] for each in others] == ["job", "model_name"]
     cells: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]

@@ -64,7 +64,8 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
 
 def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5"}
-    named = {"log_level": "error", "rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
+    named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
+    named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
     if field.name.endswith("dtype"):
         return "bfloat16"
     if field.metadata["metavar"] == "FILE":

@@ -1,0 +1,183 @@
+"""The alert rules, by Prometheus' own tool; and a real Prometheus that scrapes a running stack.
+
+Nothing is installed here. Without Prometheus they are skipped, unless REQUIRE_PROMETHEUS is set, as in CI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from specwire import Rule, SamplingParams
+from specwire.telemetry.endpoint import MetricsEndpoint
+from specwire.telemetry.metrics import Group
+from tests.services.test_metrics import (
+    DRAFT,
+    HISTOGRAM,
+    PROMPT,
+    TARGET,
+    TRACE,
+    announced,
+    panels,
+    substituted,
+)
+from tests.support.harness import LOOPBACK, LocalStack, LoopThread, local_stack
+from tests.support.manifests import K8S, ROOT
+
+pytestmark = pytest.mark.serial
+
+OBSERVABILITY = K8S / "components/observability"
+RULES = OBSERVABILITY / "rules.yml"
+UNTIL_S = 30.0
+
+
+def program(name: str) -> str:
+    """Its path; the test is skipped without it, or fails."""
+    if path := shutil.which(name):
+        return path
+    missing = f"no {name} on the PATH (Debian: prometheus)"
+    if os.environ.get("REQUIRE_PROMETHEUS"):
+        pytest.fail(missing)
+    pytest.skip(missing)
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize(
+    ("verb", "file"), [("check", RULES), ("test", Path(__file__).with_name("alerts.yml"))]
+)
+def test_promtool_finds_nothing(verb: str, file: Path) -> None:
+    words = [program("promtool"), verb, "rules", str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tested_and_says_what_to_do() -> None:
+    tested = Path(__file__).with_name("alerts.yml").read_text()
+    page = (ROOT / "docs/metrics.md").read_text()
+    for rule in alerts():
+        assert f"| `{rule['alert']}` |" in page
+        assert f'alertname="{rule["alert"]}"' in tested
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def readings(expression: Any) -> Iterator[promql_parser.Expr]:
+    """What a condition compares: a condition that does not hold has no result."""
+    compares = isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) in (
+        *("==", "!=", ">", "<", ">=", "<="),
+        *("and", "or", "unless"),
+    )
+    if not compares:
+        yield expression
+        return
+    for part in (expression.lhs, expression.rhs):
+        if not isinstance(part, promql_parser.NumberLiteral):
+            yield from readings(part)
+
+
+def queries() -> set[str]:
+    """All of the dashboard, and all that the alerts compare."""
+    shown = {substituted(target["expr"]) for panel in panels() for target in panel["targets"]}
+    conditions = (promql_parser.parse(rule["expr"]) for rule in alerts())
+    return shown | {each.prettify() for condition in conditions for each in readings(condition)}
+
+
+class Prometheus:
+    """A server that runs, as its HTTP API shows it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=UNTIL_S) as response:
+            return json.load(response)["data"]
+
+    def has(self, query: str) -> bool:
+        """Whether it has a number for this query."""
+        found = self.get("query", query=query)["result"]
+        return any(not math.isnan(float(each["value"][1])) for each in found)
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+    """The component's configuration, but for where the targets are found and how often they are scraped."""
+    config = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    [job] = config["scrape_configs"]
+    config["scrape_configs"] = [{"job_name": job["job_name"], "static_configs": [{"targets": targets}]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    shutil.copy(RULES, folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    [container] = [
+        each["spec"]["template"]["spec"]["containers"][0]
+        for each in yaml.safe_load_all((OBSERVABILITY / "prometheus.yaml").read_text())
+        if each["kind"] == "Deployment"
+    ]
+    options = [each for each in container["args"] if each.startswith("--enable-feature")]
+    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [program("prometheus"), *words, f"--web.listen-address={address}", *options], stderr=log
+        )
+    try:
+        yield Prometheus(address)
+    finally:
+        process.terminate()
+        process.wait(UNTIL_S)
+
+
+def answered(server: Prometheus, stack: LocalStack, wanted: set[str]) -> set[str]:
+    """Generate until each query has a number; returns those that have none by then."""
+    deadline = time.monotonic() + UNTIL_S
+    while wanted and time.monotonic() < deadline:
+        stack.client.generate(params=SamplingParams(max_tokens=24, rule=Rule.GUMBEL), prompt_token_ids=PROMPT)
+        with contextlib.suppress(urllib.error.URLError):  # it still starts
+            wanted = {query for query in wanted if not server.has(query)}
+    return wanted
+
+
+def test_prometheus_scrapes_a_stack_and_every_query_has_an_answer(tmp_path: Path) -> None:
+    program("prometheus")
+    options = {"metrics_address": LOOPBACK}
+    thread = LoopThread()
+    with (
+        contextlib.closing(thread),
+        thread.entered(lambda: MetricsEndpoint(LOOPBACK, [Group(HISTOGRAM, object)])) as traced,
+        announced() as addresses,
+        local_stack(
+            TARGET, DRAFT, coordinator_options=options, verify_options=options, draft_options=options
+        ) as stack,
+        prometheus(tmp_path, [*addresses, traced.address]) as server,
+    ):
+        wanted = queries()
+        assert len(wanted) > 50
+        assert answered(server, stack, wanted) == set(), (tmp_path / "log").read_text()
+        states = {
+            each["name"]: each["health"] for group in server.get("rules")["groups"] for each in group["rules"]
+        }
+        assert states == {rule["alert"]: "ok" for rule in alerts()}
+        now_s = time.time()
+        window = {"start": str(now_s - 600), "end": str(now_s + 60)}
+        [series] = server.get("query_exemplars", query="test_stage_seconds_bucket", **window)
+        assert {each["labels"]["trace_id"] for each in series["exemplars"]} == {TRACE}
