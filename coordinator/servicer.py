@@ -78,15 +78,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         metadata = listening.metadata(context)
         request_id = _request_id(metadata)
-        if request_id is not None:
+        if request_id:
             await context.send_initial_metadata((("x-request-id", request_id),))
         span = self._tracer.span(
             names.GENERATE,
             kind=SpanKind.SERVER,
             parent=self._tracer.propagators.read(metadata),
-            attributes={**spans.CALL, names.REQUEST_ID: request_id},
+            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
         )
-        with self.totals.record(context.time_remaining, span) as call:
+        with self.totals.record(context.time_remaining, span, request_id) as call:
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
@@ -267,7 +267,7 @@ def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
     )
 
 
-def _request_id(metadata: Sequence[tuple[str, str]]) -> str | None:
-    """The caller's own, if it is a valid one."""
+def _request_id(metadata: Sequence[tuple[str, str]]) -> str:
+    """The caller's own; empty without a valid one."""
     given = dict(metadata).get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else None
+    return given if REQUEST_ID.fullmatch(given) else ""

@@ -67,11 +67,13 @@ class CallRecord:
         generation: None until it begins.
         draft_unavailable: why the draft was not there for a part of it; called at the end.
         span: around the call.
+        request_id: the client's own; empty without one.
         status: how it ended; OK until then.
     """
 
     totals: Totals
-    span: Span = field(default_factory=Span)
+    span: Span = NO_SPAN
+    request_id: str = ""
     ledger: Ledger = field(default_factory=Ledger)
     generation: CountedGeneration | None = None
     draft_unavailable: Callable[[], str] = str
@@ -144,8 +146,9 @@ class Totals:
         Args:
             remaining_s: until the client's deadline; None without one.
             span: ends with the body.
+            request_id: the client's own; empty without one.
         """
-        call = CallRecord(self, span)
+        call = CallRecord(self, span, request_id)
         with span:
             try:
                 yield call
@@ -217,9 +220,9 @@ def _end(call: CallRecord) -> None:
     if done is not None:
         call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     if log.isEnabledFor(logging.INFO):
-        facts = _facts(call.status, done, timing)
-        trace = {"trace": call.span.trace_id} if call.span.trace_id else {}
-        log.info("request %s", " ".join(f"{name}={value}" for name, value in (facts | trace).items()))
+        ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
+        known = {name: value for name, value in ids.items() if value}
+        log.info("request", extra=_facts(call.status, done, timing) | known)
 
 
 def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, object]:

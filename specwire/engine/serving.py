@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specwire.engine.jobs import Job
 from specwire.estimate import clock
@@ -74,7 +74,7 @@ class StreamSpans:
         return self.tracer.span(
             f"{self.role}.serve",
             kind=SpanKind.SERVER,
-            parent=replace(self.context, traceparent=traceparent),
+            parent=self.context._replace(traceparent=traceparent),
             attributes={names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: self.method},
         )
 
