@@ -140,7 +140,9 @@ class Totals:
         }
 
     @contextlib.contextmanager
-    def record(self, remaining_s: Callable[[], float | None], span: Span = NO_SPAN) -> Iterator[CallRecord]:
+    def record(
+        self, remaining_s: Callable[[], float | None], span: Span = NO_SPAN, request_id: str = ""
+    ) -> Iterator[CallRecord]:
         """Count, trace and log the call that the body serves.
 
         Args:
