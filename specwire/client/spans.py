@@ -56,6 +56,7 @@ class GenerationSpan:
         self._is_complete = True
         self._span.set(
             {
+                semantics.RPC_RESPONSE_STATUS_CODE: "OK",
                 semantics.GEN_AI_RESPONSE_FINISH_REASONS: [completion.finish_reason.value],
                 semantics.GEN_AI_USAGE_INPUT_TOKENS: completion.usage.prompt_tokens,
                 semantics.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: completion.usage.cached_tokens,

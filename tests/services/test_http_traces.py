@@ -99,6 +99,7 @@ def test_one_trace_from_the_request_to_the_coordinator(
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 8,
         "rpc.system.name": "grpc",
+        "rpc.response.status_code": "OK",
         "rpc.method": "specwire.v1.GenerationService/Generate",
         "server.address": host,
         "server.port": int(port),
