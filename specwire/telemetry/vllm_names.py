@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specwire.telemetry.metrics import Group, Metric, Reading, Source
+from specwire.telemetry.metrics import Group, HistogramData, Metric, Reading, Source
 
 Convert = Callable[[Reading], Reading]
 
@@ -36,7 +36,7 @@ _REASONS = {"CANCELLED": "abort", "DEADLINE_EXCEEDED": "abort"}
 
 def _succeeded(durations: Reading) -> Reading:
     """By (status), if it has labels, to those of requests that succeeded, which are all that vLLM counts."""
-    return durations["OK",] if isinstance(durations, Mapping) else durations
+    return durations.get(("OK",), HistogramData(())) if isinstance(durations, Mapping) else durations
 
 
 def _usage(pages: Reading) -> Reading:
