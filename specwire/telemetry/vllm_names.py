@@ -81,6 +81,7 @@ EQUIVALENTS = (
     ),
     Equivalent("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     Equivalent("gen_ai_server_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+    Equivalent("specwire_inter_token_seconds", "vllm:inter_token_latency_seconds"),
     Equivalent("specwire_prompt_tokens_total", "vllm:prompt_tokens_total"),
     Equivalent("specwire_prompt_tokens_total", "vllm:prefix_cache_queries_total"),
     Equivalent("specwire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
