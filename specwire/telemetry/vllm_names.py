@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specwire.telemetry.metrics import Group, Metric, Reading, Source
+from specwire.telemetry.metrics import Group, HistogramData, Metric, Reading, Source
 
 Convert = Callable[[Reading], Reading]
 
@@ -36,7 +36,7 @@ _REASONS = {"CANCELLED": "abort", "DEADLINE_EXCEEDED": "abort"}
 
 def _succeeded(durations: Reading) -> Reading:
     """By (status), if it has labels, to those of requests that succeeded, which are all that vLLM counts."""
-    return durations["OK",] if isinstance(durations, Mapping) else durations
+    return durations.get(("OK",), HistogramData(())) if isinstance(durations, Mapping) else durations
 
 
 def _usage(pages: Reading) -> Reading:
@@ -81,6 +81,7 @@ EQUIVALENTS = (
     ),
     Equivalent("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     Equivalent("gen_ai_server_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+    Equivalent("specwire_inter_token_seconds", "vllm:inter_token_latency_seconds"),
     Equivalent("specwire_prompt_tokens_total", "vllm:prompt_tokens_total"),
     Equivalent("specwire_prompt_tokens_total", "vllm:prefix_cache_queries_total"),
     Equivalent("specwire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
