@@ -82,13 +82,3 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if CHAOS:
         terminalreporter.write("\n" + report.keep())
-
-
-SERIAL = {"browser", "faults", "processes", "ray"}
-"""Folders of tests that have the processors for themselves."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in SERIAL:
-            item.add_marker("serial")

@@ -41,7 +41,7 @@ PROMPT = (1, 2, 3)
 MAX_START_S = 2.0
 """To the first token of a client that comes when all the others are as far ahead as they may be."""
 TIMEOUT_S = 300.0
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(120, 900))]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(sized(120, 900))]
 
 
 @pytest.fixture(scope="module")

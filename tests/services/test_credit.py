@@ -37,8 +37,6 @@ from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_
 from tests.support.harness import LocalStack, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 
-pytestmark = pytest.mark.serial
-
 ENDLESS = params(10_000)
 
 

@@ -22,8 +22,6 @@ from specwire.http.model import Models
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import local_stack
 
-pytestmark = pytest.mark.serial
-
 PROMPT = "def fibonacci("
 QUESTION = [{"role": "user", "content": "How does a queue work?"}]
 

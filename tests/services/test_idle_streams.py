@@ -25,8 +25,6 @@ from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.harness import LocalStack, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, opening, params, received
 
-pytestmark = pytest.mark.serial
-
 MAX_RUNNING = 4
 IDLE_S = 2.0
 LAW = params(150)

@@ -26,8 +26,6 @@ from tests.support.harness import LocalStack, LoopThread, local_stack, started_s
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.refusals import our_errors
 
-pytestmark = pytest.mark.serial
-
 PROMPT = [5, 9, 11, 2, 7]
 NUM_DRAFT_TOKENS = 4
 PREPARATION = Preparation(num_outcomes=12, num_draft_tokens=NUM_DRAFT_TOKENS)

@@ -41,8 +41,6 @@ from specwire.telemetry.metrics import (
 )
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
 EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)

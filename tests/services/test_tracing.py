@@ -18,7 +18,7 @@ from specwire.errors import ConfigError
 from specwire.telemetry import tracing
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """
@@ -208,6 +208,7 @@ def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
         tracing.configure("test")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("collector", [refusing, silent])
 def test_a_collector_that_does_not_answer_harms_nobody(

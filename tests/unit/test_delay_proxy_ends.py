@@ -14,8 +14,6 @@ from specwire.testing.delay_line import MAX_HELD_BYTES
 from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.support.links import MS, Linked, Peer, until
 
-pytestmark = pytest.mark.serial
-
 CHUNK = bytes(64 << 10)
 
 
