@@ -305,7 +305,7 @@ async def test_it_answers_one_question(request_line: bytes, status: bytes) -> No
     assert (b"test_answer 42.0\n" in body) == (status == b"200 OK")
 
 
-async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
+async def test_silent_and_oversized_connections_do_not_block_others() -> None:
     async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         host, port = endpoint.address.split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(4)]

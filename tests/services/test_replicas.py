@@ -81,7 +81,7 @@ class TestChoice:
         replicas = [Fake("other", num_streams=4), Fake("holder", num_streams=num_streams)]
         assert taken_of(replicas, "holder") == taken
 
-    def test_nobody(self) -> None:
+    def test_no_server(self) -> None:
         assert choose([]) is None
 
 

@@ -211,7 +211,7 @@ def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.serial
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("collector", [refusing, silent])
-def test_a_collector_that_does_not_answer_harms_nobody(
+def test_a_collector_that_does_not_answer_blocks_nothing(
     collector: Callable[[], AbstractContextManager[int]], protocol: str
 ) -> None:
     code = """
