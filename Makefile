@@ -99,7 +99,8 @@ proto-check: setup
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
 # Two processes share the processors, and one that is done takes tests from the other; tests marked `serial` then have
-# the processors for themselves (pyproject.toml has the markers). A thread for each model: several processes compute at a time, and threads that wait for each other spin.
+# the processors for themselves (pyproject.toml has the markers). A thread for each model: several processes compute at
+# a time, and threads that wait for each other spin.
 PYTEST := $(BIN)/python -m pytest
 
 unit: export OMP_NUM_THREADS = 1
