@@ -99,26 +99,27 @@ proto-check: setup
 		--grpc_python_out=build/proto $(PROTOS)
 	@diff -r -x __init__.py -x __pycache__ build/proto/specwire/v1 specwire/v1 && echo "generated code is up to date"
 
-# Two processes share the processors; tests marked `serial` then have them for themselves (pyproject.toml has the
-# markers). A thread for each model: several processes compute at a time, and threads that wait for each other spin.
+# Two processes share the processors, and one that is done takes tests from the other; tests marked `serial` then have
+# the processors for themselves (pyproject.toml has the markers). A thread for each model: several processes compute at
+# a time, and threads that wait for each other spin.
 PYTEST := $(BIN)/python -m pytest
 
 unit: export OMP_NUM_THREADS = 1
 unit: setup
-	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow"; parallel=$$?; \
+	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "not serial and not slow"; parallel=$$?; \
 	$(PYTEST) -m "serial and not slow" && exit $$parallel
 
 # How much of the rule, the engine and the coordinator the parallel tests run, with a floor a point below what was
 # measured: 99, 84 and 95 per cent (CUDA graphs, ranks and rare failures run elsewhere).
 coverage: export OMP_NUM_THREADS = 1
 coverage: setup
-	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "not serial and not slow" --cov --cov-report=
+	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "not serial and not slow" --cov --cov-report=
 	@for floor in specwire/rule:98 specwire/engine:83 coordinator:94; do \
 		$(BIN)/coverage report --include="$${floor%:*}/*" --fail-under=$${floor#*:} --skip-covered || exit 1; done
 
 slow: export OMP_NUM_THREADS = 1
 slow: setup
-	@$(PYTEST) --numprocesses 2 --dist loadfile --timeout 600 -m "slow and not serial"; parallel=$$?; \
+	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
 	$(PYTEST) -m "slow and serial" && exit $$parallel
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.

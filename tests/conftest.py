@@ -6,29 +6,33 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from specwire import Client
+from tests.support import report
+from tests.support.effort import CHAOS
+
+if TYPE_CHECKING:  # these import torch, which takes seconds: fixtures that need them import them
+    from specwire.tokenizer import Tokenizer
+    from tests.support.harness import LocalStack
 
 # A thread for each model: several processes compute at a time, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
-from specwire import Client
-from specwire.tokenizer import Tokenizer
-from tests.support import report, texts
-from tests.support.effort import CHAOS
-from tests.support.harness import LocalStack, local_stack
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    from tests.support import texts
+
     return texts.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
 def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    from tests.support.harness import local_stack
+
     with local_stack(*pair) as running:
         yield running
 
@@ -40,6 +44,9 @@ def client(stack: LocalStack) -> Client:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    from specwire.tokenizer import Tokenizer
+    from tests.support import texts
+
     return Tokenizer(texts.build_tokenizer())
 
 
@@ -56,6 +63,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch computes on one thread."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,13 +82,3 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if CHAOS:
         terminalreporter.write("\n" + report.keep())
-
-
-SERIAL = {"browser", "faults", "processes", "ray"}
-"""Folders of tests that have the processors for themselves."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in SERIAL:
-            item.add_marker("serial")

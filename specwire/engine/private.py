@@ -1,4 +1,4 @@
-"""What is used of torch beyond its public interface; `tests/unit/test_private_apis.py` pins it."""
+"""What is used of torch beyond its public interface; `tests/tensors/test_private_apis.py` pins it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_widened_model_is_the_same_function(tied: bool) -> None:
     prompt = torch.randint(0, tiny_models.VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
     wanted, got = (model(prompt).logits.softmax(-1) for model in (small, large))
     assert (wanted - got).abs().max() < 1e-5
-    assert wanted.max() > 10 / tiny_models.VOCAB_SIZE  # a flat law would agree with anything
+    assert wanted.max() > 10 / tiny_models.VOCAB_SIZE  # a flat distribution would agree with anything
     assert _greedy(large, prompt) == _greedy(small, prompt)
     assert widen.small_shape(large.config) == SHAPE
     assert large.config.head_dim == small.config.head_dim

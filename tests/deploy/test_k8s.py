@@ -137,7 +137,7 @@ def _probe_of_another_port(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
 
 
-def _front_of_nobody(m: Manifests) -> None:
+def _front_without_service(m: Manifests) -> None:
     _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
 
 
@@ -145,7 +145,7 @@ def _probe_of_another_service(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["service"] = "specwire.v1.Draft"
 
 
-def _address_of_nobody(m: Manifests) -> None:
+def _address_without_service(m: Manifests) -> None:
     args = _container(m, "coordinator")["args"]
     _change(args, "--verify-address=dns:///verify:7072", "--verify-address=dns:///target:7072")
 
@@ -158,7 +158,7 @@ def _service_of_another_port(m: Manifests) -> None:
     m.of("Service")["coordinator"]["spec"]["ports"][0]["port"] = 7777
 
 
-def _policy_for_nobody(m: Manifests) -> None:
+def _policy_without_pods(m: Manifests) -> None:
     m.of("NetworkPolicy")["draft"]["spec"]["podSelector"]["matchLabels"][COMPONENT] = "drafts"
 
 
@@ -272,14 +272,14 @@ DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
     ("local", _other_port, "listens on 7171, and its port grpc is 7071"),
     ("local", _probe_of_another_port, "readinessProbe asks at 7072"),
     ("local", _probe_of_another_service, "asks for specwire.v1.Draft and not for specwire.v1.DraftService"),
-    ("local", _address_of_nobody, "--verify-address dns:///target:7072 is no Service's port"),
-    ("http", _front_of_nobody, "--server coordinator:7071 is no Service's port"),
+    ("local", _address_without_service, "--verify-address dns:///target:7072 is no Service's port"),
+    ("http", _front_without_service, "--server coordinator:7071 is no Service's port"),
     ("local", _address_behind_one_name, "is to name all replicas, and has one address"),
     ("local", _service_of_another_port, "port 7777 is not grpc"),
-    ("local", _policy_for_nobody, "'drafts'}} chooses no pod"),
+    ("local", _policy_without_pods, "'drafts'}} chooses no pod"),
     (
         "local",
-        _policy_for_nobody,
+        _policy_without_pods,
         "--draft-address dns:///draft:7071 is not allowed to reach Deployment draft",
     ),
     ("local", _policy_of_no_port, "Deployment verify has no port http"),

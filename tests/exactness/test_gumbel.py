@@ -57,7 +57,7 @@ def test_the_draft_and_its_length_do_not_change_the_text(
     models: dict[str, Path], expected: dict[int, tuple[int, ...]], kind: str
 ) -> None:
     with local_stack(models["target"], models[kind]) as stack:
-        for num_draft_tokens in (None, 0, 1, 2, 5, 8, 13):
+        for num_draft_tokens in (None, 0, 1, 5, 13):
             done = stack.client.generate(params=params(3, num_draft_tokens), prompt_token_ids=PROMPT)
             assert done.token_ids == expected[3]
             assert (done.speculation.num_draft_tokens == 0) == (num_draft_tokens == 0)

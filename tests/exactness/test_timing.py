@@ -1,4 +1,4 @@
-"""Emitted text follows the target's law whenever proposals come: prepared, late, too late, or cut short.
+"""Emitted text follows the target's distribution whenever proposals come: prepared, late or cut short.
 
 The real services in simulated time, so that every moment is chosen and every run is the same. A false alarm
 has a probability of 1e-6 a test over seeds (see `statistics.py`); seeds are fixed.
@@ -36,7 +36,7 @@ from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
 PROMPT_TOKEN = 3
 RANKS = np.array([0.4, 0.3, 0.2, 0.1])
-"""What the emulated target's law is at every position, by rank."""
+"""What the emulated target's distribution is at every position, by rank."""
 
 
 class Reader(Client):
@@ -151,19 +151,19 @@ class Hasty(AdaptiveLength):
 
 
 def ranks_p_value(model: EmulatedModel, tokens: Sequence[int], temperature: float) -> float:
-    """Ranks of the emitted tokens are independent draws from one law: compared one by one, and in pairs."""
+    """Ranks of the emitted tokens are independent draws from one distribution: alone and in pairs."""
     before = np.array([PROMPT_TOKEN, *tokens[:-1]])
     first = replace(model, alpha=1.0).likeliest(np.arange(1, 1 + len(tokens)), before)
     ranks = (np.array(tokens) - first) % (model.vocab_size // 2)
     assert ranks.max() < len(RANKS)
-    law = RANKS ** (1 / temperature) / (RANKS ** (1 / temperature)).sum()
+    probs = RANKS ** (1 / temperature) / (RANKS ** (1 / temperature)).sum()
     pairs = np.zeros((len(RANKS), len(RANKS)))
     np.add.at(pairs, (ranks[:-1:2], ranks[1::2]), 1)
     alone = np.bincount(ranks, minlength=len(RANKS))
-    return 2 * min(chi_square_p_value(alone, law), chi_square_p_value(pairs, np.outer(law, law)))
+    return 2 * min(chi_square_p_value(alone, probs), chi_square_p_value(pairs, np.outer(probs, probs)))
 
 
-def test_prepared_proposals_do_not_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_proposals_do_not_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_pushes(monkeypatch, 0.01)
     model = EmulatedModel(alpha=0.9)
     params = SamplingParams(rule=Rule.REJECTION, seed=1, num_draft_tokens=2, max_tokens=2_000)
@@ -172,11 +172,14 @@ def test_prepared_proposals_do_not_bend_the_law(monkeypatch: pytest.MonkeyPatch)
     assert ranks_p_value(model, tokens, 1.0) > FALSE_ALARM_RATE
 
 
-def test_what_is_left_of_late_proposals_does_not_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_tokens", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
+def test_what_is_left_of_late_proposals_does_not_change_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
     """In the cold, where draft and target often come to the same token by themselves."""
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
     model = EmulatedModel(alpha=0.9)
-    params = SamplingParams(rule=Rule.REJECTION, seed=2, temperature=0.5, max_tokens=6_000)
+    params = SamplingParams(rule=Rule.REJECTION, seed=2, temperature=0.5, max_tokens=num_tokens)
     world = setting(model, num_draft_tokens="auto", link=Link(rtt_ms=16.0))  # it comes during the next pass
     tokens, speculation = generated(world, params)
     assert speculation.num_accepted_tokens > 0.1 * len(tokens)

@@ -93,7 +93,7 @@ async def busiest(address: str, role: str) -> int:
 
 
 @pytest.mark.slow
-async def test_a_verify_replica_hangs_and_its_late_answers_are_nobodys(
+async def test_a_verify_replica_hangs_and_its_late_answers_are_dropped(
     fleet: Fleet, undisturbed: Seen
 ) -> None:
     async def disturb(seen: Seen) -> None:

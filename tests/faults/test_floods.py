@@ -31,7 +31,7 @@ MAX_RUNNING, MAX_WAITING, NUM_PASSING = 2, 4, 64
 MAX_GROWTH_MIB = 50.0
 PARAMS = SamplingParams(max_tokens=20, seed=1)
 START_S = 240.0
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 600))]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(sized(300, 600))]
 
 
 @dataclass(frozen=True)

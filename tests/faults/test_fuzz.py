@@ -23,7 +23,7 @@ from tests.support.effort import sized
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
-NUM_MESSAGES = sized(150, 5_000)  # of each kind, for each method
+NUM_MESSAGES = sized(100, 5_000)  # of each kind, for each method
 NUM_THREADS = 8
 TIMEOUT_S = 60.0
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBEL)

@@ -110,6 +110,7 @@ def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
     assert progress.hangs, "as long as nothing has moved"
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("num_draft_tokens", [pytest.param("4", marks=pytest.mark.slow), "auto"])
 def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
     """One gap, then plain decoding at its full speed; back when it has answered a request."""
@@ -153,6 +154,7 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
         asyncio.run(scenario())
 
 
+@pytest.mark.serial
 def test_a_verify_service_that_hangs_is_left_for_another() -> None:
     """Of two replicas: every request ends, with the text that it would have had, after a pause of seconds."""
     with contextlib.ExitStack() as stack:

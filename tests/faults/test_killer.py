@@ -124,6 +124,7 @@ def held(fleet: Fleet) -> int:
     return found
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)

@@ -107,11 +107,8 @@ FAULTS: dict[str, Fault] = {
 LOSSLESS = ("latency", "jitter", "bandwidth")
 
 
-QUICK = ("reset", "silence")
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+    "name", [name if name == "reset" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
 def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) -> None:
     together(lambda case: try_out(case, name), cases)

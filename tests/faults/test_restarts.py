@@ -76,7 +76,7 @@ def restartables(pair: tuple[Path, Path]) -> Iterator[tuple[Client, Restartable,
 
 
 class TestRestarts:
-    GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True, num_draft_tokens=4)
+    GREEDY = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, num_draft_tokens=4)
 
     def test_the_draft_goes_and_comes_back(
         self, restartables: tuple[Client, Restartable, Restartable]

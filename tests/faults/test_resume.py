@@ -77,7 +77,7 @@ class TestSeam:
     def test_same_tokens_texts_and_log_probabilities_wherever_it_lies(
         self, stack: LocalStack, rule: str
     ) -> None:
-        law: dict[str, Any] = {"temperature": 0.0} if rule == "greedy" else {"rule": rule}
+        sampling: dict[str, Any] = {"temperature": 0.0} if rule == "greedy" else {"rule": rule}
         params = SamplingParams(
             max_tokens=40,
             ignore_eos=True,
@@ -86,7 +86,7 @@ class TestSeam:
             logprobs=1,
             presence_penalty=0.5,
             repetition_penalty=1.1,
-            **law,
+            **sampling,
         )
         whole = stack.client.generate(PROMPT, params)
         for cuts in [(1,), (2,), (5,), (3, 1, 2)]:
@@ -116,7 +116,7 @@ class TestSeam:
                 assert done.stop_reason == stop
 
     def test_every_round_names_all_that_it_emitted(self, stack: LocalStack) -> None:
-        """Held back or not: the law of what follows the seam rests on it."""
+        """Held back or not: the distribution of what follows the resume point rests on it."""
         params = SamplingParams(
             max_tokens=60, seed=5, ignore_eos=True, num_draft_tokens=2, stop=("the lazy dog",)
         )
@@ -332,7 +332,7 @@ class TestClient:
             assert client.generate(PROMPT, params).usage.completion_tokens <= 8
             assert client.get_model_info()[0].name == "target"
 
-    def test_nobody_anywhere_is_said_at_once(self) -> None:
+    def test_no_server_at_any_address_is_an_error_at_once(self) -> None:
         started = time.monotonic()
         with Client([UNREACHABLE, "127.0.0.1:2"]) as client:
             for call in (lambda: client.generate(PROMPT), client.get_status):

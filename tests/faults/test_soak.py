@@ -29,7 +29,7 @@ NUM_TOGETHER = 16
 MAX_SLOPE_MIB = 1.0  # in ten minutes
 MAX_SHORT_GROWTH_MIB = 48.0  # of a run that is too short for a slope
 MAX_MORE_THREADS = sized(16, 4)  # grpc's own pool follows the load
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 2400))]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(sized(300, 2400))]
 
 
 @dataclass(frozen=True)

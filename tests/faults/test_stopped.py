@@ -26,7 +26,7 @@ NUM_REQUESTS = 3
 TIMEOUT_S = 60.0
 DETECT_S = sized(15.0, 5.0)
 """Longest wait for a proposal, and for a verify service to be back."""
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

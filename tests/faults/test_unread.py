@@ -41,7 +41,7 @@ PROMPT = (1, 2, 3)
 MAX_START_S = 2.0
 """To the first token of a client that comes when all the others are as far ahead as they may be."""
 TIMEOUT_S = 300.0
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(120, 900))]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(sized(120, 900))]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ async def read(stream: AsyncStream) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-async def test_streams_of_the_sdk_that_nobody_reads(stack: Stack) -> None:
+async def test_unread_streams_of_the_sdk(stack: Stack) -> None:
     async with (
         AsyncClient(stack.address, timeout_s=TIMEOUT_S, retry=RetryPolicy(resume=False)) as client,
         AsyncClient(stack.address, timeout_s=TIMEOUT_S, retry=RetryPolicy(max_resumes=0)) as resuming,
@@ -193,7 +193,7 @@ async def test_streams_that_never_acknowledge(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-async def test_events_that_nobody_reads(stack: Stack) -> None:
+async def test_unread_events(stack: Stack) -> None:
     """Over HTTP; one that is read after all is whole."""
     num_tokens, num_streams = 300, NUM_CONNECTIONS * NUM_CHOICES
     body = {"model": "m", "prompt": PROMPT, "max_tokens": num_tokens, "n": NUM_CHOICES, "stream": True}

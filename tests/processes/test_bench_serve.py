@@ -86,6 +86,7 @@ class TestLoops:
         done = measured(stack.address, OfferedLoad(num_requests=24, rate=math.inf))
         assert summarize(done.records, done.duration_s).max_concurrent_requests > 16
 
+    @pytest.mark.serial
     def test_latencies_are_those_of_the_devices(self, stack: LocalStack) -> None:
         """One stream: a first token takes the prompt's draft, then one draft and one target pass.
 

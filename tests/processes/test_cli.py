@@ -311,7 +311,7 @@ class TestGenerate:
         argv = ["generate", "--token-ids", "5,9999", "--server", stack.address]
         assert "prompt_token_ids[1]=9999" in one_line_error(2, argv, capsys)
 
-    def test_nobody_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_server(self, capsys: pytest.CaptureFixture[str]) -> None:
         started = time.monotonic()
         error = one_line_error(1, ["generate", "x", "--server", "127.0.0.1:1"], capsys)
         assert "nothing serves at 127.0.0.1:1" in error

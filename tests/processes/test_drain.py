@@ -48,7 +48,7 @@ class TestDrain:
         assert await waiting
         assert await drain.idle(0.0)
 
-    async def test_lets_nobody_in_when_closed(self) -> None:
+    async def test_admits_no_call_when_closed(self) -> None:
         drain = Drain()
         drain.close()
         with pytest.raises(ServiceUnavailableError, match="shutting down"), drain.request():
@@ -62,7 +62,7 @@ class TestDrain:
         assert await drain.idle(0.0)
 
 
-async def test_calls_that_grpc_cannot_end_hold_nobody_up(
+async def test_calls_that_grpc_cannot_end_do_not_block_the_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rpc_server, "_HUNG_S", 0.05)

@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.harness import LocalStack, local_stack
 
+pytestmark = pytest.mark.serial
+
 MB = 1 << 20
 NUM_DESCRIPTORS = 1024
 BOMBS = {

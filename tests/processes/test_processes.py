@@ -88,7 +88,7 @@ class TestUp:
             assert client.get_model_info()[0].dtype == "float32"
 
     def test_the_draft_is_killed_and_decoding_goes_on(self, up: Command, address: str) -> None:
-        params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
         with Client(address) as client:
             undisturbed = client.generate(PROMPT, params)
         reading = Reading(address, params)
@@ -100,10 +100,10 @@ class TestUp:
         assert up.process.poll() is None
 
     def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:
-        params = SamplingParams(max_tokens=800, ignore_eos=True, num_draft_tokens=0)
+        params = SamplingParams(max_tokens=300, ignore_eos=True, num_draft_tokens=0)
         reading = Reading(address, params)
         up.process.terminate()
-        assert reading.result().usage.completion_tokens == 800
+        assert reading.result().usage.completion_tokens == 300
         assert up.ended() == 0
         assert up.process.stdout is not None
         assert up.process.stdout.read() == b"", "the ready line is all there is"
@@ -147,10 +147,10 @@ def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: sign
         up.assert_all_gone(1.0)
 
 
-def test_a_service_that_cannot_start_is_one_line_and_the_end(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> None:
     broken = save_target(tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    with running(*up_argv(pair)[:5], "--draft", str(broken)) as up:
+    with running("up", "--address", "127.0.0.1:0", "--target", "emulated:", "--draft", str(broken)) as up:
         wait_until(lambda: len(up.services) == 2, START_S)
         assert up.process.wait(START_S) == 2
         assert re.fullmatch(rf"error: --draft {re.escape(str(broken))}: .+\n", up.errors())

@@ -12,7 +12,6 @@ from specwire.cli.supervisor import Stack
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import UpConfig
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
 PARENTS = {
@@ -38,13 +37,11 @@ Traced = tuple[list[RecordedSpan], Completion, Completion]
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def traced() -> Traced:
     """Spans of two generations, one of them with a caller's trace context, and their completions."""
-    directory = tmp_path_factory.mktemp("traced")
-    target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
     config = UpConfig(
-        target=str(target),
-        draft=str(draft),
+        target="emulated:step_ms=1",
+        draft="emulated:step_ms=0.2,alpha=0.8",
         address="127.0.0.1:0",
         num_draft_tokens="3",
         num_outcomes="0",

@@ -235,6 +235,7 @@ def test_a_service_killed_takes_its_ranks_and_its_ray_instance_along(tmp_path: P
 class TestWhatCannotStart:
     """One typed error that names rank, device and reason, or flag and value; never a hang."""
 
+    @pytest.mark.slow
     def test_weights_that_only_a_rank_can_miss(
         self, cluster: Any, models: tuple[Path, Path], tmp_path: Path
     ) -> None:
@@ -251,6 +252,7 @@ class TestWhatCannotStart:
             str(caught.value),
         )
 
+    @pytest.mark.slow
     def test_more_ranks_than_devices(self, cluster: Any, models: tuple[Path, Path]) -> None:
         config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
         with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):

@@ -212,13 +212,13 @@ class TestRawRequests:
             list(stub.Generate(iter([request]), timeout=30))
 
 
-def law(**fields: Any) -> common_pb2.SamplingParams:
+def sampling(**fields: Any) -> common_pb2.SamplingParams:
     """Valid unless told otherwise."""
     return common_pb2.SamplingParams(**{"seed": 1, "rule": common_pb2.RULE_REJECTION} | fields)
 
 
 def opening(**fields: Any) -> common_pb2.OpenSequence:
-    valid: dict[str, Any] = {"sampling": law(), "prompt_len": 3}
+    valid: dict[str, Any] = {"sampling": sampling(), "prompt_len": 3}
     return common_pb2.OpenSequence(**valid | fields)
 
 
@@ -277,12 +277,12 @@ class TestRawStreams:
         [
             (common_pb2.SamplingParams(rule=common_pb2.RULE_GUMBEL), "seed=unset"),
             (common_pb2.SamplingParams(seed=1), "rule=unset"),
-            (law(rule=7), "rule=7"),
-            (law(temperature=-1.0), "temperature=-1.0"),
-            (law(temperature=float("nan")), "temperature=nan"),
-            (law(top_p=0.0), "top_p=0.0"),
-            (law(seed=-1), "seed=-1"),
-            (law(logit_bias={400: 1.0}), "logit_bias[400]"),
+            (sampling(rule=7), "rule=7"),
+            (sampling(temperature=-1.0), "temperature=-1.0"),
+            (sampling(temperature=float("nan")), "temperature=nan"),
+            (sampling(top_p=0.0), "top_p=0.0"),
+            (sampling(seed=-1), "seed=-1"),
+            (sampling(logit_bias={400: 1.0}), "logit_bias[400]"),
         ],
     )
     def test_sampling(
@@ -373,7 +373,7 @@ class TestRawVerify:
 
     def test_supports_where_tokens_are_matched(self, stack: LocalStack) -> None:
         with refused(InvalidRequestError, "support_token_ids=2", "must be 0"):
-            exchange(stack, [verify(open=opening(sampling=law(temperature=0.0)))])
+            exchange(stack, [verify(open=opening(sampling=sampling(temperature=0.0)))])
 
     def test_a_chain_spelt_out_is_a_chain(self, stack: LocalStack) -> None:
         (answer,) = exchange(stack, [verify(open=opening(), parent_indices=[-1, 0])])

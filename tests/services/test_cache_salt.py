@@ -27,7 +27,7 @@ OPTIONS = {"page_size": PAGE_SIZE}
 TARGET, DRAFT = "emulated:step_ms=0", "emulated:step_ms=0,alpha=0.8"
 
 
-def law(**settings: Any) -> SamplingParams:
+def sampling(**settings: Any) -> SamplingParams:
     return dataclasses.replace(SamplingParams(max_tokens=8, seed=4, rule=Rule.GUMBEL), **settings)
 
 
@@ -67,14 +67,14 @@ class TestTenants:
         self, stack: LocalStack, tokens: tuple[Path, dict[str, str]]
     ) -> None:
         _, by_name = tokens
-        assert seen(stack, stack.client, by_name["alice"], law()) == (0, [0, 0])
-        assert seen(stack, stack.client, by_name["bob"], law()) == (0, [0, 0])
-        cached, hits = seen(stack, stack.client, by_name["renewed"], law())
+        assert seen(stack, stack.client, by_name["alice"], sampling()) == (0, [0, 0])
+        assert seen(stack, stack.client, by_name["bob"], sampling()) == (0, [0, 0])
+        cached, hits = seen(stack, stack.client, by_name["renewed"], sampling())
         assert cached == NUM_CACHED, "two tokens of one name are one tenant"
         assert min(hits) >= NUM_CACHED
-        assert seen(stack, stack.client, by_name["bob"], law(cache_salt="alice")) == (0, [0, 0])
-        assert seen(stack, stack.client, by_name["alice"], law(cache_salt="alice")) == (0, [0, 0])
-        assert seen(stack, stack.client, by_name["alice"], law(cache_salt="alice"))[0] == NUM_CACHED
+        assert seen(stack, stack.client, by_name["bob"], sampling(cache_salt="alice")) == (0, [0, 0])
+        assert seen(stack, stack.client, by_name["alice"], sampling(cache_salt="alice")) == (0, [0, 0])
+        assert seen(stack, stack.client, by_name["alice"], sampling(cache_salt="alice"))[0] == NUM_CACHED
 
     def test_a_tenant_finds_its_own_through_every_coordinator(
         self, stack: LocalStack, tokens: tuple[Path, dict[str, str]]
@@ -85,9 +85,9 @@ class TestTenants:
             verify_address=stack.verify_address, draft_address=stack.draft_address, tokens=str(path)
         )
         with thread.entered(lambda: coordinator.service.serving(config)) as address, Client(address) as other:
-            text = generate(stack.client, by_name["alice"], law()).text
-            assert seen(stack, other, by_name["bob"], law()) == (0, [0, 0])
-            done = generate(other, by_name["alice"], law())
+            text = generate(stack.client, by_name["alice"], sampling()).text
+            assert seen(stack, other, by_name["bob"], sampling()) == (0, [0, 0])
+            done = generate(other, by_name["alice"], sampling())
             assert (done.text, done.usage.cached_tokens) == (text, NUM_CACHED)
         thread.close()
 
@@ -100,14 +100,14 @@ class TestWithoutTokens:
 
     def test_prompts_are_shared_within_a_salt(self, stack: LocalStack) -> None:
         cached = [
-            generate(stack.client, "", law(cache_salt=salt)).usage.cached_tokens
+            generate(stack.client, "", sampling(cache_salt=salt)).usage.cached_tokens
             for salt in ("", "", "mine", "mine", "yours", "")
         ]
         assert cached == [0, NUM_CACHED, 0, NUM_CACHED, 0, NUM_CACHED]
 
     async def test_a_stream_that_is_opened_again_finds_its_own(self, stack: LocalStack) -> None:
         """One that pauses leaves draft and verify, and is back with its salt."""
-        params = law(max_tokens=150, cache_salt="mine", num_draft_tokens=0)
+        params = sampling(max_tokens=150, cache_salt="mine", num_draft_tokens=0)
         async with (
             AsyncClient(stack.address) as client,
             client.stream(params=params, prompt_token_ids=PROMPT) as stream,

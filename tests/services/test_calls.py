@@ -27,8 +27,6 @@ from specwire.rpc.statuses import from_rpc_error
 from tests.support.certificates import Authority
 from tests.support.harness import LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 MODEL = "emulated:step_ms=0"
 WATCH, CHECK, LIST = (f"/grpc.health.v1.Health/{name}" for name in ("Watch", "Check", "List"))
 VERIFY = "/specwire.v1.VerifyService/Verify"

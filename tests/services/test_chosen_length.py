@@ -8,11 +8,10 @@ import pytest
 from specwire import Rule, SamplingParams
 from tests.support.harness import local_stack
 
-pytestmark = pytest.mark.serial
-
 CHOSEN = {"num_draft_tokens": "auto"}
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 def test_the_running_system_finds_a_good_number() -> None:
     """Emulated devices, over real gRPC: near the best fixed number, and far above plain decoding."""

@@ -28,8 +28,6 @@ from specwire import (
 from specwire.rpc import channel
 from tests.support.harness import LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 PROMPT = "The quick brown"
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
 UNREACHABLE = "127.0.0.1:1"

@@ -37,8 +37,6 @@ from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_
 from tests.support.harness import LocalStack, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 
-pytestmark = pytest.mark.serial
-
 ENDLESS = params(10_000)
 
 
@@ -108,10 +106,10 @@ class TestStalledReader:
     def test_pauses_its_generation_and_goes_on_to_the_same_text(
         self, stack: LocalStack, readers: Readers, rule: Rule, num_draft_tokens: int
     ) -> None:
-        law = params(150, rule=rule, num_draft_tokens=num_draft_tokens)
-        undisturbed = stack.client.generate(params=law, prompt_token_ids=PROMPT)
+        sampling = params(150, rule=rule, num_draft_tokens=num_draft_tokens)
+        undisturbed = stack.client.generate(params=sampling, prompt_token_ids=PROMPT)
         readers.get()
-        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+        with stack.client.stream(params=sampling, prompt_token_ids=PROMPT) as stream:
             chunks = iter(stream)
             next(chunks)
             reader = readers.get(timeout=10)
@@ -126,9 +124,9 @@ class TestStalledReader:
 
     def test_the_target_stands_still(self, stack: LocalStack, readers: Readers) -> None:
         """Each round runs one token through the target; so its count says how far the generation is."""
-        law = params(10_000, num_draft_tokens=0)
+        sampling = params(10_000, num_draft_tokens=0)
         before = stack.status("verify").num_tokens
-        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+        with stack.client.stream(params=sampling, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
             assert readers.get(timeout=10).paused.wait(10)
             paused = stack.status("verify")
@@ -248,8 +246,8 @@ class TestAcknowledgements:
 
     def test_after_the_servers_end_they_hide_nothing(self, stack: LocalStack) -> None:
         """A write to a stream that has ended fails; what is still to be read counts."""
-        law = params(60, num_draft_tokens=1)
-        with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+        sampling = params(60, num_draft_tokens=1)
+        with stack.client.stream(params=sampling, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
             stack.assert_idle_within(5.0)
             list(stream)
@@ -372,11 +370,11 @@ class TestMemory:
             address="127.0.0.1:0", target="emulated:step_ms=1", draft="none", grace_s=0.0, num_threads=1
         )
         with Stack(config) as stack, Client(stack.address) as client, contextlib.ExitStack() as streams:
-            law = params(10_000, logprobs=MAX_LOGPROBS)  # the largest tokens there are
+            sampling = params(10_000, logprobs=MAX_LOGPROBS)  # the largest tokens there are
 
             def stall(count: int) -> None:
                 for _ in range(count):
-                    stream = streams.enter_context(client.stream(params=law, prompt_token_ids=PROMPT))
+                    stream = streams.enter_context(client.stream(params=sampling, prompt_token_ids=PROMPT))
                     next(iter(stream))
 
             coordinator_process = psutil.Process(stack.coordinator.process.pid)

@@ -30,8 +30,6 @@ from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.support.harness import LocalStack, StackProxy, local_stack
 from tests.support.links import MS, Linked, Peer, until
 
-pytestmark = pytest.mark.serial
-
 TARGET, DRAFT = "emulated:step_ms=2", "emulated:step_ms=0.2,alpha=0.8"
 
 
@@ -43,6 +41,7 @@ async def round_trips_ms(client: Peer, served: Peer, count: int) -> list[float]:
     return found
 
 
+@pytest.mark.serial
 class TestDelay:
     async def test_a_round_trip_takes_the_round_trip(self) -> None:
         async with Linked(Link(rtt_ms=20)) as linked:
@@ -96,6 +95,7 @@ class TestDelay:
             assert statistics.median(await round_trips_ms(client, served, 9)) < 50
 
 
+@pytest.mark.serial
 class TestBandwidth:
     @staticmethod
     async def seconds(bandwidth_mbps: float, num_bytes: int) -> float:
@@ -136,6 +136,7 @@ class TestBandwidth:
             assert 0.2 <= await client.sends_to(served, bytes(100_000)) < 0.4
 
 
+@pytest.mark.serial
 class TestJitter:
     LINK = Link(rtt_ms=20, jitter_ms=10, seed=1)
 
@@ -194,6 +195,7 @@ class TestRefusals:
         assert psutil.Process().num_fds() == num_fds
 
 
+@pytest.mark.serial
 class TestAlarm:
     @pytest.fixture(params=[sys.platform, "other"])
     async def running(self, request: pytest.FixtureRequest) -> AsyncIterator[alarm.Alarm]:
@@ -272,6 +274,7 @@ class TestBetweenServices:
     def generate(self, stack: LocalStack) -> Completion:
         return stack.client.generate(params=self.PARAMS, prompt_token_ids=[1, 2, 3])
 
+    @pytest.mark.serial
     @pytest.mark.parametrize("which", ["draft_link", "verify_link"])
     def test_a_round_takes_one_round_trip_longer(self, which: str) -> None:
         lockstep = {"num_outcomes": "0"}

@@ -41,9 +41,9 @@ def test_what_it_does_not_know_is_refused(source: str) -> None:
     "settings", [{}, {"rule": Rule.GUMBEL}, {"temperature": 0}], ids=["rejection", "gumbel", "greedy"]
 )
 def test_each_draft_token_is_accepted_with_probability_alpha(settings: dict[str, Any]) -> None:
-    """The number accepted in a round of γ drafts has the law of Leviathan et al., equation 1."""
+    """The number accepted in a round of γ drafts has the distribution of Leviathan et al., equation 1."""
     alpha, gamma = 0.7, 4
-    params = SamplingParams(max_tokens=2_000, seed=5, num_draft_tokens=gamma, **settings)
+    params = SamplingParams(max_tokens=1_000, seed=5, num_draft_tokens=gamma, **settings)
     with local_stack("emulated:step_ms=0", f"emulated:step_ms=0,alpha={alpha}") as stack:
         done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
     histogram = np.array(done.speculation.acceptance_histogram)

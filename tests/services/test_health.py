@@ -34,7 +34,7 @@ def test_healthy(loop: LoopThread, capsys: pytest.CaptureFixture[str]) -> None:
         assert "NOT_FOUND" in capsys.readouterr().err
 
 
-def test_nobody_there(free_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server(free_address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["health", "--server", free_address, "--timeout-s", "2"]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 

@@ -22,8 +22,6 @@ from specwire.http.model import Models
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import local_stack
 
-pytestmark = pytest.mark.serial
-
 PROMPT = "def fibonacci("
 QUESTION = [{"role": "user", "content": "How does a queue work?"}]
 
@@ -84,7 +82,7 @@ class TestCompletions:
         usage = complete(here, prompt=prompt).usage
         assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == 100
 
-    def test_fates_and_progress_come_to_whoever_asks(self, here: Fronted) -> None:
+    def test_fates_and_progress_are_sent_on_request(self, here: Fronted) -> None:
         options = {"stream_options": {"include_usage": True}, "extra_body": {"return_fates": True}}
         *chunks, _, last = complete(here, stream=True, **options)
         extras = [chunk.choices[0].specwire for chunk in chunks]

@@ -26,8 +26,6 @@ from tests.support.certificates import Authority
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 MB = 1 << 20
 COMPLETIONS = "/v1/completions"
 

@@ -25,11 +25,9 @@ from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.harness import LocalStack, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, opening, params, received
 
-pytestmark = pytest.mark.serial
-
 MAX_RUNNING = 4
 IDLE_S = 2.0
-LAW = params(150)
+SAMPLING = params(150)
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ async def read(stream: AsyncStream) -> tuple[int, ...]:
     return stream.completion.token_ids
 
 
-def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
+def test_an_unread_stream_without_credit(stack: LocalStack) -> None:
     """gRPC's flow control holds the writes back: all that it took comes before the error, in order."""
     window = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
     expected = stack.client.generate(params=params(1_000), prompt_token_ids=PROMPT).token_ids
@@ -76,9 +74,9 @@ def test_a_stream_without_credit_that_nobody_reads(stack: LocalStack) -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_paused_stream_holds_nothing_and_goes_on_to_the_same_text(stack: LocalStack, rule: Rule) -> None:
-    law = params(150, rule=rule, num_draft_tokens=4)
-    expected = stack.client.generate(params=law, prompt_token_ids=PROMPT).token_ids
-    with stack.client.stream(params=law, prompt_token_ids=PROMPT) as stream:
+    sampling = params(150, rule=rule, num_draft_tokens=4)
+    expected = stack.client.generate(params=sampling, prompt_token_ids=PROMPT).token_ids
+    with stack.client.stream(params=sampling, prompt_token_ids=PROMPT) as stream:
         chunks = iter(stream)
         next(chunks)
         until(stack, lambda status: status.num_paused == 1)
@@ -95,21 +93,21 @@ def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None
     async def run() -> None:
         async with contextlib.AsyncExitStack() as exits:
 
-            async def begin(law: SamplingParams) -> AsyncStream:
+            async def begin(sampling: SamplingParams) -> AsyncStream:
                 client = await exits.enter_async_context(AsyncClient(stack.address))
-                context = client.stream(params=law, prompt_token_ids=PROMPT)
+                context = client.stream(params=sampling, prompt_token_ids=PROMPT)
                 stream = await exits.enter_async_context(context)
                 await anext(stream)
                 return stream
 
-            paused = await begin(LAW)
+            paused = await begin(SAMPLING)
             await asyncio.to_thread(until, stack, lambda status: status.num_paused == 1)
             others = [asyncio.create_task(read(await begin(params(10_000)))) for _ in range(MAX_RUNNING)]
             reading = asyncio.create_task(read(paused))
             await asyncio.to_thread(until, stack, lambda status: status.num_waiting == 1)
             assert not reading.done()
             others[0].cancel()
-            assert len(await reading) == LAW.max_tokens
+            assert len(await reading) == SAMPLING.max_tokens
             assert paused.num_resumes == 0
             for other in others:
                 other.cancel()

@@ -11,8 +11,6 @@ from specwire import AsyncClient, Completion, ResourceExhaustedError, SamplingPa
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_target
 
-pytestmark = pytest.mark.serial
-
 PROMPT = [5, 9, 11, 2, 7]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
 

@@ -26,12 +26,10 @@ from tests.support.harness import LocalStack, LoopThread, local_stack, started_s
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.refusals import our_errors
 
-pytestmark = pytest.mark.serial
-
 PROMPT = [5, 9, 11, 2, 7]
 NUM_DRAFT_TOKENS = 4
 PREPARATION = Preparation(num_outcomes=12, num_draft_tokens=NUM_DRAFT_TOKENS)
-LAWS = [
+SETTINGS = [
     pytest.param({"rule": Rule.REJECTION, "temperature": 0}, id="greedy"),
     pytest.param({"rule": Rule.GUMBEL}, id="gumbel"),
     pytest.param({"rule": Rule.REJECTION, "temperature": 0.5}, id="rejection"),
@@ -145,7 +143,7 @@ def assert_same(one: Proposal, other: Proposal) -> None:
         np.testing.assert_allclose(ours.probs[order], theirs.probs[other_order], atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", LAWS)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_what_is_pushed_is_what_would_have_been_answered(stub: Any, settings: dict[str, Any]) -> None:
     """Rounds of every kind: hits that are only told, hits that are asked for again, misses."""
     params = SamplingParams(seed=3, **settings)
@@ -349,7 +347,9 @@ class TestBackgroundJobs:
         thread.run(both())
         engine.close_sequence(sequence)
 
-    def test_it_takes_memory_from_nobody(self, service: boot.ModelService, thread: LoopThread) -> None:
+    def test_it_takes_no_memory_that_others_hold(
+        self, service: boot.ModelService, thread: LoopThread
+    ) -> None:
         """Ten pages of 16 tokens: a stream that idles keeps its own."""
         engine = service.engine
         idle = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)

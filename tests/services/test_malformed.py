@@ -23,8 +23,8 @@ def stack() -> Iterator[LocalStack]:
 
 
 def opening() -> bytes:
-    law = common_pb2.SamplingParams(seed=1, rule=common_pb2.RULE_GUMBEL)
-    first = common_pb2.OpenSequence(sampling=law, prompt_len=1)
+    sampling = common_pb2.SamplingParams(seed=1, rule=common_pb2.RULE_GUMBEL)
+    first = common_pb2.OpenSequence(sampling=sampling, prompt_len=1)
     return verify_pb2.VerifyRequest(open=first, token_ids=[3]).SerializeToString()
 
 
@@ -75,7 +75,7 @@ def test_a_request_of_a_generator(channel: grpc.Channel) -> None:
     assert_refused(caught.value, len(TRUNCATED))
 
 
-def test_a_method_that_nobody_serves(channel: grpc.Channel) -> None:
+def test_an_unknown_method(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/specwire.v1.VerifyService/Nothing")(TRUNCATED, timeout=30)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -17,8 +17,6 @@ from specwire import AsyncClient
 from specwire.engine.jobs import Job, TokenSequence
 from tests.support.harness import LocalStack, local_stack, started_services
 
-pytestmark = pytest.mark.serial
-
 PLAN = Plan(num_together=100, max_tokens=32, devices=Devices(target_ms=2.0, draft_ms=0.2))
 TARGET = f"emulated:step_ms={PLAN.devices.target_ms}"
 DRAFT = f"emulated:step_ms={PLAN.devices.draft_ms},alpha={PLAN.devices.alpha}"
@@ -50,6 +48,7 @@ def forgotten_within(seconds: float) -> bool:
         time.sleep(0.05)
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_waves", "num_kv_tokens"), [(10, 16384), (3, 1024)], ids=["room for all", "room for a few"]

@@ -13,12 +13,11 @@ from specwire import Fate, Token
 from specwire.completion import Chunk, Completion
 from tests.support.harness import local_stack, started_services
 
-pytestmark = pytest.mark.serial
-
 PLAN = Plan(num_streams=200, num_tokens=32)
 NUM_ALONE = 8
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 def test_two_hundred_streams_at_once() -> None:
     faults = Faults()

@@ -37,8 +37,6 @@ from specwire.telemetry.endpoint import PATH, MetricsEndpoint
 from specwire.telemetry.metrics import TRACING, Group, HistogramData, Metric, MetricKind
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
 TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.7"
@@ -377,6 +375,7 @@ async def test_who_does_not_ask_for_openmetrics_gets_the_older_text(accept: byte
 
 
 async def test_connections_that_say_nothing_or_too_much_stop_nobody() -> None:
+async def test_silent_and_oversized_connections_do_not_block_others() -> None:
     async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         host, port = endpoint.address.split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(4)]

@@ -188,7 +188,7 @@ def test_rejected_draft_tokens_are_known_until_they_are_overwritten(engine: Logi
     assert again.num_cached_tokens == 8
 
 
-def test_a_preempted_sequence_finds_what_nobody_needed() -> None:
+def test_a_preempted_sequence_finds_what_was_not_needed() -> None:
     made = LogitsEngine(20)
     old, young = made.engine.open(SEED, 5), made.engine.open(SEED, 5)
     made.verify(young, 0, PROMPT[:40], [])
@@ -219,9 +219,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_target(directory / "target"), save_good_draft(directory / "draft")
 
 
-@pytest.mark.parametrize("law", [{"temperature": 0.0}, {"rule": Rule.GUMBEL}], ids=["greedy", "gumbel"])
-def test_the_second_request_hits_and_says_the_same(pair: tuple[Path, Path], law: dict[str, Any]) -> None:
-    params = SamplingParams(seed=4, max_tokens=20, ignore_eos=True, **law)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"rule": Rule.GUMBEL}], ids=["greedy", "gumbel"])
+def test_the_second_request_hits_and_says_the_same(pair: tuple[Path, Path], sampling: dict[str, Any]) -> None:
+    params = SamplingParams(seed=4, max_tokens=20, ignore_eos=True, **sampling)
     on, off = {"page_size": PAGE_SIZE}, {"page_size": PAGE_SIZE, "prefix_sharing": False}
     with local_stack(*pair, verify_options=off, draft_options=off) as stack:
         expected = [stack.client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(2)]

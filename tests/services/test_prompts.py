@@ -25,8 +25,6 @@ from specwire.tokenizer import Tokenizer
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 
-pytestmark = pytest.mark.serial
-
 FEW = SamplingParams(max_tokens=2)
 LONG = "long " * 8_000
 """Over 16 KiB: its thread is that of the long ones."""
@@ -132,6 +130,7 @@ def running(client: Client, number: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.serial
 def test_the_tokenizer_lets_other_threads_run() -> None:
     """While it encodes 400 kB, and when it hands over the tokens, which transformers takes long for."""
     tokenizer = Tokenizer(texts.build_tokenizer())

@@ -35,8 +35,6 @@ from specwire.estimate import clock
 from specwire.v1 import generation_pb2
 from tests.support.pairs import save_good_draft, save_target
 
-pytestmark = pytest.mark.serial
-
 TARGET, DRAFT = "emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8"
 PROMPT = [3, 1, 4, 1, 5]
 SHORT = SamplingParams(max_tokens=20, seed=7, rule=Rule.GUMBEL, num_draft_tokens=4)
@@ -83,7 +81,7 @@ class TestChoice:
         replicas = [Fake("other", num_streams=4), Fake("holder", num_streams=num_streams)]
         assert taken_of(replicas, "holder") == taken
 
-    def test_nobody(self) -> None:
+    def test_no_server(self) -> None:
         assert choose([]) is None
 
 

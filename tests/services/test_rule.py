@@ -35,7 +35,7 @@ def test_what_the_server_was_told_holds_otherwise(rule: Rule) -> None:
     assert rules(SamplingParams(max_tokens=8, seed=3), options={"rule": rule.value}) == [rule, rule]
 
 
-def test_whoever_gives_a_seed_gets_the_same_text_again() -> None:
+def test_a_seed_fixes_the_text() -> None:
     assert rules(SamplingParams(max_tokens=8, seed=3), options={}) == [Rule.GUMBEL, Rule.GUMBEL]
 
 

@@ -16,15 +16,15 @@ PROMPT = "The quick brown"
 
 
 @pytest.fixture(scope="module", params=["greedy", "rejection", "gumbel"])
-def law(request: pytest.FixtureRequest) -> dict[str, Any]:
+def sampling(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "greedy":
         return {"temperature": 0.0, "seed": 1}
     return {"rule": request.param, "seed": 1}
 
 
 @pytest.fixture(scope="module")
-def free(client: Client, law: dict[str, Any]) -> Completion:
-    done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, **law))
+def free(client: Client, sampling: dict[str, Any]) -> Completion:
+    done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, **sampling))
     assert done.finish_reason is FinishReason.LENGTH
     assert done.stop_reason is None
     assert len(done.token_ids) == 60
@@ -35,13 +35,15 @@ class TestStops:
     """Each against the same generation without the stop condition."""
 
     def test_a_stop_string_over_token_borders(
-        self, client: Client, law: dict[str, Any], free: Completion, tokenizer: Tokenizer
+        self, client: Client, sampling: dict[str, Any], free: Completion, tokenizer: Tokenizer
     ) -> None:
         texts_ = [token.text for token in free.tokens]
         i = next(i for i in range(20, 50) if len(texts_[i]) >= 1 and len(texts_[i + 1]) >= 1)
         stop = texts_[i][-1] + texts_[i + 1][0]
         cut = free.text.index(stop)
-        done = client.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=(stop,), **law))
+        done = client.generate(
+            PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=(stop,), **sampling)
+        )
         assert done.text == free.text[:cut]
         assert done.finish_reason is FinishReason.STOP
         assert done.stop_reason == stop
@@ -50,11 +52,11 @@ class TestStops:
         assert stop not in tokenizer.decode(done.token_ids[:-1])
 
     def test_a_stop_id_is_in_the_ids_and_not_in_the_text(
-        self, client: Client, law: dict[str, Any], free: Completion, tokenizer: Tokenizer
+        self, client: Client, sampling: dict[str, Any], free: Completion, tokenizer: Tokenizer
     ) -> None:
         stop_id = free.token_ids[25]
         at = free.token_ids.index(stop_id)
-        params = SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(stop_id,), **law)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(stop_id,), **sampling)
         done = client.generate(PROMPT, params)
         assert done.token_ids == free.token_ids[: at + 1]
         assert done.text == tokenizer.decode(free.token_ids[:at])
@@ -62,9 +64,9 @@ class TestStops:
         assert done.stop_reason == stop_id
         assert done.usage.completion_tokens == at + 1
 
-    def test_end_of_sequence_ends_unless_ignored(self, client: Client, law: dict[str, Any]) -> None:
+    def test_end_of_sequence_ends_unless_ignored(self, client: Client, sampling: dict[str, Any]) -> None:
         eos = 2
-        params: dict[str, Any] = {"max_tokens": 20, "logit_bias": {eos: 100.0}} | law
+        params: dict[str, Any] = {"max_tokens": 20, "logit_bias": {eos: 100.0}} | sampling
         done = client.generate(PROMPT, SamplingParams(**params))
         assert done.token_ids == (eos,)
         assert (done.finish_reason, done.stop_reason, done.text) == (FinishReason.STOP, eos, "")
@@ -74,22 +76,22 @@ class TestStops:
 
     @pytest.mark.parametrize("max_tokens", [1, 2, 6, 7])
     def test_max_tokens_is_exact(
-        self, client: Client, law: dict[str, Any], free: Completion, max_tokens: int
+        self, client: Client, sampling: dict[str, Any], free: Completion, max_tokens: int
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **law)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
         done = client.generate(PROMPT, params)
         assert len(done.token_ids) == max_tokens == done.usage.completion_tokens
         assert done.finish_reason is FinishReason.LENGTH
-        if law.get("rule") != "rejection":  # a shorter last round draws other uniforms there
+        if sampling.get("rule") != "rejection":  # a shorter last round draws other uniforms there
             assert done.token_ids == free.token_ids[:max_tokens]
 
     def test_logprobs_are_those_of_the_raw_target(
-        self, client: Client, law: dict[str, Any], pair: tuple[Path, Path], tokenizer: Tokenizer
+        self, client: Client, sampling: dict[str, Any], pair: tuple[Path, Path], tokenizer: Tokenizer
     ) -> None:
         warps: dict[str, Any] = {"top_k": 20, "presence_penalty": 0.5, "logit_bias": {7: 3.0}}
-        if law.get("temperature") != 0.0:
+        if sampling.get("temperature") != 0.0:
             warps |= {"temperature": 0.8}
-        params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=4, **warps, **law)
+        params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=4, **warps, **sampling)
         done = client.generate(PROMPT, params)
         prompt = tokenizer.encode(PROMPT)
         expected = raw_logprobs(pair[0], [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
@@ -99,11 +101,11 @@ class TestStops:
             assert [t for t, _ in token.top_logprobs] == ids.tolist()
             assert [v for _, v in token.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
 
-    def test_logprobs_zero_reports_the_token_alone(self, client: Client, law: dict[str, Any]) -> None:
-        done = client.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=0, **law))
+    def test_logprobs_zero_reports_the_token_alone(self, client: Client, sampling: dict[str, Any]) -> None:
+        done = client.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=0, **sampling))
         assert all(token.logprob is not None and token.top_logprobs == () for token in done.tokens)
         assert done.to_dict()["logprobs"][0].keys() == {"token_id", "logprob", "top_logprobs"}
-        without = client.generate(PROMPT, SamplingParams(max_tokens=12, **law))
+        without = client.generate(PROMPT, SamplingParams(max_tokens=12, **sampling))
         assert without.token_ids == done.token_ids
         assert without.to_dict()["logprobs"] is None
 

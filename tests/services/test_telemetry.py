@@ -27,7 +27,7 @@ from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
 from tests.support.otlp_receiver import OtlpReceiver, refusing, silent
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 PAGE = (Path(__file__).parents[2] / "docs/jaeger.md").read_text()
 PROMPT = [3, 5, 7, 11]

@@ -23,7 +23,7 @@ from specwire.telemetry import semantics, tracing
 from specwire.telemetry.propagation import W3C, TraceContext
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 ONE_SPAN = """
@@ -232,9 +232,10 @@ def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
         tracing.configure("test")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("collector", [refusing, silent])
-def test_a_collector_that_does_not_answer_harms_nobody(
+def test_a_collector_that_does_not_answer_blocks_nothing(
     collector: Callable[[], AbstractContextManager[int]], protocol: str
 ) -> None:
     code = """

@@ -42,8 +42,8 @@ MANY = 100_000
 """Over every context and vocabulary here."""
 MAX_PROMPT_BYTES = 2_000
 
-LAW: dict[str, Any] = {"seed": 1, "rule": common_pb2.RULE_REJECTION}
-OPEN = common_pb2.OpenSequence(sampling=common_pb2.SamplingParams(**LAW), prompt_len=1)
+SAMPLING: dict[str, Any] = {"seed": 1, "rule": common_pb2.RULE_REJECTION}
+OPEN = common_pb2.OpenSequence(sampling=common_pb2.SamplingParams(**SAMPLING), prompt_len=1)
 PROMPT = {"token_ids": {"ids": [1, 2, 3]}}
 FEED: dict[str, Any] = {"open": OPEN, "token_ids": [3]}
 
@@ -52,8 +52,8 @@ def generation(**fields: Any) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(**(PROMPT | fields))
 
 
-def sampled(**law: Any) -> generation_pb2.GenerateRequest:
-    return generation(sampling=LAW | law)
+def sampled(**sampling: Any) -> generation_pb2.GenerateRequest:
+    return generation(sampling=SAMPLING | sampling)
 
 
 def stopped(**conditions: Any) -> generation_pb2.GenerateRequest:
@@ -77,7 +77,7 @@ def verify(**fields: Any) -> verify_pb2.VerifyRequest:
 
 
 def opened(**fields: Any) -> common_pb2.OpenSequence:
-    valid: dict[str, Any] = {"sampling": LAW, "prompt_len": 1}
+    valid: dict[str, Any] = {"sampling": SAMPLING, "prompt_len": 1}
     return common_pb2.OpenSequence(**valid | fields)
 
 

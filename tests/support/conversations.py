@@ -37,34 +37,34 @@ class Method:
     most_answers: int = 1000
 
 
-def _law(rule: common_pb2.Rule, **fields: Any) -> common_pb2.SamplingParams:
+def _sampling(rule: common_pb2.Rule, **fields: Any) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(seed=7, rule=rule, **fields)
 
 
-def _opening(law: common_pb2.SamplingParams) -> common_pb2.OpenSequence:
-    return common_pb2.OpenSequence(sampling=law, prompt_len=3)
+def _opening(sampling: common_pb2.SamplingParams) -> common_pb2.OpenSequence:
+    return common_pb2.OpenSequence(sampling=sampling, prompt_len=3)
 
 
-GUMBEL = _law(common_pb2.RULE_GUMBEL)
-REJECTION = _law(common_pb2.RULE_REJECTION, temperature=0.8, top_p=0.9, min_p=0.01, logprobs=2)
-PENALTIES = _law(
+GUMBEL = _sampling(common_pb2.RULE_GUMBEL)
+REJECTION = _sampling(common_pb2.RULE_REJECTION, temperature=0.8, top_p=0.9, min_p=0.01, logprobs=2)
+PENALTIES = _sampling(
     common_pb2.RULE_GUMBEL, top_k=5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={7: 2.0}
 )
-GREEDY = _law(common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
-LAWS = (GUMBEL, REJECTION, PENALTIES, GREEDY)
+GREEDY = _sampling(common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
+SAMPLINGS = (GUMBEL, REJECTION, PENALTIES, GREEDY)
 _SUPPORT = ids_to_bytes(np.array([6, 7, 9]))
 
 
-def _matches(law: common_pb2.SamplingParams) -> bool:
-    return law is not REJECTION
+def _matches(sampling: common_pb2.SamplingParams) -> bool:
+    return sampling is not REJECTION
 
 
-def _verify(law: common_pb2.SamplingParams) -> list[Message]:
-    supports = [] if _matches(law) else [_SUPPORT, _SUPPORT]
+def _verify(sampling: common_pb2.SamplingParams) -> list[Message]:
+    supports = [] if _matches(sampling) else [_SUPPORT, _SUPPORT]
     drafts: dict[str, Any] = {"draft_token_ids": [6, 7], "support_token_ids": supports}
     request = verify_pb2.VerifyRequest
     return [
-        request(open=_opening(law), request_id=1, token_ids=[3, 4, 5], **drafts),
+        request(open=_opening(sampling), request_id=1, token_ids=[3, 4, 5], **drafts),
         request(
             request_id=2, base_len=4, token_ids=[9], traceparent=f"00-{'1' * 32}-{'2' * 16}-01", **drafts
         ),
@@ -72,20 +72,22 @@ def _verify(law: common_pb2.SamplingParams) -> list[Message]:
     ]
 
 
-def _draft(law: common_pb2.SamplingParams) -> list[Message]:
+def _draft(sampling: common_pb2.SamplingParams) -> list[Message]:
     request = draft_pb2.DraftRequest
     ahead = draft_pb2.Preparation(num_outcomes=4, num_draft_tokens=3)
     return [
-        request(open=_opening(law), request_id=1, token_ids=[3, 4, 5], num_draft_tokens=3, prepare=ahead),
+        request(
+            open=_opening(sampling), request_id=1, token_ids=[3, 4, 5], num_draft_tokens=3, prepare=ahead
+        ),
         request(request_id=2, base_len=4, token_ids=[9], num_draft_tokens=2),
         request(request_id=3, base_len=5, token_ids=[10, 11], prepare=ahead),
     ]
 
 
-def _generate(law: common_pb2.SamplingParams, **prompt: Any) -> list[Message]:
+def _generate(sampling: common_pb2.SamplingParams, **prompt: Any) -> list[Message]:
     request = generation_pb2.GenerateRequest
     stops = generation_pb2.StopConditions(max_tokens=8, stop=["fox"], stop_token_ids=[2], ignore_eos=True)
-    first = request(sampling=law, stop_conditions=stops, credit_tokens=64, **prompt)
+    first = request(sampling=sampling, stop_conditions=stops, credit_tokens=64, **prompt)
     return [first, request(credit_tokens=5), request(credit_tokens=3)]
 
 
@@ -131,7 +133,7 @@ METHODS: Sequence[Method] = (
         "draft",
         "/specwire.v1.DraftService/Draft",
         True,
-        [_draft(law) for law in LAWS],
+        [_draft(sampling) for sampling in SAMPLINGS],
         draft_pb2.DraftResponse,
         answers_stream=True,
     ),
@@ -145,7 +147,7 @@ METHODS: Sequence[Method] = (
         "verify",
         "/specwire.v1.VerifyService/Verify",
         True,
-        [_verify(law) for law in LAWS],
+        [_verify(sampling) for sampling in SAMPLINGS],
         verify_pb2.VerifyResponse,
         answers_stream=True,
     ),

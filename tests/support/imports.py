@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -11,14 +12,29 @@ SERVICES = ("coordinator", "draft_service", "verify_service")
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 
 
-def imports(path: Path, *, lazy: bool = True) -> set[str]:
+@functools.cache
+def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
     """Dotted names that a file imports; `from a import b` counts as both `a` and `a.b`.
 
     Args:
         lazy: also those inside functions.
     """
     tree = ast.parse(path.read_text())
-    return {name for node in nodes(tree, lazy) for name in names(node)}
+    return frozenset(name for node in nodes(tree, lazy) for name in names(node))
+
+
+def reached(*paths: Path) -> set[Path]:
+    """These files and all of this repository that is loaded with them."""
+    seen, left = set(), set(paths)
+    while left:
+        path = left.pop()
+        seen.add(path)
+        for name in imports(path, lazy=False):
+            parts = name.split(".")
+            modules = {ROOT.joinpath(*parts).with_suffix(".py")}
+            modules |= {ROOT.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts) + 1)}
+            left |= {module for module in modules if module.exists()} - seen
+    return seen
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
@@ -44,7 +60,7 @@ def names(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def packages(found: set[str]) -> set[str]:
+def packages(found: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in found}
 
 

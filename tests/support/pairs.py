@@ -45,7 +45,7 @@ def _negate(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def markov_model(scale: float = 1.0, shift: int = 0) -> PreTrainedModel:
-    """A model whose law depends on the last token alone: attention and MLP write nothing.
+    """A model whose distribution depends on the last token alone: attention and MLP write nothing.
 
     Args:
         scale: of the logits; negative makes the hostile draft of the model with the positive scale.

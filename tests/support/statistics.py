@@ -1,8 +1,8 @@
 """Goodness of fit for the exactness tests, over pure functions and over the wire alike.
 
-All tests of this kind use fixed seeds: a false alarm can be met once, by whoever writes the test, and
+All tests of this kind use fixed seeds: a false alarm can occur once, when a test is written, and
 never in a later run of the same code. `FALSE_ALARM_RATE` is the bound for one test function as a whole;
-a test that compares k laws hands each 1/k of it (Bonferroni).
+a test that compares k distributions hands each 1/k of it (Bonferroni).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIN_EXPECTED = 5.0
 
 
 def chi_square_p_value(counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> float:
-    """Pearson's chi-square test of counts against a law, rare cells pooled.
+    """Pearson's chi-square test of counts against a distribution, rare cells pooled.
 
     Args:
         counts: [...] how often each outcome came up.
@@ -32,7 +32,7 @@ def chi_square_p_value(counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> 
     seen = np.asarray(counts, dtype=np.float64).ravel()
     expected = np.asarray(expected_probs, dtype=np.float64).ravel()
     assert seen.shape == expected.shape
-    assert abs(expected.sum() - 1) < 1e-5, f"the reference law sums to {expected.sum()}"
+    assert abs(expected.sum() - 1) < 1e-5, f"the reference distribution sums to {expected.sum()}"
     if seen[expected == 0].any():
         return 0.0
     seen, expected = seen[expected > 0], expected[expected > 0]
@@ -60,33 +60,33 @@ def _pool(
     )
 
 
-def sequence_p_values(sequences: npt.NDArray[np.int64], joint_law: npt.NDArray[np.float64]) -> list[float]:
-    """p-values of the law at every position, then of the whole sequences.
+def sequence_p_values(sequences: npt.NDArray[np.int64], joint_probs: npt.NDArray[np.float64]) -> list[float]:
+    """p-values of the distribution at every position, then of the whole sequences.
 
     Args:
         sequences: [num_sequences, num_positions] token ids.
-        joint_law: [vocab_size] * num_positions, the probability of every sequence.
+        joint_probs: [vocab_size] * num_positions, the probability of every sequence.
     """
     num_positions = sequences.shape[1]
-    counts = np.zeros(joint_law.shape)
+    counts = np.zeros(joint_probs.shape)
     np.add.at(counts, tuple(sequences.T), 1)
     p_values = []
     for position in range(num_positions):
         others = tuple(axis for axis in range(num_positions) if axis != position)
-        p_values.append(chi_square_p_value(counts.sum(axis=others), joint_law.sum(axis=others)))
-    return [*p_values, chi_square_p_value(counts, joint_law)]
+        p_values.append(chi_square_p_value(counts.sum(axis=others), joint_probs.sum(axis=others)))
+    return [*p_values, chi_square_p_value(counts, joint_probs)]
 
 
-def assert_same_law(
-    sequences: npt.NDArray[np.int64], joint_law: npt.NDArray[np.float64], num_tests: int = 1
+def assert_same_distribution(
+    sequences: npt.NDArray[np.int64], joint_probs: npt.NDArray[np.float64], num_tests: int = 1
 ) -> None:
-    """Fail where sequences do not follow a law, at any position or as a whole.
+    """Fail where sequences do not follow a distribution, at any position or as a whole.
 
     Args:
         sequences: [num_sequences, num_positions] token ids.
-        joint_law: [vocab_size] * num_positions.
+        joint_probs: [vocab_size] * num_positions.
         num_tests: calls that share `FALSE_ALARM_RATE`.
     """
-    p_values = sequence_p_values(sequences, joint_law)
+    p_values = sequence_p_values(sequences, joint_probs)
     bound = FALSE_ALARM_RATE / (len(p_values) * num_tests)
     assert min(p_values) > bound, f"p-values by position, then jointly: {p_values}; bound {bound}"

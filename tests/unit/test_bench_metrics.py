@@ -202,12 +202,12 @@ def test_speculation_adds_up() -> None:
 
 class TestArrivalTimes:
     @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
-    def test_gaps_follow_the_gamma_law(self, burstiness: float) -> None:
+    def test_gaps_follow_the_gamma_distribution(self, burstiness: float) -> None:
         n, rate = 4_000, 20.0
         times = arrival_times(OfferedLoad(num_requests=n, rate=rate, burstiness=burstiness, seed=3))
         assert times[-1] == pytest.approx(n / rate)
-        law = stats.gamma(burstiness, scale=1 / (rate * burstiness))
-        assert stats.kstest(np.diff(times, prepend=0.0), law.cdf).pvalue > FALSE_ALARM_RATE
+        gamma = stats.gamma(burstiness, scale=1 / (rate * burstiness))
+        assert stats.kstest(np.diff(times, prepend=0.0), gamma.cdf).pvalue > FALSE_ALARM_RATE
         assert stats.kstest(np.diff(times), stats.expon(scale=2 / rate).cdf).pvalue < FALSE_ALARM_RATE
 
     def test_poisson_counts_have_variance_equal_to_mean(self) -> None:

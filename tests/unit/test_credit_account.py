@@ -66,7 +66,7 @@ class TestAccount:
         credit.spend(num_emitted=5, num_sent=5)
         credit.acknowledge(5)
 
-    def test_an_acknowledgement_that_nobody_asked_for_is_refused(self) -> None:
+    def test_an_acknowledgement_for_no_credit_is_refused(self) -> None:
         with pytest.raises(
             InvalidRequestError, match=r"credit_tokens=16: the first request asked for no credit"
         ):

@@ -14,8 +14,6 @@ from specwire.testing.delay_line import MAX_HELD_BYTES
 from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.support.links import MS, Linked, Peer, until
 
-pytestmark = pytest.mark.serial
-
 CHUNK = bytes(64 << 10)
 
 
@@ -105,7 +103,7 @@ class TestOneWay:
             await until(lambda: linked.proxy.num_connections == 0)
 
     @pytest.mark.parametrize("direction", Direction)
-    async def test_an_end_that_nobody_asked_for(self, direction: Direction) -> None:
+    async def test_an_unasked_for_end(self, direction: Direction) -> None:
         async with Linked(Link(rtt_ms=20)) as linked:
             near, far = self.sides(await linked.connect(), direction)
             linked.proxy.stall(direction)
@@ -172,7 +170,7 @@ class TestEnds:
             client.reset()
             await until(lambda: linked.proxy.num_connections == 0)
 
-    async def test_nobody_at_the_other_end(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_no_service_at_the_other_end(self, caplog: pytest.LogCaptureFixture) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             to = f"127.0.0.1:{taken.getsockname()[1]}"
         proxy = DelayProxy(to, Link(rtt_ms=40))

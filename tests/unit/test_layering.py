@@ -12,6 +12,7 @@ from tests.support.imports import (
     SERVICES,
     imports,
     packages,
+    reached,
     sources,
 )
 
@@ -138,16 +139,19 @@ def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
 
 def test_emulated_devices_need_no_transformers() -> None:
     """Which take seconds to import."""
-    seen, left = set(), {ROOT / f"{service}/service.py" for service in SERVICES}
-    while left:
-        path = left.pop()
-        seen.add(path)
-        found = imports(path, lazy=False)
-        assert "transformers" not in packages(found), path
-        files = {ROOT / (name.replace(".", "/") + ".py") for name in found}
-        left |= {file for file in files if file.exists()} - seen
+    seen = reached(*(ROOT / service / "service.py" for service in SERVICES))
+    for path in seen:
+        assert "transformers" not in packages(imports(path, lazy=False)), path
     assert ROOT / "specwire/engine/loop.py" in seen
     assert ROOT / "specwire/engine/models.py" not in seen
+
+
+def test_unit_tests_load_no_torch() -> None:
+    """Which takes seconds to import; tests of tensors are in `tests/tensors`."""
+    seen = reached(ROOT / "tests/conftest.py", *sources("tests/unit"))
+    for path in seen:
+        assert not packages(imports(path, lazy=False)) & {"torch", "safetensors"}, path
+    assert ROOT / "coordinator/generation.py" in seen
 
 
 def test_the_http_front_is_loaded_by_its_command_alone() -> None:

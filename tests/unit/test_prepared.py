@@ -62,7 +62,7 @@ class TestPrepared:
 
 
 class TestForecast:
-    def test_outcomes_are_a_law(self) -> None:
+    def test_outcomes_are_a_distribution(self) -> None:
         """With every rank named, nothing is left but that no candidate follows."""
         forecast = Forecast(SharedForecast())
         for num_accepted in (0, 1, 2, 3, 3, 3):

@@ -10,8 +10,6 @@ from coordinator.credit import Credit
 from coordinator.reader import CreditReader
 from specwire.errors import InvalidRequestError, StreamIdleError
 
-pytestmark = pytest.mark.serial
-
 IDLE_S = 0.05
 
 

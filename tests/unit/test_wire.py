@@ -62,7 +62,7 @@ class TestSamplingParams:
         params = SamplingParams(temperature=0.0, seed=0, num_draft_tokens=0, logprobs=0)
         assert client_wire.generate_params(over_the_wire(client_wire.generate_request("x", params))) == params
 
-    def test_a_model_service_gets_the_law(self) -> None:
+    def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
         stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens"}
         for field in dataclasses.fields(SamplingParams):

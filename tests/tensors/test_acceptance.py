@@ -30,26 +30,26 @@ def floats(values: npt.ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def random_law(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
-    """A law with many zeros and orders of magnitude between the rest."""
+def random_probs(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
+    """A distribution with many zeros and orders of magnitude between the rest."""
     weights = rng.gamma(0.3, size=vocab_size) * (rng.random(vocab_size) < rng.choice([0.3, 0.7, 1.0]))
     weights[rng.integers(vocab_size)] += 0.1
     return (weights / weights.sum()).astype(np.float32)
 
 
 def judged(
-    draft_law: np.ndarray, target_law: np.ndarray, mass: float, max_support: int
+    draft_probs: np.ndarray, target_probs: np.ndarray, mass: float, max_support: int
 ) -> tuple[Support, np.ndarray, float, np.ndarray]:
-    """Cut and judge with the real functions: the support, target on it, tail mass, law of the tail."""
-    token_ids, probs, lengths = truncate_support(torch.from_numpy(draft_law)[None], mass, max_support)
+    """Cut and judge with the real functions: the support, target on it, tail mass, tail probabilities."""
+    token_ids, probs, lengths = truncate_support(torch.from_numpy(draft_probs)[None], mass, max_support)
     length = int(lengths[0])
-    target_probs, tail_mass, _ = judge_support(
-        torch.from_numpy(target_law)[None], token_ids[:, :length], torch.zeros(1, dtype=torch.float64)
+    on_support, tail_mass, _ = judge_support(
+        torch.from_numpy(target_probs)[None], token_ids[:, :length], torch.zeros(1, dtype=torch.float64)
     )
     draft = Support(token_ids[0, :length].numpy(), probs[0, :length].numpy())
-    outside = target_law.astype(np.float64)
+    outside = target_probs.astype(np.float64)
     outside[draft.token_ids] = 0
-    return draft, target_probs[0].numpy(), float(tail_mass[0]), outside / max(outside.sum(), 1e-300)
+    return draft, on_support[0].numpy(), float(tail_mass[0]), outside / max(outside.sum(), 1e-300)
 
 
 def kept_and_recovered(
@@ -57,9 +57,9 @@ def kept_and_recovered(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Probability that a position emits each token by acceptance, and by recovery."""
     kept, recovered = np.zeros(len(outside)), np.zeros(len(outside))
-    law = draft.probs.astype(np.float64) / draft.probs.sum(dtype=np.float64)
-    pairs = zip(law, target_probs.tolist(), strict=True)
-    kept[draft.token_ids] = law * [acceptance_probability(d, t) for d, t in pairs]
+    probs = draft.probs.astype(np.float64) / draft.probs.sum(dtype=np.float64)
+    pairs = zip(probs, target_probs.tolist(), strict=True)
+    kept[draft.token_ids] = probs * [acceptance_probability(d, t) for d, t in pairs]
     weights, tail_weight = residual(draft, target_probs, tail_mass)
     total = weights.sum() + tail_weight
     if total > 0:
@@ -69,33 +69,33 @@ def kept_and_recovered(
 
 
 @pytest.mark.parametrize(("mass", "max_support"), [(0.99, 1024), (0.9, 5), (0.5, 3), (1.0, 1)])
-def test_emitted_law_is_the_target(mass: float, max_support: int) -> None:
+def test_emitted_distribution_is_the_target(mass: float, max_support: int) -> None:
     """draft · accept + P(reject) · residual = target, to float32's precision."""
     rng = np.random.default_rng(3)
     for _ in range(100):
         vocab_size = int(rng.integers(2, 40))
-        target_law = random_law(rng, vocab_size)
-        parts = judged(random_law(rng, vocab_size), target_law, mass, max_support)
+        target_probs = random_probs(rng, vocab_size)
+        parts = judged(random_probs(rng, vocab_size), target_probs, mass, max_support)
         kept, recovered = kept_and_recovered(*parts)
-        np.testing.assert_allclose(kept + recovered, target_law, atol=1e-6)
+        np.testing.assert_allclose(kept + recovered, target_probs, atol=1e-6)
         weights, tail_weight = residual(*parts[:3])
         assert weights.sum() + tail_weight == pytest.approx(1 - kept.sum(), abs=1e-6)
 
 
-def test_emitted_law_is_the_target_for_equal_laws() -> None:
-    law = random_law(np.random.default_rng(4), 30)
-    kept, recovered = kept_and_recovered(*judged(law, law, 0.99, 1024))
-    np.testing.assert_allclose(kept + recovered, law, atol=1e-6)
+def test_emitted_distribution_is_the_target_for_equal_distributions() -> None:
+    probs = random_probs(np.random.default_rng(4), 30)
+    kept, recovered = kept_and_recovered(*judged(probs, probs, 0.99, 1024))
+    np.testing.assert_allclose(kept + recovered, probs, atol=1e-6)
     assert kept.sum() > 1 - 1e-6
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 64), (2, 64), (2, 2), (3, 3)])
-def test_joint_law_over_rounds_is_the_target(num_draft_tokens: int, max_support: int) -> None:
+def test_joint_distribution_over_rounds_is_the_target(num_draft_tokens: int, max_support: int) -> None:
     """Every way to emit three tokens over any number of rounds, summed, for random Markov models."""
     rng = np.random.default_rng(5)
     vocab_size, num_positions = 6, 3
-    target = np.stack([random_law(rng, vocab_size) for _ in range(vocab_size)])
-    draft = np.stack([random_law(rng, vocab_size) for _ in range(vocab_size)])
+    target = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)])
+    draft = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)])
     step = [kept_and_recovered(*judged(d, t, 0.9, max_support)) for d, t in zip(draft, target, strict=True)]
 
     def emitted(sequence: tuple[int, ...], last: int, index: int) -> float:

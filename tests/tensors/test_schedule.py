@@ -155,7 +155,7 @@ def test_streams_that_began_apart_share_their_steps() -> None:
         assert stack.status("verify").num_steps < 1.5 * num_rounds
 
 
-def test_nobody_waits_for_a_stream_that_is_slow_to_return(counting: CountingEngine) -> None:
+def test_a_stream_that_is_slow_to_return_delays_no_other(counting: CountingEngine) -> None:
     engine = counting.engine
     quick, slow = engine.open(PARAMS, 5), engine.open(PARAMS, 5)
 

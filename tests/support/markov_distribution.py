@@ -19,19 +19,19 @@ from tests.support.pairs import MARKOV_VOCAB_SIZE
 PROMPT = [3]
 
 
-def law_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:
-    """How well the tokens fit the law that these parameters make of the target's logits."""
+def fit_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:
+    """How well the tokens fit the distribution that these parameters make of the target's logits."""
     size = MARKOV_VOCAB_SIZE
     excess, covariance = np.zeros((size, size)), np.zeros((size, size, size))
     for done in completions:
         tokens = [*PROMPT, *done.token_ids]
-        laws = reference_laws(tokens, logits, params)
-        for before, token_id, law in zip(tokens, done.token_ids, laws, strict=False):
-            if law[token_id] == 0:
+        rows = reference_distributions(tokens, logits, params)
+        for before, token_id, probs in zip(tokens, done.token_ids, rows, strict=False):
+            if probs[token_id] == 0:
                 return 0.0
-            excess[before] -= law
+            excess[before] -= probs
             excess[before, token_id] += 1
-            covariance[before] += np.diag(law) - np.outer(law, law)
+            covariance[before] += np.diag(probs) - np.outer(probs, probs)
     statistic, freedom = 0.0, 0
     for deviation, spread in zip(excess, covariance, strict=True):
         inverse = np.linalg.pinv(spread, rcond=1e-6, hermitian=True)
@@ -41,8 +41,8 @@ def law_p_value(completions: list[Completion], logits: torch.Tensor, params: Sam
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def reference_laws(tokens: list[int], logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """float64 [len(tokens) - 1, vocab_size]: the law of each output token, by transformers' own classes."""
+def reference_distributions(tokens: list[int], logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """float64 [len(tokens) - 1, vocab_size]: of each output token, by transformers' own classes."""
     scores = logits[tokens[:-1]].clone()
     for token_id, bias in params.logit_bias.items():
         scores[:, token_id] += bias

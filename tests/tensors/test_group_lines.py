@@ -11,8 +11,6 @@ import pytest
 
 from specwire.engine.group import control
 
-pytestmark = pytest.mark.serial
-
 HOST = "127.0.0.1"
 
 

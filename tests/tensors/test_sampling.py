@@ -208,7 +208,7 @@ def test_history_features_combine_in_order_and_by_row() -> None:
     assert (logits == before).all()
 
 
-def test_history_is_not_touched_where_nobody_asks() -> None:
+def test_history_is_not_touched_without_need() -> None:
     logits = random_logits(2)
     assert apply_history(logits, [row(temperature=0.5), row(top_k=3)]) is logits
 
@@ -236,7 +236,7 @@ def test_draw_never_returns_an_impossible_token(u: float) -> None:
     assert draw(one_hot, torch.full((50,), u, dtype=torch.float64)).tolist() == list(range(50))
 
 
-def test_draw_inverts_the_cumulative_law() -> None:
+def test_draw_inverts_the_cumulative_distribution() -> None:
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
     expected = {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, ALMOST_ONE: 3}
     for u, token_id in expected.items():
@@ -253,7 +253,7 @@ def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch: pytest.MonkeyPatc
         assert draw(probs, doubles(u)).item() in (0, 2)
 
 
-def test_draw_follows_the_law() -> None:
+def test_draw_follows_the_distribution() -> None:
     probs = torch.tensor([[0.5, 0.0, 0.25, 0.15, 0.1]])
     num = 200_000
     drawn = draw(probs.expand(num, -1), torch.from_numpy(uniforms(3, Purpose.TARGET, range(num))))
@@ -333,7 +333,7 @@ def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids() -> No
     assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
 
 
-def test_gumbel_argmax_follows_the_law() -> None:
+def test_gumbel_argmax_follows_the_distribution() -> None:
     probs = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
     num = 200_000
     noise = gumbel_noise(3, range(num), 5, device="cpu")

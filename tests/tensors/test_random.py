@@ -130,7 +130,7 @@ def test_gumbel_noise_is_finite_at_both_ends() -> None:
         assert -np.log(-np.log(u)) == pytest.approx(expected, abs=1e-3)
 
 
-def test_gumbel_noise_follows_the_gumbel_law() -> None:
+def test_gumbel_noise_follows_the_gumbel_distribution() -> None:
     noise = gumbel_noise(9, range(100), 2000).ravel()
     counts = np.bincount((np.exp(-np.exp(-noise)) * 500).astype(int), minlength=500)
     assert chi_square_p_value(counts, np.full(500, 1 / 500)) > FALSE_ALARM_RATE
