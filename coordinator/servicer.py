@@ -148,7 +148,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
-            call.begin(session, lambda: drafter.unavailable)
+            call.begin(session, request.prompt_len, lambda: drafter.unavailable)
             info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
             async for chunk in session.chunks():
                 call.count(chunk)

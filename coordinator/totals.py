@@ -85,9 +85,12 @@ class CallRecord:
         """The generation so far; None if it has not begun."""
         return self.generation.completion(self.draft_unavailable()) if self.generation else None
 
-    def begin(self, generation: CountedGeneration, draft_unavailable: Callable[[], str]) -> None:
+    def begin(
+        self, generation: CountedGeneration, prompt_len: int, draft_unavailable: Callable[[], str]
+    ) -> None:
         """The call has been admitted, and this is its generation."""
         self.generation, self.draft_unavailable = generation, draft_unavailable
+        self.totals.prompt_tokens += prompt_len
 
     def count(self, chunk: Chunk) -> None:
         """A chunk is sent."""
@@ -109,7 +112,7 @@ class Totals:
 
     Attributes:
         requests: that have ended, by status and finish reason, which is empty unless the status is OK.
-        prompt_tokens: of requests that have ended.
+        prompt_tokens: of requests that have begun.
         output_tokens: sent.
         tally: of all rounds.
         stage_ns: by stage, of all requests.
@@ -182,7 +185,6 @@ class Totals:
             self.request_stage_s[stage.value,].add(spent_ms / 1e3)
         if done is None:
             return
-        self.prompt_tokens += done.usage.prompt_tokens
         self.without_draft += bool(done.speculation.draft_unavailable)
         self.wait_s.add(timing.admission_ms / 1e3)
         num_tokens = done.usage.completion_tokens
