@@ -36,6 +36,7 @@ class Ledger:
         self._taken = dict.fromkeys(Stage, 0)
         self._ahead_ns = 0
         self._first_token_ns = 0
+        self._is_closed = False
 
     @property
     def elapsed_s(self) -> float:
@@ -44,7 +45,7 @@ class Ledger:
 
     def switch(self, stage: Stage) -> None:
         """From now on time belongs to this stage."""
-        now_ns = clock.stopwatch_ns()
+        now_ns = self._cursor_ns if self._is_closed else clock.stopwatch_ns()
         self._spent[self._stage] += now_ns - self._cursor_ns
         self._cursor_ns, self._stage = now_ns, stage
 
@@ -72,6 +73,11 @@ class Ledger:
         """The call that the present stage waited for has failed for good."""
         self._stage = Stage.FAILOVER
         self.switch(Stage.COORDINATOR)
+
+    def close(self) -> None:
+        """The generation ends now: all later readings are the same."""
+        self.switch(self._stage)
+        self._is_closed = True
 
     def emit_first_token(self) -> None:
         """Note the time of the first token; later calls do nothing."""

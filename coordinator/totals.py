@@ -218,6 +218,7 @@ def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float |
 
 
 def _end(call: CallRecord) -> None:
+    call.ledger.close()
     done, timing = call.done, call.ledger.timing()
     call.totals.end(call, done, timing)
     call.span.set(spans.of_stages(timing))

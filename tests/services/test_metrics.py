@@ -432,8 +432,7 @@ def test_without_an_address_nothing_is_imported() -> None:
     code = (
         "import asyncio, sys; from specwire.telemetry import endpoint, tracing; import coordinator.metrics\n"
     )
-    code += "from specwire.completion import Stage
-from specwire.config.services import DraftConfig\n"
+    code += "from specwire.config.services import DraftConfig\n"
     code += "asyncio.run(endpoint.serving(DraftConfig(), [], tracing.Tracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
