@@ -232,3 +232,27 @@ def test_a_draft_that_is_cut_off_and_one_that_hangs() -> None:
     assert max((Stage.FAILOVER, Stage.DRAFT), key=lambda stage: found[stage]) in (Stage.FAILOVER, Stage.DRAFT)
     assert found[Stage.FAILOVER] + found[Stage.DRAFT] > 150, found
     assert any(span.name == "draft" and span.is_error for span in spans)
+
+
+@pytest.mark.parametrize("detailed", [False, True])
+def test_spans_a_round(detailed: bool) -> None:
+    """A call is CLIENT over SERVER; the finer spans are there on request."""
+    flag: dict[str, Any] = {"trace_detail": detailed}
+    with traced(
+        verify_options=flag, draft_options=flag, coordinator_options=flag | {"num_outcomes": "0"}
+    ) as (
+        stack,
+        receiver,
+    ):
+        done = generate(stack)
+        roots(receiver, 1)
+    spans = receiver.spans
+    named = {name: [span for span in spans if span.name == name] for name in {span.name for span in spans}}
+    num_rounds = done.speculation.num_rounds
+    assert len(named["round"]) == len(named["verify.serve"]) == num_rounds
+    by_id = {span.span_id: span for span in spans}
+    assert {by_id[span.parent_id].name for span in named["verify.serve"]} == {"verify"}
+    assert {by_id[span.parent_id].name for span in named["draft.serve"]} == {"draft"}
+    finer = {"accept", "verify.queue", "verify.forward", "draft.queue", "draft.forward"}
+    assert (finer <= named.keys()) == detailed
+    assert (len(spans) - 2) / num_rounds <= 5 or detailed
