@@ -27,6 +27,7 @@ class Ledger:
 
     Attributes:
         arrived_ns: when its request arrived.
+        closed_ns: when it ended; 0 before.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Ledger:
         self._taken = dict.fromkeys(Stage, 0)
         self._ahead_ns = 0
         self._first_token_ns = 0
-        self._is_closed = False
+        self.closed_ns = 0
 
     @property
     def elapsed_s(self) -> float:
@@ -45,7 +46,7 @@ class Ledger:
 
     def switch(self, stage: Stage) -> None:
         """From now on time belongs to this stage."""
-        now_ns = self._cursor_ns if self._is_closed else clock.stopwatch_ns()
+        now_ns = self.closed_ns or clock.stopwatch_ns()
         self._spent[self._stage] += now_ns - self._cursor_ns
         self._cursor_ns, self._stage = now_ns, stage
 
@@ -77,7 +78,7 @@ class Ledger:
     def close(self) -> None:
         """The generation ends now: all later readings are the same."""
         self.switch(self._stage)
-        self._is_closed = True
+        self.closed_ns = self._cursor_ns
 
     def emit_first_token(self) -> None:
         """Note the time of the first token; later calls do nothing."""

@@ -25,6 +25,7 @@ from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
+from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
 from specwire.telemetry import semantics as names
@@ -76,21 +77,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
-        metadata = listening.metadata(context)
-        request_id = _request_id(metadata)
-        if request_id:
-            await context.send_initial_metadata((("x-request-id", request_id),))
-        span = self._tracer.span(
-            names.GENERATE,
-            kind=SpanKind.SERVER,
-            parent=self._tracer.propagators.read(metadata),
-            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
-        )
-        with self.totals.record(context.time_remaining, span, request_id) as call:
+        call = await self._arrived(context)
+        with self.totals.record(call, context.time_remaining):
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
-            span.set(spans.of_request(checked, self._verify.info.name))
+            call.span.set(spans.of_request(checked, self._verify.info.name))
             planner = self._planner(checked.num_draft_tokens)
             credit = Credit(checked.credit_window, planner.limit + 1)
             async with (
@@ -103,6 +95,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await self._generate(request, planner, reader, slot, context, call)
                 finally:
                     self._num_finished += 1
+
+    async def _arrived(self, context: Any) -> CallRecord:
+        """A call whose time begins now; its client gets its request id back."""
+        ledger, metadata = Ledger(), listening.metadata(context)
+        request_id = _request_id(metadata)
+        span = self._tracer.span(
+            names.GENERATE,
+            kind=SpanKind.SERVER,
+            parent=self._tracer.propagators.read(metadata),
+            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
+            start_ns=clock.epoch_ns(ledger.arrived_ns),
+        )
+        if request_id:
+            await context.send_initial_metadata((("x-request-id", request_id),))
+        return CallRecord(self.totals, ledger, span, request_id)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, caller: Principal, call: CallRecord) -> AsyncIterator[AdmissionSlot]:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from coordinator.ledger import Ledger
 from coordinator.tally import Tally
 from specwire import errors
 from specwire.completion import Chunk, Completion, FinishReason, Stage, Timing
+from specwire.estimate import clock
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.tracing import NO_SPAN, Span
 
@@ -64,17 +65,17 @@ class CallRecord:
 
     Attributes:
         ledger: its stages since it arrived.
-        generation: None until it begins.
         draft_unavailable: why the draft was not there for a part of it; called at the end.
-        span: around the call.
+        span: from the arrival to the end.
         request_id: the client's own; empty without one.
+        generation: None until it begins.
         status: how it ended; OK until then.
     """
 
     totals: Totals
+    ledger: Ledger
     span: Span = NO_SPAN
     request_id: str = ""
-    ledger: Ledger = field(default_factory=Ledger)
     generation: CountedGeneration | None = None
     draft_unavailable: Callable[[], str] = str
     status: str = OK
@@ -143,27 +144,21 @@ class Totals:
         }
 
     @contextlib.contextmanager
-    def record(
-        self, remaining_s: Callable[[], float | None], span: Span = NO_SPAN, request_id: str = ""
-    ) -> Iterator[CallRecord]:
+    def record(self, call: CallRecord, remaining_s: Callable[[], float | None]) -> Iterator[None]:
         """Count, trace and log the call that the body serves.
 
         Args:
             remaining_s: until the client's deadline; None without one.
-            span: ends with the body.
-            request_id: the client's own; empty without one.
         """
-        call = CallRecord(self, span, request_id)
-        with span:
-            try:
-                yield call
-            except BaseException as error:
-                call.status = _status_of_call(call, error, remaining_s())
-                if call.status != OK:
-                    span.fail(call.status, str(error))
-                raise
-            finally:
-                _end(call)
+        try:
+            yield
+        except BaseException as error:
+            call.status = _status_of_call(call, error, remaining_s())
+            if call.status != OK:
+                call.span.fail(call.status, str(error))
+            raise
+        finally:
+            _end(call)
 
     def add_stages(self, ledger: Ledger) -> None:
         """Count what a request has spent since this was last called for it."""
@@ -225,7 +220,8 @@ def _end(call: CallRecord) -> None:
     if done is not None:
         call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     if log.isEnabledFor(logging.INFO):
-        ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
+        call.span.end(clock.epoch_ns(call.ledger.closed_ns))
+    ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
         known = {name: value for name, value in ids.items() if value}
         log.info("request", extra=_facts(call.status, done, timing) | known)
 

@@ -112,7 +112,8 @@ def forward(line: str, service: str) -> None:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """Names with an underscore are those of libraries that make records, such as Ray."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN and name[0] != "_"}
 
 
 def _is_json() -> bool:

@@ -1,7 +1,7 @@
 """The ledger of a generation: in every scenario its stages add up to the wall time, and the one to
 blame is the largest.
 
-The wall time is that of the span `generate`, which another clock measures.
+The wall time is that of the span `generate`, which lasts from the arrival of the request to its end.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 import verify_service.service
+from coordinator.ledger import Ledger
 from coordinator.metrics import TABLE as COORDINATOR
-from coordinator.totals import OK, STATUSES, Totals
+from coordinator.totals import OK, STATUSES, CallRecord, Totals
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.completion import Stage
@@ -451,7 +452,8 @@ def test_a_distribution_counts_to_the_first_bound_that_is_not_exceeded() -> None
 
 def test_a_request_that_never_ran_has_a_status_and_a_duration() -> None:
     totals = Totals()
-    with pytest.raises(ResourceExhaustedError), totals.record(lambda: None):
+    call = CallRecord(totals, Ledger())
+    with pytest.raises(ResourceExhaustedError), totals.record(call, lambda: None):
         raise ResourceExhaustedError("full")
     assert totals.requests["RESOURCE_EXHAUSTED", ""] == 1
     assert sum(totals.duration_s["RESOURCE_EXHAUSTED",].counts) == 1

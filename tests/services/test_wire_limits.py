@@ -209,9 +209,6 @@ def test_no_field_is_forgotten() -> None:
 
 
 def test_metadata_is_limited(stack: LocalStack) -> None:
-    trace = error_of(stack, generation(), [("traceparent", "0" * (MAX_TRACEPARENT_LEN + 1))])
-    assert isinstance(trace, InvalidRequestError)
-    assert trace.field == "traceparent"
     assert isinstance(error_of(stack, generation(), [("x-much", "x" * 20_000)]), ResourceExhaustedError)
 
 
