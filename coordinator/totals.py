@@ -219,9 +219,9 @@ def _end(call: CallRecord) -> None:
     call.span.set(spans.of_stages(timing))
     if done is not None:
         call.span.set(spans.of_generation(done, has_ended=call.status == OK))
+    call.span.end(clock.epoch_ns(call.ledger.closed_ns))
     if log.isEnabledFor(logging.INFO):
-        call.span.end(clock.epoch_ns(call.ledger.closed_ns))
-    ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
+        ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
         known = {name: value for name, value in ids.items() if value}
         log.info("request", extra=_facts(call.status, done, timing) | known)
 
