@@ -96,7 +96,8 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
         assert found[Stage.DRAFT] + found[Stage.DRAFT_QUEUE] + found[Stage.DRAFT_NETWORK] < TOLERANCE_MS
         return
     num_missed = num_rounds - done.speculation.num_prepared
-    assert found[Stage.DRAFT_NETWORK] <= num_missed * (20 + 8)
+    overhead_ms = found[Stage.VERIFY_NETWORK] / num_rounds  # of a neighbour: gRPC and a busy event loop
+    assert found[Stage.DRAFT_NETWORK] <= num_missed * (20 + 8 + 4 * overhead_ms)
     assert found[Stage.DRAFT_NETWORK] >= 20  # of the first round, which nothing was prepared for
     if done.speculation.num_prepared:
         assert float(str(root.attributes[AHEAD_MS])) > 2 * done.speculation.num_prepared
