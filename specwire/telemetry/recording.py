@@ -12,6 +12,7 @@ import random
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -35,6 +36,7 @@ from specwire.telemetry.span_queue import SpanQueue
 from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanCounts, SpanKind, Tracing
 
 _LOG_INTERVAL_S = 60.0
+_SWITCH_S = 0.0005
 _NUM_CONTEXTS = 512
 _UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
 _KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
@@ -130,6 +132,7 @@ class Exporting(_OpenTelemetry):
     """Spans of this process: a bounded queue, and a thread that exports it in batches."""
 
     def __init__(self, service_name: str, exporter: SpanExporter, propagators: Propagators) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         self._log = _OccasionalLog()
         provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
         self._queue = SpanQueue(exporter, BatchLimits.from_environment())
