@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import grpc
 import pytest
 
 from specwire import AsyncClient, Rule, SamplingParams, SpecwireError
 from specwire.cli.supervisor import Service
-from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from tests.support import report
 from tests.support.effort import sized
 from tests.support.fleet import Fleet, hung_device, stopped
@@ -110,20 +108,6 @@ async def run(fleet: Fleet, draws: random.Random, expected: dict[int, tuple[int,
     return ends
 
 
-def held(fleet: Fleet) -> int:
-    """Sequences and pages of all model services."""
-    found = 0
-    for role, stub, request in (
-        ("verify", verify_pb2_grpc.VerifyServiceStub, verify_pb2.VerifyServiceGetModelInfoRequest()),
-        ("draft", draft_pb2_grpc.DraftServiceStub, draft_pb2.DraftServiceGetModelInfoRequest()),
-    ):
-        for service in fleet.group(role):
-            with grpc.insecure_channel(service.address) as channel:
-                status = stub(channel).GetModelInfo(request, timeout=10).status
-                found += status.num_sequences + status.num_held_pages
-    return found
-
-
 @pytest.mark.serial
 @pytest.mark.slow
 @pytest.mark.chaos
@@ -139,7 +123,7 @@ def test_killer() -> None:
             for number in range(NUM_RUNS):
                 ends.update(await run(fleet, draws, expected))
                 deadline_s = time.monotonic() + 30
-                while await asyncio.to_thread(held, fleet):
+                while await asyncio.to_thread(fleet.num_held):
                     assert time.monotonic() < deadline_s, f"run {number}: still held"
                     await asyncio.sleep(0.1)
 

@@ -194,11 +194,3 @@ class TestSigterm:
             assert await asyncio.to_thread(processes.draft.process.wait, END_S) == 0
         assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
         assert len({each.token_ids for each in done}) == 1
-
-    async def test_a_verify_that_ends_serves_its_streams(self, processes: Processes) -> None:
-        async with AsyncClient(processes.coordinators[1].address) as client:
-            async with begun(client, 4) as streams:
-                await ask_to_end(processes.verify)
-                done = await finish(streams)
-            assert await asyncio.to_thread(processes.verify.process.wait, END_S) == 0
-        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
