@@ -15,13 +15,14 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
-from specwire import AsyncClient, RetryPolicy
+from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.supervisor import Service
 from specwire.config.services import Link
 from specwire.testing.delay_proxy import DelayProxy
@@ -39,8 +40,10 @@ ONCE = Load(NUM_CLIENTS, 1, num_tokens=100)
 AT_CHUNK = 40
 """Of all clients: in mid-stream for each of them."""
 PATIENCE_S = 60.0
-STOP_S = sized(2.5, 5.0)
-"""Of what has no replica."""
+IDLE_S = 5.0
+"""Until no page is held, when no generation runs."""
+STOP_S, STOP_GAP_S = sized(2.5, 5.0), sized(2.5, 10.0)
+"""Of what has no replica: how long, and the longest gap."""
 FAILOVER_S = 3.0
 """Of the coordinator behind links."""
 SLACK_S = sized(15.0, 0.0)
@@ -112,7 +115,7 @@ CELLS = [
     (Cell("verify", "cut", "mid", 4.0), [SLOW]),
     (Cell("verify", "drain", "mid", 1.0), []),
     (Cell("verifies", "kill", "mid", 60.0), [SLOW]),
-    (Cell("verifies", "stop", "mid", STOP_S + 5.0), [SLOW]),
+    (Cell("verifies", "stop", "mid", STOP_GAP_S), [SLOW]),
     (Cell("verifies", "cut", "mid", 10.0, NO_VERIFY), []),
     # The client resumes at the other one, once; without any, it says how far it came.
     (Cell("coordinator", "kill", "mid", 4.0), []),
@@ -124,7 +127,7 @@ CELLS = [
     (Cell("coordinators", "kill", "mid", DEADLINE_S + 2.0, NO_COORDINATOR), [SLOW]),
     # An HTTP client cannot resume: what a front has begun ends with it, or is finished by it.
     (Cell("front", "kill", "mid", 5.0, NO_FRONT), []),
-    (Cell("front", "stop", "mid", STOP_S + 5.0), [SLOW]),
+    (Cell("front", "stop", "mid", STOP_GAP_S), [SLOW]),
     (Cell("front", "drain", "mid", 1.0), [SLOW]),
 ]
 
@@ -194,8 +197,8 @@ class Rig:
         """Wait until everything serves, and nothing is left."""
         await self.fleet.complete()
         for address in (*self.fleet.address.split(","), self.far):
-            await until(lambda address=address: is_idle(address))  # type: ignore[misc]
-        await until(self.is_free)
+            await until(partial(is_idle, address))
+        await until(self.is_free, IDLE_S)
         for service in self.fleet.services:
             if service not in self.fleet.fronts:
                 assert await asyncio.to_thread(is_serving, service.address)
@@ -216,16 +219,18 @@ def seen_as(now: generation_pb2.GetStatusResponse, role: str) -> list[generation
 
 async def is_idle(address: str) -> bool:
     """All replicas are available, and nothing runs there."""
-    now = await status(address)
+    try:
+        now = await status(address)
+    except ServiceUnavailableError:  # gRPC has not tried the address again since it was down
+        return False
     replicas = [*now.verify_replicas, *now.draft_replicas]
     is_used = any(one.unavailable or one.num_streams for one in replicas)
     return not (is_used or now.num_running or now.num_waiting or now.num_paused)
 
 
-async def until(holds: Callable[[], Any]) -> None:
-    """Until it does; the condition may be a coroutine's."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (await found if asyncio.iscoroutine(found := holds()) else found):  # noqa: ASYNC110
+async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_S) -> None:
+    async with asyncio.timeout(seconds):
+        while not await holds():
             await asyncio.sleep(0.005)
 
 
@@ -272,10 +277,10 @@ async def over(rig: Rig, cell: Cell, victims: list[int], loading: asyncio.Task[S
     elif cell.error or cell.who == "coordinator":
         await loading
     elif cell.is_one_of_two:
-        await until(lambda: is_noticed(rig.address(cell), cell, victims[0], loading))
+        await until(partial(is_noticed, rig.address(cell), cell, victims[0], loading))
         if cell.fault == "hang":
             hung = rig.fleet.group(cell.role)[victims[0]]
-            await until(lambda: asyncio.to_thread(lambda: not is_serving(hung.address)))
+            assert not await asyncio.to_thread(is_serving, hung.address)
     elif cell.fault == "stop":
         await asyncio.sleep(STOP_S)
 
@@ -372,7 +377,7 @@ async def disturbed(rig: Rig, cell: Cell) -> Found:
                     held.enter_context(stopped(verify))
             if cell.moment != "between":
                 loading = tasks.create_task(rig.load(cell, cell.load, seen))
-                await until(lambda: is_begun(rig, cell, seen))
+                await until(partial(is_begun, rig, cell, seen))
             victims = await rig.victims(cell)
             accepted, began_s = seen.num_accepted, time.monotonic()
             for index in victims:
