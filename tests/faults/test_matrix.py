@@ -103,7 +103,7 @@ CELLS = [
     (Cell("draft", "cut", "mid", 2.0), [SLOW]),
     (Cell("draft", "drain", "mid", 1.0), [SLOW]),
     (Cell("drafts", "kill", "mid", 1.0), [SLOW]),
-    (Cell("drafts", "stop", "mid", 2.0), [SLOW]),
+    (Cell("drafts", "stop", "mid", 4.0), [SLOW]),
     # Streams are opened at the other one from their committed tokens; without any, they wait, and end after
     # `--failover-timeout-s`. The device of one hangs: 20 times its usual pass, 2 s at least.
     (Cell("verify", "kill", "mid", 3.0), []),
@@ -230,7 +230,7 @@ async def is_idle(address: str) -> bool:
 
 async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_S) -> None:
     async with asyncio.timeout(seconds):
-        while not await holds():
+        while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
