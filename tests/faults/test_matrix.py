@@ -29,7 +29,7 @@ from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
-from tests.support.fleet import START_S, Fleet, flag_list, hung_device, stopped
+from tests.support.fleet import START_S, Fleet, flag_list, stopped
 from tests.support.harness import LoopThread, StackProxy
 from tests.support.readers import Load, Seen, run, run_http
 from tests.support.rigs import is_serving
@@ -193,6 +193,19 @@ class Rig:
         replicas = seen_as(await status(self.address(cell)), cell.role)
         return [max(range(len(replicas)), key=lambda i: replicas[i].num_streams)]
 
+    @contextlib.contextmanager
+    def fault(self, cell: Cell, index: int) -> Iterator[None]:
+        """To one of the role; what has ended starts again afterwards."""
+        if cell.fault == "cut":
+            self.links[cell.role][index].stall()
+            try:
+                yield
+            finally:
+                self.links[cell.role][index].resume()
+        else:
+            with self.fleet.disturbed(cell.role, index, cell.fault):
+                yield
+
     async def restored(self) -> None:
         """Wait until everything serves, and nothing is left."""
         await self.fleet.complete()
@@ -234,41 +247,6 @@ async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_
             await asyncio.sleep(0.005)
 
 
-# --- faults: from entering to leaving, and then restored
-
-
-@contextlib.contextmanager
-def killed(rig: Rig, role: str, index: int) -> Iterator[None]:
-    rig.fleet.group(role)[index].kill()
-    yield
-    rig.fleet.restart(role, index)
-
-
-@contextlib.contextmanager
-def cut(rig: Rig, role: str, index: int) -> Iterator[None]:
-    rig.links[role][index].stall()
-    yield
-    rig.links[role][index].resume()
-
-
-@contextlib.contextmanager
-def drained(rig: Rig, role: str, index: int) -> Iterator[None]:
-    service = rig.fleet.group(role)[index]
-    service.terminate()
-    yield
-    assert service.process.wait(PATIENCE_S) == 0
-    rig.fleet.restart(role, index)
-
-
-FAULTS: dict[str, Callable[[Rig, str, int], contextlib.AbstractContextManager[None]]] = {
-    "kill": killed,
-    "stop": lambda rig, role, index: stopped(rig.fleet.group(role)[index]),
-    "hang": lambda rig, role, index: hung_device(rig.fleet.group(role)[index], role),
-    "cut": cut,
-    "drain": drained,
-}
-
-
 async def over(rig: Rig, cell: Cell, victims: list[int], loading: asyncio.Task[Seen]) -> None:
     """Until the fault may end."""
     if cell.fault == "drain":
@@ -278,22 +256,16 @@ async def over(rig: Rig, cell: Cell, victims: list[int], loading: asyncio.Task[S
         await loading
     elif cell.is_one_of_two:
         await until(partial(is_noticed, rig.address(cell), cell, victims[0], loading))
-        if cell.fault == "hang":
-            hung = rig.fleet.group(cell.role)[victims[0]]
-            assert not await asyncio.to_thread(is_serving, hung.address)
     elif cell.fault == "stop":
         await asyncio.sleep(STOP_S)
 
 
 async def is_noticed(address: str, cell: Cell, index: int, loading: asyncio.Task[Seen]) -> bool:
-    """The coordinator opens no streams there; drafts may be late until the load is done."""
+    """The coordinator says why it opens no streams there; drafts may be late until the load is done."""
     why = seen_as(await status(address), cell.role)[index].unavailable
-    if cell.role == "verify":
-        return bool(why) and (cell.fault != "hang" or "hangs" in why)
-    return bool(why) or loading.done()
-
-
-# --- the matrix
+    if cell.fault == "hang":
+        return "hangs" in why
+    return bool(why) or (cell.role == "draft" and loading.done())
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +353,7 @@ async def disturbed(rig: Rig, cell: Cell) -> Found:
             victims = await rig.victims(cell)
             accepted, began_s = seen.num_accepted, time.monotonic()
             for index in victims:
-                faults.enter_context(FAULTS[cell.fault](rig, cell.role, index))
+                faults.enter_context(rig.fault(cell, index))
             held.close()
             if cell.moment == "between":
                 loading = tasks.create_task(rig.load(cell, cell.load, seen))

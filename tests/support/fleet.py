@@ -94,21 +94,34 @@ class Fleet:
 
     def _service(self, role: str, address: str = "127.0.0.1:0", start: type[Service] = Service) -> Service:
         module, *words = _COMMANDS[role]
-        return start(
-            module, [*words, *flag_list({"address": address, "grace_s": GRACE_S, **self._flags(role)})]
-        )
+        flags = {"address": address, "grace_s": GRACE_S, **self._flags(role)}
+        return start(module, [*words, *flag_list(flags)])
 
     def _flags(self, role: str) -> dict[str, object]:
         if role == "coordinator":
             return self.coordinator_flags
         return {"server": self.address, "model_name": "m"} if role == "front" else {"model": _MODELS[role]}
 
-    def restart(self, role: str, index: int) -> Service:
-        """Start one again where it was; it does not serve yet."""
-        group = self.group(role)
-        group[index].kill()  # of a stopped process, too
-        group[index] = self._service(role, group[index].address, Restarted)
-        return group[index]
+    @contextlib.contextmanager
+    def disturbed(self, role: str, index: int, fault: str) -> Iterator[None]:
+        """One of them, by kill (SIGKILL), drain (SIGTERM), stop (SIGSTOP) or hang (of its device); what has
+        ended is started again, and does not serve yet.
+
+        Raises:
+            ProcessLookupError: a device was to hang whose process has ended.
+        """
+        service = self.group(role)[index]
+        if fault in ("stop", "hang"):
+            with stopped(service) if fault == "stop" else hung_device(service, role):
+                yield
+            return
+        service.process.send_signal({"kill": signal.SIGKILL, "drain": signal.SIGTERM}[fault])
+        try:
+            yield
+            assert service.process.wait(2 * GRACE_S) == (0 if fault == "drain" else -signal.SIGKILL)
+        finally:
+            service.kill()
+            self.group(role)[index] = self._service(role, service.address, Restarted)
 
     async def complete(self) -> None:
         """Wait for those that were started again."""
