@@ -263,9 +263,9 @@ async def over(rig: Rig, cell: Cell, victims: list[int], loading: asyncio.Task[S
 async def is_noticed(address: str, cell: Cell, index: int, loading: asyncio.Task[Seen]) -> bool:
     """The coordinator says why it opens no streams there; drafts may be late until the load is done."""
     why = seen_as(await status(address), cell.role)[index].unavailable
-    if cell.fault == "hang":
-        return "hangs" in why
-    return bool(why) or (cell.role == "draft" and loading.done())
+    if cell.role == "verify":
+        return bool(why) and (cell.fault != "hang" or "hangs" in why)
+    return bool(why) or loading.done()
 
 
 @pytest.fixture(scope="module")

@@ -174,6 +174,8 @@ def hung_device(service: Service, role: str) -> Iterator[None]:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     tid = _thread_of(service.process.pid, role)
+    while not _sleeps(service.process.pid, tid):  # awake, it may hold the lock that all threads need
+        pass
     if libc.ptrace(_PTRACE_SEIZE, tid, None, None) or libc.ptrace(_PTRACE_INTERRUPT, tid, None, None):
         raise OSError(errno := ctypes.get_errno(), os.strerror(errno))
     os.waitpid(tid, _WALL)
@@ -185,6 +187,10 @@ def hung_device(service: Service, role: str) -> Iterator[None]:
 
 _WALL = 0x40000000
 """Of waitpid: threads, too."""
+
+
+def _sleeps(pid: int, tid: int) -> bool:
+    return Path(f"/proc/{pid}/task/{tid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def _thread_of(pid: int, name: str) -> int:
