@@ -1,4 +1,4 @@
-"""A device that hangs while its process lives: one bounded wait, another replica, no return before it works.
+"""The device of the only draft hangs while its process lives: one bounded wait, no return before it works.
 
 The compute thread blocks in the middle of a pass; gRPC, health and handshake of the service go on.
 """
@@ -17,15 +17,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import coordinator.service
-import verify_service.service
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Heartbeat
-from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
+from tests.support.harness import LocalStack, local_stack, started_services
 
 PASS_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={PASS_MS:g}", "emulated:step_ms=1,alpha=0.8"
@@ -152,53 +149,3 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
                         pass
 
         asyncio.run(scenario())
-
-
-@pytest.mark.serial
-def test_a_verify_service_that_hangs_is_left_for_another() -> None:
-    """Of two replicas: every request ends, with the text that it would have had, after a pause of seconds."""
-    with contextlib.ExitStack() as stack:
-        thread = LoopThread()
-        stack.callback(thread.close)
-        brakes, addresses = [], []
-        for _ in range(2):
-            with started_services() as services:
-                address = stack.enter_context(
-                    thread.entered(
-                        lambda: verify_service.service.serving(VerifyConfig(model=TARGET, grace_s=0.0))
-                    )
-                )
-            brakes.append(Brake(services["verify"]))
-            addresses.append(address)
-            stack.callback(brakes[-1].release)
-        config = CoordinatorConfig(verify_address=",".join(addresses), grace_s=0.0)
-        address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
-
-        async def scenario() -> None:
-            async with AsyncClient(address) as client:
-                params = [SamplingParams(max_tokens=60, seed=i, rule=Rule.GUMBEL) for i in range(6)]
-                alone = [await client.generate(params=p, prompt_token_ids=PROMPT) for p in params]
-                longest = 0.0
-
-                async def one(p: SamplingParams) -> tuple[int, ...]:
-                    nonlocal longest
-                    last_s = time.monotonic()
-                    async with client.stream(params=p, prompt_token_ids=PROMPT) as stream:
-                        async for chunk in stream:
-                            longest = max(longest, time.monotonic() - last_s)
-                            last_s = time.monotonic()
-                            if chunk.first_index > 10:
-                                brakes[0].hold()
-                    return stream.completion.token_ids
-
-                texts = await asyncio.gather(*(one(p) for p in params))
-                assert texts == [done.token_ids for done in alone]
-                assert longest < 3.0 + PASS_MS / 1e3
-                found = {replica.address: replica for replica in (await client.get_status()).verify_replicas}
-                assert "hangs" in found[addresses[0]].unavailable
-                assert not found[addresses[1]].unavailable
-                assert health(addresses[0]) == NOT_SERVING
-
-        asyncio.run(scenario())
-        brakes[0].release()
-        wait_until_health(addresses[0], SERVING)

@@ -11,23 +11,19 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import grpc
 import pytest
 
-from specwire import AsyncClient, Rule, SamplingParams, SpecwireError
-from specwire.cli.supervisor import Service
-from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from tests.support import report
 from tests.support.effort import sized
-from tests.support.fleet import Fleet, hung_device, stopped
+from tests.support.fleet import Fleet
+from tests.support.readers import Load, Seen, run
 
 NUM_RUNS = sized(2, 100)
-NUM_CLIENTS, NUM_REQUESTS, NUM_TOKENS = 4, 3, 80
+LOAD = Load(num_clients=4, num_requests=3, num_tokens=80)
 ROLES = ("verify", "draft", "coordinator")
-_ALLOWED = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+_ALLOWED = ("ServiceUnavailableError", "GenerationLostError", "DeadlineExceededError")
 
 
 @dataclass(frozen=True)
@@ -51,19 +47,8 @@ class Fault:
     async def happen(self, fleet: Fleet) -> None:
         """And pass: a killed service is started again, after its time."""
         await asyncio.sleep(self.at_s)
-        service = fleet.group(self.role)[self.index]
-        if self.kind == "kill":
-            service.kill()
+        with contextlib.suppress(ProcessLookupError), fleet.disturbed(self.role, self.index, self.kind):
             await asyncio.sleep(self.for_s)
-            fleet.restart(self.role, self.index)
-            return
-        with contextlib.suppress(ProcessLookupError), self._held(service):
-            await asyncio.sleep(self.for_s)
-
-    @contextlib.contextmanager
-    def _held(self, service: Service) -> Iterator[None]:
-        with stopped(service) if self.kind == "stop" else hung_device(service, self.role):
-            yield
 
 
 def all_down(faults: list[Fault]) -> bool:
@@ -72,56 +57,18 @@ def all_down(faults: list[Fault]) -> bool:
     return any({(role, 0), (role, 1)} <= victims for role in ("verify", "coordinator"))
 
 
-def params(seed: int) -> SamplingParams:
-    return SamplingParams(max_tokens=NUM_TOKENS, seed=seed, rule=Rule.GUMBEL)
-
-
-async def text(client: AsyncClient, seed: int) -> tuple[int, ...]:
-    done = await client.generate(params=params(seed), prompt_token_ids=[seed % 60 + 1, 2, 3])
-    return done.token_ids
-
-
-async def run(fleet: Fleet, draws: random.Random, expected: dict[int, tuple[int, ...]]) -> Counter[str]:
+async def disturbed(fleet: Fleet, draws: random.Random, undisturbed: Seen) -> Seen:
     """One run, up to the last service that serves again."""
     faults = [Fault.drawn(draws) for _ in range(draws.randint(1, 3))]
     # A victim of several is one of the first of them: it is down already.
     faults = list({(fault.role, fault.index): fault for fault in reversed(faults)}.values())
-    ends: Counter[str] = Counter()
-
-    async def requests(client: AsyncClient) -> None:
-        for _ in range(NUM_REQUESTS):
-            seed = draws.choice(list(expected))
-            try:
-                ends["identical" if await text(client, seed) == expected[seed] else "wrong"] += 1
-            except SpecwireError as error:
-                is_allowed = all_down(faults) and error.status in _ALLOWED
-                ends[error.status if is_allowed else f"wrong: {error}"] += 1
-
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(AsyncClient(fleet.address, timeout_s=60.0))
-            for _ in range(NUM_CLIENTS)
-        ]
-        disturbing = asyncio.gather(*(fault.happen(fleet) for fault in faults))
-        await asyncio.gather(*map(requests, clients))
-        await disturbing
+    seen = Seen()
+    await asyncio.gather(run(fleet.address, LOAD, seen), *(fault.happen(fleet) for fault in faults))
     await fleet.complete()
-    assert not any(end.startswith("wrong") for end in ends), (ends, faults)
-    return ends
-
-
-def held(fleet: Fleet) -> int:
-    """Sequences and pages of all model services."""
-    found = 0
-    for role, stub, request in (
-        ("verify", verify_pb2_grpc.VerifyServiceStub, verify_pb2.VerifyServiceGetModelInfoRequest()),
-        ("draft", draft_pb2_grpc.DraftServiceStub, draft_pb2.DraftServiceGetModelInfoRequest()),
-    ):
-        for service in fleet.group(role):
-            with grpc.insecure_channel(service.address) as channel:
-                status = stub(channel).GetModelInfo(request, timeout=10).status
-                found += status.num_sequences + status.num_held_pages
-    return found
+    wrong = [error for error in seen.errors if not (all_down(faults) and error.startswith(_ALLOWED))]
+    assert not wrong, faults
+    assert seen.texts.items() <= undisturbed.texts.items(), faults
+    return seen
 
 
 @pytest.mark.serial
@@ -134,12 +81,14 @@ def test_killer() -> None:
     try:
 
         async def all_runs() -> None:
-            async with AsyncClient(fleet.address, timeout_s=60.0) as client:
-                expected = {seed: await text(client, seed) for seed in range(6)}
+            undisturbed = await run(fleet.address, LOAD)
+            assert not undisturbed.errors
             for number in range(NUM_RUNS):
-                ends.update(await run(fleet, draws, expected))
+                seen = await disturbed(fleet, draws, undisturbed)
+                ends["identical"] += seen.num_done
+                ends.update(error.partition(":")[0] for error in seen.errors)
                 deadline_s = time.monotonic() + 30
-                while await asyncio.to_thread(held, fleet):
+                while await asyncio.to_thread(fleet.num_held):
                     assert time.monotonic() < deadline_s, f"run {number}: still held"
                     await asyncio.sleep(0.1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.cli.supervisor import Service
 from specwire.config.services import Link
 from specwire.core import ModelInfo
 from specwire.rpc import statuses
@@ -41,7 +39,6 @@ from tests.support.raw_streams import Wire
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"
 SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, num_draft_tokens=3)
-START_S = 240.0
 
 
 @pytest.fixture
@@ -358,61 +355,3 @@ def test_a_full_server_is_asked_again_only_when_wanted() -> None:
             waiting.result(0.2)
         running.cancel()
         assert waiting.result(30).usage.completion_tokens == 8
-
-
-@contextlib.contextmanager
-def coordinator_process(stack: LocalStack) -> Iterator[Service]:
-    """Another coordinator before the same model services."""
-    peers = ["--verify-address", stack.verify_address, "--draft-address", stack.draft_address]
-    service = Service("coordinator", ["--address", "127.0.0.1:0", "--num-draft-tokens", "3", *peers])
-    try:
-        service.ready(START_S)
-        yield service
-    finally:
-        service.kill()
-
-
-NUM_CLIENTS = 8
-
-
-def test_killed_in_mid_stream_another_coordinator_goes_on() -> None:
-    """kill -9, with eight generations on their way; none of them shows it."""
-    params = [SamplingParams(max_tokens=150, seed=i, rule=Rule.GUMBEL) for i in range(NUM_CLIENTS)]
-    with (
-        local_stack("emulated:step_ms=2", "emulated:step_ms=1,alpha=0.8") as stack,
-        coordinator_process(stack) as doomed,
-        Client([doomed.address, stack.address]) as client,
-        contextlib.ExitStack() as streams,
-    ):
-        whole = [stack.client.generate(params=each, prompt_token_ids=[1, 2]) for each in params]
-        running = [
-            streams.enter_context(client.stream(params=each, prompt_token_ids=[1, 2])) for each in params
-        ]
-        got = [list(next(iter(stream)).tokens) for stream in running]
-        doomed.kill()
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            done = list(pool.map(read_on, running, got))
-        assert [each.token_ids for each in done] == [each.token_ids for each in whole]
-        assert [each.num_resumes for each in done] == [1] * NUM_CLIENTS
-        assert client.generate(params=params[0], prompt_token_ids=[1, 2]).num_resumes == 0
-        stack.assert_idle_within(5.0)
-
-
-def test_killed_with_no_other_the_client_says_how_far_it_came() -> None:
-    params = SamplingParams(max_tokens=150, seed=1, rule=Rule.GUMBEL)
-    with (
-        local_stack("emulated:step_ms=2", "emulated:step_ms=1,alpha=0.8") as stack,
-        coordinator_process(stack) as doomed,
-        Client(doomed.address, retry=RetryPolicy(patience_s=60.0)) as client,
-        client.stream(params=params, prompt_token_ids=[1, 2], timeout_s=3.0) as stream,
-    ):
-        next(iter(stream))
-        whole = stack.client.generate(params=params, prompt_token_ids=[1, 2])
-        doomed.kill()
-        started = time.monotonic()
-        with pytest.raises(GenerationLostError, match="nothing serves at") as caught:
-            list(stream)
-        assert time.monotonic() - started < 3.0 + 2.0, "patience ends with the deadline"
-        num_tokens = caught.value.num_tokens
-        assert 0 < num_tokens < 150
-        assert tuple(token.token_id for token in caught.value.tokens) == whole.token_ids[:num_tokens]

@@ -180,25 +180,3 @@ class TestSigterm:
             with pytest.raises(GenerationLostError) as caught:
                 await finish(streams)
             assert 0 < caught.value.num_tokens < NUM_TOKENS
-
-    async def test_a_draft_that_ends_serves_its_streams_and_generation_goes_on(
-        self, processes: Processes
-    ) -> None:
-        async with AsyncClient(processes.coordinators[1].address) as client:
-            async with begun(client, 4) as streams:
-                await ask_to_end(processes.draft)
-                params = SamplingParams(max_tokens=4)
-                new = await client.generate(params=params, prompt_token_ids=PROMPT)
-                assert new.speculation.draft_unavailable != ""
-                done = await finish(streams)
-            assert await asyncio.to_thread(processes.draft.process.wait, END_S) == 0
-        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4
-        assert len({each.token_ids for each in done}) == 1
-
-    async def test_a_verify_that_ends_serves_its_streams(self, processes: Processes) -> None:
-        async with AsyncClient(processes.coordinators[1].address) as client:
-            async with begun(client, 4) as streams:
-                await ask_to_end(processes.verify)
-                done = await finish(streams)
-            assert await asyncio.to_thread(processes.verify.process.wait, END_S) == 0
-        assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from specwire import AsyncClient, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli.supervisor import Pauses, Service, Stack
-from specwire.config.services import UpConfig
+from specwire.config.services import NO_DRAFT, UpConfig
 
 HANGS = """
 import signal, threading
@@ -86,6 +88,30 @@ def answer(address: str, old_pid: int, stack: Stack) -> dict[str, list[dict[str,
                 with urllib.request.urlopen(f"http://{address}/v1/models", timeout=20) as response:
                     return dict(json.load(response))
         time.sleep(0.05)
+
+
+def test_up_starts_replicas_and_goes_on_while_one_is_left() -> None:
+    config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
+    params = SamplingParams(max_tokens=20, seed=1)
+    with Stack(config) as stack:
+        assert len(stack.verifies) == 2
+        asyncio.run(served(stack, params, num_available=2))
+        stack.verifies[0].kill()
+        ended = stack.wait()
+        assert ended is stack.verifies[0]
+        assert not stack.is_required(ended)
+        asyncio.run(served(stack, params, num_available=1))
+        stack.verifies[1].kill()
+        assert stack.is_required(stack.wait())
+
+
+async def served(stack: Stack, params: SamplingParams, num_available: int) -> None:
+    async with AsyncClient(stack.address) as client:
+        done = await client.generate(params=params, prompt_token_ids=[1, 2, 3])
+        assert done.usage.completion_tokens == params.max_tokens
+        replicas = (await client.get_status()).verify_replicas
+        assert {one.address for one in replicas} == {one.address for one in stack.verifies}
+        assert sum(not one.unavailable for one in replicas) == num_available
 
 
 def test_pauses_grow_until_a_process_lasts() -> None:

@@ -175,26 +175,6 @@ class TestLife:
         stack.assert_idle_within(1.0)
 
 
-def test_a_graceful_stop_lets_a_generation_finish(pair: tuple[Path, Path]) -> None:
-    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=4, num_draft_tokens=1)
-    with ThreadPoolExecutor() as pool:
-        with local_stack(*pair, coordinator_options={"grace_s": 60.0}) as stack:
-            client = Client(stack.address)
-            running = threading.Event()
-
-            def read() -> Completion:
-                with client.stream(PROMPT, params) as stream:
-                    for _ in stream:
-                        running.set()
-                    return stream.completion
-
-            reading = pool.submit(read)
-            assert running.wait(30)
-        done = reading.result(60)
-        client.close()
-    assert done.usage.completion_tokens == 400
-
-
 def test_a_stop_without_grace_is_a_typed_error(pair: tuple[Path, Path]) -> None:
     running = threading.Event()
 

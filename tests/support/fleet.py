@@ -1,5 +1,4 @@
-"""Replicas of draft and verify as real processes that can be killed, stopped and started again, and the load
-that looks at what its clients see of it."""
+"""Replicas of all services as real processes that can be killed, stopped and started again."""
 
 from __future__ import annotations
 
@@ -10,17 +9,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from specwire import AsyncClient, Fate, Rule, SamplingParams
+import grpc
+
 from specwire.cli.supervisor import Service, wait_ready
+from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 START_S = 240.0
-_MODULES = {"verify": "verify_service", "draft": "draft_service", "coordinator": "coordinator"}
+GRACE_S = 30
+_COMMANDS = {
+    "verify": ("verify_service",),
+    "draft": ("draft_service",),
+    "coordinator": ("coordinator",),
+    "front": ("specwire.cli", "http"),
+}
 _MODELS = {"verify": "emulated:step_ms=10", "draft": "emulated:step_ms=1,alpha=0.8"}
 
 
@@ -52,18 +56,18 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 class Fleet:
-    """Two verify and two draft services, and coordinators before them.
+    """Two verify and two draft services, coordinators before them, and HTTP fronts before those.
 
     Attributes:
         address: of all coordinators, as a client takes them.
     """
 
-    def __init__(self, num_coordinators: int = 1, **coordinator_flags: object) -> None:
+    def __init__(self, num_coordinators: int = 1, num_fronts: int = 0, **coordinator_flags: object) -> None:
         """All of them serve."""
         self.verifies = [self._service("verify") for _ in range(2)]
         self.drafts = [self._service("draft") for _ in range(2)]
         wait_ready([*self.verifies, *self.drafts], START_S)
-        self._coordinator_flags = {
+        self.coordinator_flags = {
             "verify_address": ",".join(one.address for one in self.verifies),
             "draft_address": ",".join(one.address for one in self.drafts),
             "num_draft_tokens": "4",
@@ -71,31 +75,71 @@ class Fleet:
         self.coordinators = [self._service("coordinator") for _ in range(num_coordinators)]
         wait_ready(self.coordinators, START_S)
         self.address = ",".join(one.address for one in self.coordinators)
+        self.fronts = [self._service("front") for _ in range(num_fronts)]
+        wait_ready(self.fronts, START_S)
 
     @property
     def services(self) -> list[Service]:
         """All of them."""
-        return [*self.coordinators, *self.drafts, *self.verifies]
+        return [*self.fronts, *self.coordinators, *self.drafts, *self.verifies]
 
     def group(self, role: str) -> list[Service]:
-        """Those of one role: verify, draft or coordinator."""
-        return {"verify": self.verifies, "draft": self.drafts, "coordinator": self.coordinators}[role]
+        """Those of one role: verify, draft, coordinator or front."""
+        return {
+            "verify": self.verifies,
+            "draft": self.drafts,
+            "coordinator": self.coordinators,
+            "front": self.fronts,
+        }[role]
 
     def _service(self, role: str, address: str = "127.0.0.1:0", start: type[Service] = Service) -> Service:
-        flags = {"model": _MODELS[role], "grace_s": 30} if role in _MODELS else self._coordinator_flags
-        return start(_MODULES[role], _words({"address": address, **flags}))
+        module, *words = _COMMANDS[role]
+        flags = {"address": address, "grace_s": GRACE_S, **self._flags(role)}
+        return start(module, [*words, *flag_list(flags)])
 
-    def restart(self, role: str, index: int) -> Service:
-        """Start one again where it was; it does not serve yet."""
-        group = self.group(role)
-        group[index].kill()  # of a stopped process, too
-        group[index] = self._service(role, group[index].address, Restarted)
-        return group[index]
+    def _flags(self, role: str) -> dict[str, object]:
+        if role == "coordinator":
+            return self.coordinator_flags
+        return {"server": self.address, "model_name": "m"} if role == "front" else {"model": _MODELS[role]}
+
+    @contextlib.contextmanager
+    def disturbed(self, role: str, index: int, fault: str) -> Iterator[None]:
+        """One of them, by kill (SIGKILL), drain (SIGTERM), stop (SIGSTOP) or hang (of its device); what has
+        ended is started again, and does not serve yet.
+
+        Raises:
+            ProcessLookupError: a device was to hang whose process has ended.
+        """
+        service = self.group(role)[index]
+        if fault in ("stop", "hang"):
+            with stopped(service) if fault == "stop" else hung_device(service, role):
+                yield
+            return
+        service.process.send_signal({"kill": signal.SIGKILL, "drain": signal.SIGTERM}[fault])
+        try:
+            yield
+            assert service.process.wait(2 * GRACE_S) == (0 if fault == "drain" else -signal.SIGKILL)
+        finally:
+            service.kill()
+            self.group(role)[index] = self._service(role, service.address, Restarted)
 
     async def complete(self) -> None:
         """Wait for those that were started again."""
         starting = [one for one in self.services if not one.address]
         await asyncio.to_thread(wait_ready, starting, START_S)
+
+    def num_held(self) -> int:
+        """Sequences and pages of all model services."""
+        found = 0
+        for role, stub, request in (
+            ("verify", verify_pb2_grpc.VerifyServiceStub, verify_pb2.VerifyServiceGetModelInfoRequest()),
+            ("draft", draft_pb2_grpc.DraftServiceStub, draft_pb2.DraftServiceGetModelInfoRequest()),
+        ):
+            for service in self.group(role):
+                with grpc.insecure_channel(service.address) as channel:
+                    status = stub(channel).GetModelInfo(request, timeout=10).status
+                    found += status.num_sequences + status.num_held_pages
+        return found
 
     def close(self) -> None:
         """By force."""
@@ -103,18 +147,18 @@ class Fleet:
             service.kill()
 
 
-def _words(flags: dict[str, object]) -> list[str]:
+def flag_list(flags: dict[str, object]) -> list[str]:
     return [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 @contextlib.contextmanager
 def stopped(service: Service) -> Iterator[None]:
     """A process that lives and does nothing."""
-    os.kill(service.process.pid, signal.SIGSTOP)
+    service.process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(service.process.pid, signal.SIGCONT)
+        service.process.send_signal(signal.SIGCONT)  # if it has not been killed meanwhile
 
 
 _PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_INTERRUPT = 17, 0x4206, 0x4207
@@ -130,6 +174,8 @@ def hung_device(service: Service, role: str) -> Iterator[None]:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     tid = _thread_of(service.process.pid, role)
+    while not _sleeps(service.process.pid, tid):  # awake, it may hold the lock that all threads need
+        pass
     if libc.ptrace(_PTRACE_SEIZE, tid, None, None) or libc.ptrace(_PTRACE_INTERRUPT, tid, None, None):
         raise OSError(errno := ctypes.get_errno(), os.strerror(errno))
     os.waitpid(tid, _WALL)
@@ -143,84 +189,12 @@ _WALL = 0x40000000
 """Of waitpid: threads, too."""
 
 
+def _sleeps(pid: int, tid: int) -> bool:
+    return Path(f"/proc/{pid}/task/{tid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
 def _thread_of(pid: int, name: str) -> int:
     for task in Path(f"/proc/{pid}/task").iterdir():
         if (task / "comm").read_text().strip() == name:
             return int(task.name)
     raise ProcessLookupError(f"no thread {name} in {pid}")
-
-
-@dataclass(frozen=True)
-class Load:
-    """Clients with so many requests each, one after the other; the seed names a request."""
-
-    num_clients: int
-    num_requests: int
-    num_tokens: int = 60
-
-    def params(self, client: int, request: int) -> SamplingParams:
-        """Of one request; its text is fixed by them."""
-        seed = 1000 * client + request % 5
-        return SamplingParams(max_tokens=self.num_tokens, seed=seed, rule=Rule.GUMBEL)
-
-
-@dataclass
-class Seen:
-    """What the clients saw.
-
-    Attributes:
-        texts: token ids by seed; a request that says something else than one before it is an error.
-        errors: what went wrong, in words.
-        num_accepted: draft tokens in the chunks so far.
-        longest_gap_s: longest time between two chunks, or between a request and its first.
-    """
-
-    num_done: int = 0
-    num_chunks: int = 0
-    num_accepted: int = 0
-    longest_gap_s: float = 0.0
-    texts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
-
-
-async def run(
-    address: str, load: Load, disturb: Callable[[Seen], Coroutine[Any, Any, None]] | None = None
-) -> Seen:
-    """The load, with something happening meanwhile."""
-    seen = Seen()
-    async with AsyncClient(address, timeout_s=60.0) as client:
-        disturbing = asyncio.create_task(disturb(seen)) if disturb else None
-        await asyncio.gather(*[_client(client, load, i, seen) for i in range(load.num_clients)])
-        if disturbing:
-            await disturbing
-    return seen
-
-
-async def _client(client: AsyncClient, load: Load, index: int, seen: Seen) -> None:
-    for request in range(load.num_requests):
-        try:
-            await _request(client, load.params(index, request), seen)
-        except Exception as error:
-            seen.errors.append(f"{type(error).__name__}: {error}")
-
-
-async def _request(client: AsyncClient, params: SamplingParams, seen: Seen) -> None:
-    token_ids: list[int] = []
-    last_s = time.monotonic()
-    assert params.seed is not None
-    prompt = [params.seed % 60 + 1, 2, 3]
-    async with client.stream(params=params, prompt_token_ids=prompt) as stream:
-        async for chunk in stream:
-            now_s = time.monotonic()
-            seen.longest_gap_s, last_s = max(seen.longest_gap_s, now_s - last_s), now_s
-            seen.num_chunks += 1
-            if chunk.first_index != len(token_ids):
-                seen.errors.append(f"index {chunk.first_index} instead of {len(token_ids)}")
-            token_ids += [token.token_id for token in chunk.tokens]
-            seen.num_accepted += sum(token.fate is Fate.ACCEPTED for token in chunk.tokens)
-        done = stream.completion
-    if len(token_ids) != params.max_tokens or done.token_ids != tuple(token_ids):
-        seen.errors.append(f"{len(token_ids)} tokens, and {len(done.token_ids)} in the completion")
-    if seen.texts.setdefault(params.seed, tuple(token_ids)) != tuple(token_ids):
-        seen.errors.append(f"another text for seed {params.seed}")
-    seen.num_done += 1
