@@ -138,7 +138,7 @@ class _Answers:
         )
         async with self._write_lock:
             message.timings.CopyFrom(serving.timings(job, self.received_ns, ahead_ns))
-            self._spans.describe(span, job, message.timings)
+            self._spans.finish(span, job, message.timings)
             await self._context.write(message)
 
     async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:

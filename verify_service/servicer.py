@@ -48,7 +48,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     job = self._job(sequence, request)
                     verdict = await self._service.engine.run(job, extra_len=len(job.draft_token_ids))
                     response = self._response(request, job, verdict, received_ns)
-                    spans.describe(span, job, response.timings)
+                    spans.finish(span, job, response.timings)
                     await context.write(response)
 
     async def GetModelInfo(  # noqa: N802

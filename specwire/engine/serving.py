@@ -78,8 +78,11 @@ class StreamSpans:
             attributes={names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: self.method},
         )
 
-    def describe(self, span: Span, job: Job, spent: common_pb2.Timings) -> None:
-        """Say on a request's span what its job was, and where its time went."""
+    def finish(self, span: Span, job: Job, spent: common_pb2.Timings) -> None:
+        """End a request's span before its answer is sent: with it, the caller may end the stream.
+
+        It says what the job was, and where the time went.
+        """
         if not span.trace_id:
             return
         handling_ns = spent.residence_ns - spent.queue_ns - spent.stall_ns - spent.forward_ns
@@ -103,3 +106,4 @@ class StreamSpans:
                     end_ns=clock.epoch_ns(end_ns),
                     parent=span.context,
                 )
+        span.end()

@@ -296,7 +296,7 @@ class _RecordedSpan(Span):
             self._span.add_link(link.context)
 
     def fail(self, kind: str, description: str = "") -> None:
-        if self._failed:
+        if self._failed or not self._span.is_recording():
             return
         self._failed = True
         self._span.set_attribute(ERROR_TYPE, kind)
@@ -354,8 +354,11 @@ class _SampledSpan(Span):
         if len(self.events) < _MAX_EVENTS:
             self.events.append(Event(name, _present(attributes)))
 
+    def link(self, traceparent: str) -> None:
+        self.links = [*self.links, *_linked([traceparent])]
+
     def fail(self, kind: str, description: str = "") -> None:
-        if self._has_failed:
+        if self._has_failed or self._has_ended:
             return
         self._has_failed = True
         self.attributes[ERROR_TYPE] = kind

@@ -90,6 +90,7 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
         check_completion(done)
         [root] = roots(receiver, 1)
     found = stages(root)
+    assert "error.type" not in root.attributes
     num_rounds = done.speculation.num_rounds
     assert found[Stage.VERIFY] > 8 * num_rounds  # passes; the first has the prompt's tokens as well
     if not settings["num_draft_tokens"]:
