@@ -325,7 +325,7 @@ class _Builder:
     def _call(self, call: RecordedSpan) -> list[Bar]:
         """The parts of a call outside of the service's own span."""
         interval = self._interval(call)
-        served = union(map(self._interval, self._served(call)))
+        served = union(map(self._residence, self._served(call)))
         left = difference([interval], served)
         if not is_answered(call):
             title = _failure(call)
@@ -337,7 +337,7 @@ class _Builder:
     def _serve(self, serve: RecordedSpan) -> list[Bar]:
         """A request at its service: queue, passes and handling in this order, or as finer spans say."""
         role = serve.name.partition(".")[0]
-        start_ns, end_ns = self._interval(serve)
+        start_ns, end_ns = self._residence(serve)
         handling = BarKind(f"{role}.handling")
         finer = [self._interval(span) for span in self.children[serve.span_id] if span.name in _OWN_SPANS]
         if finer:
@@ -374,6 +374,11 @@ class _Builder:
         self, kind: BarKind, title: str, interval: Interval, span: RecordedSpan, *, label: str = ""
     ) -> Bar:
         return Bar(kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, label=label)
+
+    def _residence(self, serve: RecordedSpan) -> Interval:
+        offset_ns = self._offset_ns(serve)
+        start_ns, end_ns = _residence(serve)
+        return start_ns + offset_ns, end_ns + offset_ns
 
     def _offset_ns(self, span: RecordedSpan) -> int:
         return (self.shifts.get(_clock(span), 0) if self.shifts else 0) - self.root.start_ns
@@ -447,7 +452,20 @@ def _failure(call: RecordedSpan) -> str:
     return f"{call.name} failed: {reason}" + (f", at {address}" if address else "")
 
 
+def _residence(serve: RecordedSpan) -> Interval:
+    """From the request's arrival until its answer is written, for which the span goes on; without an answer
+    all of the span.
+    """
+    parts_ms = [number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)]
+    if None in parts_ms:
+        return serve.start_ns, serve.end_ns
+    spent_ns = round(sum(each or 0.0 for each in parts_ms) * 1e6)
+    return serve.start_ns, min(serve.start_ns + spent_ns, serve.end_ns)
+
+
 def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
+    if text(call, names.CALL_OUTCOME) == "begun":
+        return f"network, answer of {call.name}, begun ahead"
     if gap[1] <= served[0][0]:
         return f"network, request to {call.name}"
     return f"network, answer of {call.name}" if gap[0] >= served[-1][1] else f"network, {call.name}"
@@ -469,7 +487,7 @@ def _shifts(calls: Iterable[tuple[RecordedSpan, Sequence[RecordedSpan]]]) -> dic
     for call, parts in calls:
         if text(call, names.CALL_OUTCOME) == "begun":
             continue  # its answer was on the way before its request arrived
-        served = union((part.start_ns, part.end_ns) for part in parts)
+        served = union(map(_residence, parts))
         if served and served[-1][1] - served[0][0] <= call.duration_ns:
             by_clock[_clock(parts[0])].append((call, (served[0][0], served[-1][1])))
     return {clock: shift for clock, found in by_clock.items() if (shift := _shift(found))}

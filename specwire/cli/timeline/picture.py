@@ -42,6 +42,7 @@ MARK_COLOURS = {
 _OVERLAP = "#fbf0c4"
 _WIDTH_IN, _ROW_IN, _AXES_IN = 15.0, 0.42, 13.6
 _GAP = 0.35
+_STAGES_A_LINE = 7
 _CHARACTER_IN = 0.078
 
 
@@ -202,10 +203,11 @@ def _draw_strip(axes: Axes, whole: Timeline, shown: Timeline) -> None:
 def _title(figure: Figure, whole: Timeline) -> None:
     found = facts(whole)
     model = found.pop("model")
-    lines = [
-        "   ".join(f"{name}: {value}" for name, value in of.items()) for of in (found, stage_facts(whole))
-    ]
-    text = "\n".join([model, *filter(None, lines), *whole.notes])
+    stages = list(stage_facts(whole).items())
+    starts = range(0, len(stages), _STAGES_A_LINE)
+    lines = [list(found.items()), *(stages[i : i + _STAGES_A_LINE] for i in starts)]
+    shown = ["   ".join(f"{name}: {value}" for name, value in line) for line in lines]
+    text = "\n".join([model, *shown, *whole.notes])
     figure.suptitle(text, fontsize=11, x=0.01, ha="left", parse_math=False)
 
 
@@ -222,4 +224,4 @@ def _legend(figure: Figure, shown: Timeline) -> None:
     handles += [Patch(facecolor=COLOURS[kind], label=LEGEND[kind]) for kind in LEGEND if kind in kinds]
     if shown.overlaps:
         handles.append(Patch(facecolor=_OVERLAP, label="draft and target at once"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=9, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=9, frameon=False)
