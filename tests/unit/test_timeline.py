@@ -290,8 +290,8 @@ class TestLayout:
         timeline = laid_out(trace.spans)
         found = {bar.title: bar for bar in timeline.bars}
         assert found["draft failed: UNAVAILABLE"].kind is BarKind.FAILED
-        assert found["draft: no answer in time"].interval == (10 * MS, 12 * MS)
-        assert found["draft, without an answer"].interval == (12 * MS, 70 * MS)
+        assert found["draft: no answer in time"].interval == (10 * MS, 40 * MS)
+        assert found["draft.serve, not answered"].interval == (12 * MS, 70 * MS)
         assert found["draft lost"].interval == (10 * MS, 10 * MS)
         [shown] = timeline.rounds
         assert (shown.failed_ns, shown.stages_ms[Stage.DRAFT]) == (10 * MS, 30)

@@ -15,6 +15,8 @@ LEGEND = {
     BarKind.VERIFY_QUEUE: "waiting for the target",
     BarKind.DRAFT_HANDLING: "handling in the draft service",
     BarKind.VERIFY_HANDLING: "handling in the verify service",
+    BarKind.DRAFT_UNANSWERED: "in the draft service, not answered",
+    BarKind.VERIFY_UNANSWERED: "in the verify service, not answered",
     BarKind.NETWORK: "on the way: network and gRPC",
     BarKind.UNKNOWN: "call without a span of the service",
     BarKind.FAILED: "call that failed or was too late",

@@ -45,10 +45,13 @@ class BarKind(StrEnum):
     DRAFT_QUEUE = "draft.queue"
     DRAFT_FORWARD = "draft.forward"
     DRAFT_HANDLING = "draft.handling"
+    DRAFT_UNANSWERED = "draft.unanswered"
     DRAFT_PREPARE = "draft.prepare"
     VERIFY_QUEUE = "verify.queue"
     VERIFY_FORWARD = "verify.forward"
     VERIFY_HANDLING = "verify.handling"
+    VERIFY_UNANSWERED = "verify.unanswered"
+    """A request that its service did not answer, so that it says nothing about it."""
     NETWORK = "network"
     UNKNOWN = "unknown"
     """A call of the coordinator without a span of the service."""
@@ -86,10 +89,12 @@ _PLACES = {
     BarKind.DRAFT_QUEUE: (Lane.DRAFT, 0),
     BarKind.DRAFT_FORWARD: (Lane.DRAFT, 0),
     BarKind.DRAFT_HANDLING: (Lane.DRAFT, 0),
+    BarKind.DRAFT_UNANSWERED: (Lane.DRAFT, 0),
     BarKind.DRAFT_PREPARE: (Lane.DRAFT, 1),
     BarKind.VERIFY_QUEUE: (Lane.VERIFY, 0),
     BarKind.VERIFY_FORWARD: (Lane.VERIFY, 0),
     BarKind.VERIFY_HANDLING: (Lane.VERIFY, 0),
+    BarKind.VERIFY_UNANSWERED: (Lane.VERIFY, 0),
     BarKind.NETWORK: (Lane.NETWORK, 0),
     BarKind.UNKNOWN: (Lane.NETWORK, 0),
     BarKind.FAILED: (Lane.NETWORK, 0),
@@ -323,34 +328,33 @@ class _Builder:
         return found
 
     def _call(self, call: RecordedSpan) -> list[Bar]:
-        """The parts of a call outside of the service's own span."""
+        """All of it if it failed; else its parts outside of the service's own span."""
         interval = self._interval(call)
-        served = union(map(self._residence, self._served(call)))
-        left = difference([interval], served)
         if not is_answered(call):
-            title = _failure(call)
-            return [self._bar(BarKind.FAILED, title, gap, call, label="✗") for gap in left or [interval]]
+            return [self._bar(BarKind.FAILED, _failure(call), interval, call, label="✗")]
+        served = union(map(self._residence, self._served(call)))
         if not served:
             return [self._bar(BarKind.UNKNOWN, f"{call.name}, no span of the service", interval, call)]
+        left = difference([interval], served)
         return [self._bar(BarKind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
 
     def _serve(self, serve: RecordedSpan) -> list[Bar]:
         """A request at its service: queue, passes and handling in this order, or as finer spans say."""
         role = serve.name.partition(".")[0]
-        start_ns, end_ns = self._residence(serve)
-        handling = BarKind(f"{role}.handling")
+        whole = start_ns, end_ns = self._residence(serve)
+        spent_ms = _parts_ms(serve)
+        if spent_ms is None:
+            title = f"{serve.name}, not answered"
+            return [self._bar(BarKind(f"{role}.unanswered"), title, whole, serve)]
         finer = [self._interval(span) for span in self.children[serve.span_id] if span.name in _OWN_SPANS]
         if finer:
-            left = difference([(start_ns, end_ns)], union(finer))
-            return [self._bar(handling, handling, gap, serve) for gap in left]
+            left = difference([whole], union(finer))
+            return [self._bar(BarKind(f"{role}.handling"), f"{role}.handling", gap, serve) for gap in left]
         bars = []
-        for kind, name in ((f"{role}.queue", names.QUEUE_MS), (f"{role}.forward", names.FORWARD_MS)):
-            spent_ns = round((number(serve, name) or 0.0) * 1e6)
-            part = (start_ns, min(start_ns + spent_ns, end_ns))
-            bars.append(self._bar(BarKind(kind), kind, part, serve))
-            start_ns = part[1]
-        title = f"{role}, without an answer" if is_failed(serve) else handling
-        bars.append(self._bar(handling, title, (start_ns, end_ns), serve))
+        for part, part_ms in zip(("queue", "forward", "handling"), spent_ms, strict=True):
+            until_ns = min(start_ns + round(part_ms * 1e6), end_ns)
+            bars.append(self._bar(BarKind(f"{role}.{part}"), f"{role}.{part}", (start_ns, until_ns), serve))
+            start_ns = until_ns
         return [bar for bar in bars if bar.start_ns < bar.end_ns]
 
     def _prepare(self, span: RecordedSpan) -> Bar:
@@ -452,15 +456,23 @@ def _failure(call: RecordedSpan) -> str:
     return f"{call.name} failed: {reason}" + (f", at {address}" if address else "")
 
 
+def _parts_ms(serve: RecordedSpan) -> tuple[float, float, float] | None:
+    """Queue, passes and handling of a request at its service; None if it was not answered."""
+    queue_ms, forward_ms, handling_ms = (
+        number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
+    )
+    if queue_ms is None or forward_ms is None or handling_ms is None:
+        return None
+    return queue_ms, forward_ms, handling_ms
+
+
 def _residence(serve: RecordedSpan) -> Interval:
     """From the request's arrival until its answer is written, for which the span goes on; without an answer
-    all of the span.
-    """
-    parts_ms = [number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)]
-    if None in parts_ms:
+    all of the span."""
+    parts_ms = _parts_ms(serve)
+    if parts_ms is None:
         return serve.start_ns, serve.end_ns
-    spent_ns = round(sum(each or 0.0 for each in parts_ms) * 1e6)
-    return serve.start_ns, min(serve.start_ns + spent_ns, serve.end_ns)
+    return serve.start_ns, min(serve.start_ns + round(sum(parts_ms) * 1e6), serve.end_ns)
 
 
 def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
