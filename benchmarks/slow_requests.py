@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,10 @@ from specwire.config.services import UpConfig
 PROMPT = [7, 8, 9] * 4
 LONG_PROMPT = [5, 6, 7] * 500
 _READ_S = 0.1
-_NUM_READ = 4
-_COLOURS = 64
-"""Of a picture, which is a third as large then."""
+_HANGS_AFTER, _HANGS_S = 3, 0.9
+"""Rounds, one a chunk; then seconds, less than the coordinator waits for a proposal."""
+_COLOURS = 256
+"""Of a picture, which is half as large then."""
 
 Run = Callable[[Stack, Client], None]
 
@@ -101,13 +103,15 @@ def beside_a_long_prompt(_: Stack, client: Client) -> None:
             each.result()
 
 
-def draft_stops(running: Stack, client: Client) -> None:
+def draft_hangs_and_dies(running: Stack, client: Client) -> None:
     [draft] = [service for service in running.services if service.module == "draft_service"]
-    with client.stream(params=params(48), prompt_token_ids=PROMPT) as stream:
-        for number, _ in enumerate(stream):
-            if number == _NUM_READ:
+    dies = threading.Timer(_HANGS_S, draft.kill)
+    with client.stream(params=params(28), prompt_token_ids=PROMPT) as stream:
+        for number, _ in enumerate(stream, start=1):
+            if number == _HANGS_AFTER:
                 draft.process.send_signal(signal.SIGSTOP)
-    draft.process.send_signal(signal.SIGCONT)
+                dies.start()
+    dies.join()
 
 
 def reads_slowly(_: Stack, client: Client) -> None:
@@ -142,10 +146,10 @@ CASES = (
     ),
     Case(
         name="lost-draft",
-        title="a draft that stops answering in round 5",
-        blamed=Stage.DRAFT,
+        title="a draft that hangs after 3 rounds, and is killed 0.9 s later",
+        blamed=Stage.FAILOVER,
         config=stack("step_ms=30", "step_ms=2,alpha=0.8"),
-        run=draft_stops,
+        run=draft_hangs_and_dies,
         rounds="0:10",
     ),
     Case(
@@ -167,7 +171,7 @@ def measure(case: Case) -> GenerationTrace:
     with Receiver() as receiver:
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_BSP_SCHEDULE_DELAY": "20",  # what is killed exports nothing more
             **case.environ,
         }
         with Stack(case.config, environ) as running, Client(running.address) as client:

@@ -282,7 +282,7 @@ class TestLayout:
     def test_failed_attempts_and_events(self, tmp_path: Path) -> None:
         trace = Trace()
         root = trace.add("generate", 0, 100, num_rounds=1)
-        one = trace.add("round", 0, 100, root, events={"draft lost": 10.0})
+        one = trace.add("round", 0, 100, root, events={"draft lost": 10.0}, outcome="timed_out")
         trace.add("draft", 0, 10, one, error="UNAVAILABLE", server__address="x")
         late = trace.add("draft", 10, 40, one, outcome="timed_out", handling_ms=30.0)
         trace.add("draft.serve", 12, 70, late, error="CANCELLED")
@@ -294,6 +294,7 @@ class TestLayout:
         assert found["draft.serve, not answered"].interval == (12 * MS, 70 * MS)
         assert found["draft lost"].interval == (10 * MS, 10 * MS)
         [shown] = timeline.rounds
+        assert (shown.mark, timeline.num_drafted_rounds) == (Mark.LOST, 0)
         assert (shown.failed_ns, shown.stages_ms[Stage.DRAFT]) == (10 * MS, 30)
         assert is_complete(choose(trace.spans))
         assert timeline.notes == [

@@ -26,6 +26,7 @@ MARKS = {
     Mark.HIT: "hit: prepared before it was requested",
     Mark.BEGUN: "begun before it was requested",
     Mark.MISS: "miss: drafted on request",
+    Mark.LOST: "lost: no draft there, or too late",
     Mark.PLAIN: "plain: nothing drafted",
 }
 _MAX_TEXT = 200

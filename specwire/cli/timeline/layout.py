@@ -69,15 +69,16 @@ class Lane(StrEnum):
 
 
 class Mark(StrEnum):
-    """Whether a round's proposal was prepared; plain rounds have none."""
+    """Whether a round's proposal was prepared; plain and lost rounds have none."""
 
     HIT = "hit"
     BEGUN = "begun"
     MISS = "miss"
+    LOST = "lost"
     PLAIN = "plain"
 
 
-SIGNS = {Mark.HIT: "✓", Mark.BEGUN: "◐", Mark.MISS: "✗", Mark.PLAIN: "–"}
+SIGNS = {Mark.HIT: "✓", Mark.BEGUN: "◐", Mark.MISS: "✗", Mark.LOST: "!", Mark.PLAIN: "–"}
 
 #: The lane of each kind and its row there, before empty rows are removed.
 _PLACES = {
@@ -232,8 +233,8 @@ class Timeline:
 
     @property
     def num_drafted_rounds(self) -> int:
-        """Rounds shown that are hits or misses."""
-        return len(self.rounds) - self.num_marked(Mark.PLAIN)
+        """Rounds shown that have a proposal."""
+        return len(self.rounds) - self.num_marked(Mark.PLAIN) - self.num_marked(Mark.LOST)
 
 
 def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
@@ -436,11 +437,12 @@ class _Builder:
 
 def mark(span: RecordedSpan) -> Mark:
     """The mark of a `round` span."""
+    outcome = text(span, names.CALL_OUTCOME)
     if not count(span, names.NUM_DRAFT_TOKENS):
-        return Mark.PLAIN
+        return Mark.LOST if outcome in ("timed_out", "unavailable", "lost") else Mark.PLAIN
     if span.attributes.get(names.DRAFT_PREPARED) is True:
         return Mark.HIT
-    return Mark.BEGUN if text(span, names.CALL_OUTCOME) == "begun" else Mark.MISS
+    return Mark.BEGUN if outcome == "begun" else Mark.MISS
 
 
 def _stages_of(root: RecordedSpan) -> dict[Stage, float]:

@@ -18,7 +18,7 @@ MAX_READABLE_ROUNDS = 12
 """With more, rounds are too narrow for their labels."""
 COLOURS = {
     BarKind.ADMISSION: "#b794f4",
-    BarKind.OUTSIDE: "#e2d3a4",
+    BarKind.OUTSIDE: "#cbd5a0",
     BarKind.ACCEPT: "#2d3748",
     BarKind.DRAFT_QUEUE: "#f3cfa8",
     BarKind.DRAFT_FORWARD: "#dd6b20",
@@ -38,6 +38,7 @@ MARK_COLOURS = {
     Mark.HIT: ("#c6efd6", "#276749"),
     Mark.BEGUN: ("#cdeef0", "#285e61"),
     Mark.MISS: ("#fbd5d5", "#9b2c2c"),
+    Mark.LOST: ("#f7dcb4", "#7b341e"),
     Mark.PLAIN: ("#e5e8ec", "#4a5568"),
 }
 """Fill and edge."""
