@@ -7,7 +7,6 @@ Emulated devices in processes of their own, traced. `specwire timeline` draws ea
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import tempfile
 import threading
@@ -33,7 +32,7 @@ from specwire.config.services import UpConfig
 
 PROMPT = [7, 8, 9] * 4
 LONG_PROMPT = [5, 6, 7] * 500
-_READ_S = 0.1
+_BESIDE_S, _READ_S = 0.1, 0.2
 _HANGS_AFTER, _HANGS_S = 3, 0.9
 """Rounds, one a chunk; then seconds, less than the coordinator waits for a proposal."""
 _COLOURS = 256
@@ -97,7 +96,7 @@ def beside_a_long_prompt(_: Stack, client: Client) -> None:
             pool.submit(client.generate, params=params(48, seed), prompt_token_ids=[seed, *PROMPT])
             for seed in range(1, 5)
         ]
-        time.sleep(_READ_S)  # they are in their rounds
+        time.sleep(_BESIDE_S)  # they are in their rounds
         client.generate(params=params(2), prompt_token_ids=LONG_PROMPT)
         for each in streams:
             each.result()
@@ -115,7 +114,7 @@ def draft_hangs_and_dies(running: Stack, client: Client) -> None:
 
 
 def reads_slowly(_: Stack, client: Client) -> None:
-    with client.stream(params=params(160), prompt_token_ids=PROMPT) as stream:
+    with client.stream(params=params(128), prompt_token_ids=PROMPT) as stream:
         for _ in stream:
             time.sleep(_READ_S)
 
@@ -154,7 +153,7 @@ CASES = (
     ),
     Case(
         name="slow-client",
-        title="a client that reads every 100 ms",
+        title="a client that reads every 200 ms",
         blamed=Stage.CLIENT_CREDIT,
         config=stack("step_ms=20", "step_ms=2,alpha=0.8"),
         run=reads_slowly,
@@ -228,7 +227,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # which logs a warning for each child
     facts = machine()
     args.pictures.mkdir(parents=True, exist_ok=True)
     found = {}

@@ -18,17 +18,17 @@ One trace a generation, over all three services (span, kind, who makes it, and a
       └ verify         CLIENT, coordinator, one for each attempt; as draft
         └ verify.serve SERVER, verify service; as draft.serve
 
-With `--trace-detail` also `accept`, a child of `round`, and `draft.queue`, `draft.forward`, `verify.queue` and
-`verify.forward`, children of the span `*.serve` of their request.
+With `--trace-detail` also `accept`, a child of `round`, and `draft.queue`, `draft.forward`, `verify.queue`
+and `verify.forward`, children of the span `*.serve` of their request.
 
 Names of attributes without a namespace begin with `specwire.` (`semantics`). A round whose proposal was there
 before it was requested has no `draft`. Above `generate` are the CLIENT span of the SDK
 (`specwire.client.spans`) and, of a request over HTTP, the SERVER span of the front (`specwire.http.spans`).
 
 `gen_ai.*`, `rpc.*`, `server.*` and `error.type` (on a span that failed) are OpenTelemetry's conventions.
-Lengths are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is
-false where the draft could not be used for a part of the generation. `num_cached_tokens` are those that the
-service found in its cache instead of computing them.
+Lengths are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available`
+is false where the draft could not be used for a part of the generation. `num_cached_tokens` are those that
+the service found in its cache instead of computing them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
