@@ -79,18 +79,18 @@ def params(max_tokens: int, seed: int = 3) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=seed, rule=Rule.GUMBEL)
 
 
-def alone(_: Stack, client: Client) -> None:
+def alone(_running: Stack, client: Client) -> None:
     client.generate(params=params(32), prompt_token_ids=PROMPT)
 
 
-def eight(_: Stack, client: Client) -> None:
+def eight(_running: Stack, client: Client) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(
             pool.map(lambda seed: client.generate(params=params(32, seed), prompt_token_ids=PROMPT), range(8))
         )
 
 
-def beside_a_long_prompt(_: Stack, client: Client) -> None:
+def beside_a_long_prompt(_running: Stack, client: Client) -> None:
     with ThreadPoolExecutor(5) as pool:
         streams = [
             pool.submit(client.generate, params=params(48, seed), prompt_token_ids=[seed, *PROMPT])
@@ -113,7 +113,7 @@ def draft_hangs_and_dies(running: Stack, client: Client) -> None:
     dies.join()
 
 
-def reads_slowly(_: Stack, client: Client) -> None:
+def reads_slowly(_running: Stack, client: Client) -> None:
     with client.stream(params=params(128), prompt_token_ids=PROMPT) as stream:
         for _ in stream:
             time.sleep(_READ_S)

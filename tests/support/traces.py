@@ -94,7 +94,7 @@ class Trace:
             received_ms: when the request was at the service.
             clock_ms: what the service's clock is ahead of the coordinator's.
         """
-        spent = {"queue_ms": queue_ms, "forward_ms": forward_ms, "handling_ms": handling_ms}
+        spent: dict[str, Any] = {"queue_ms": queue_ms, "forward_ms": forward_ms, "handling_ms": handling_ms}
         residence_ms = queue_ms + forward_ms + handling_ms
         network_ms = interval_ms[1] - interval_ms[0] - residence_ms
         call = self.add(role, *interval_ms, parent, network_ms=network_ms, outcome="asked", **spent)

@@ -387,7 +387,7 @@ class TestLayout:
         for i, (start, end) in enumerate([(2, 9), (1, 3), (2, 4)]):
             one = trace.add("round", 100 * i, 100 * i + 20, root)
             call = trace.add("verify", 100 * i, 100 * i + 10, one)
-            times = {"queue_ms": 0.0, "forward_ms": float(end - start), "handling_ms": 0.0}
+            times: dict[str, Any] = {"queue_ms": 0.0, "forward_ms": float(end - start), "handling_ms": 0.0}
             trace.add("verify.serve", 100 * i + start + 50, 100 * i + end + 50, call, **times)
         timeline = laid_out(trace.spans)
         [first, *_] = [bar for bar in timeline.bars if bar.kind is BarKind.VERIFY_FORWARD]
