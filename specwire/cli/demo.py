@@ -13,12 +13,12 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from specwire.cli.supervisor import Stack
 from specwire.client.client import Client
-from specwire.completion import Chunk, Completion, Speculation, Timing, Token
+from specwire.completion import Chunk, Completion, Speculation, Stage, Token
 from specwire.config.services import StackConfig
 from specwire.core import Fate, SamplingParams
 
@@ -141,13 +141,16 @@ def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
         ("text", _likeness(speculative, plain)),
         ("acceptance length", f"{speculation.mean_acceptance_length:.2f} tokens a pass"),
         ("acceptance rate", _acceptance(speculation)),
-        ("time", _shares(speculative.timing)),
         ("seed", f"{speculative.seed} (another text: --seed N)"),
     ]
     if speculation.draft_unavailable:
         rows.insert(0, ("draft", f"not used: {speculation.draft_unavailable}"))
-    lines = [_paint(f"{name:>19}", _DIM, colour) + f"  {value}" for name, value in rows]
-    return "\n".join(["", *lines, "", _paint(_NEXT, _DIM, colour)])
+    figures, stages = _table(rows, colour), _table(_stages(speculative, plain), colour)
+    return "\n".join(["", *figures, "", _paint(_NEXT, _DIM, colour), "", *stages])
+
+
+def _table(rows: Sequence[tuple[str, str]], colour: bool) -> list[str]:
+    return [_paint(f"{name:>19}", _DIM, colour) + f"  {value}" for name, value in rows]
 
 
 def _passes(done: Completion) -> str:
@@ -165,10 +168,24 @@ def _acceptance(speculation: Speculation) -> str:
     return f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"
 
 
-def _shares(timing: Timing) -> str:
-    stages = ("draft", "verify", "rule", "network", "queue")
-    parts = [f"{stage} {getattr(timing, f'{stage}_ms'):.0f} ms" for stage in stages]
-    return f"{timing.total_ms:.0f} ms: " + ", ".join(parts)
+def _stages(speculative: Completion, plain: Completion) -> list[tuple[str, str]]:
+    """Where the time of a token went, stage by stage; the last row is the sum of those above it."""
+    with_it, without = _per_token(speculative), _per_token(plain)
+    rows = [(stage.replace("_", " "), with_it[stage], without[stage]) for stage in Stage]
+    rows = [row for row in rows if any(row[1:])]
+    rows.append(("sum", sum(with_it.values()), sum(without.values())))
+    head = ("ms per token", "with speculation  without")
+    return [head, *((name, f"{ours / 100:16.2f}  {other / 100:7.2f}") for name, ours, other in rows)]
+
+
+def _per_token(done: Completion) -> dict[Stage, int]:
+    """Each stage in hundredths of a millisecond; rounded so that they add up to the rounded sum."""
+    found, sum_ms, rounded = {}, 0.0, 0
+    for stage, spent_ms in done.timing.stages.items():
+        sum_ms += spent_ms
+        found[stage] = round(100 * sum_ms / max(1, done.usage.completion_tokens)) - rounded
+        rounded += found[stage]
+    return found
 
 
 def _tokens_per_s(done: Completion) -> float:

@@ -2,7 +2,11 @@
 // Speaks the public API only: /v1/models, and /v1/completions with `return_fates`.
 
 const $ = (id) => document.getElementById(id);
-const STAGES = ["draft", "verify", "queue", "rule", "network"];
+// Every moment of a generation belongs to one of them.
+const STAGES = [
+  "admission", "draft", "draft_queue", "draft_network", "verify", "verify_queue", "verify_network",
+  "rule", "emit", "client_credit", "failover", "coordinator",
+];
 const FATES_SHOWN = new Set(["accepted", "recovered", "bonus"]);
 
 let model = "";
@@ -182,20 +186,17 @@ const live = {
 
   stages(timing) {
     const parts = STAGES.map((name) => [name, timing[`${name}_ms`]]);
-    const known = parts.reduce((sum, [, ms]) => sum + ms, 0);
-    parts.push(["rest", Math.max(0, timing.total_ms - known)]);
-    const total = Math.max(timing.total_ms, known);
     $("stages").replaceChildren(
       ...parts.map(([name, ms]) => {
         const part = stageMark(name);
-        part.style.width = `${(100 * ms) / total}%`;
+        part.style.width = `${(100 * ms) / timing.total_ms}%`;
         return part;
       }),
     );
     $("stage-times").replaceChildren(
       ...parts.map(([name, ms]) =>
         element("div", {}, [
-          element("dt", {}, [stageMark(name), name]),
+          element("dt", {}, [stageMark(name), name.replace("_", " ")]),
           element("dd", { textContent: `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms` }),
         ]),
       ),

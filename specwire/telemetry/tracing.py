@@ -1,36 +1,34 @@
 """Traces of generations, through OpenTelemetry; without it configured, at no cost.
 
-One trace a generation, over all three services (spans, who makes them, and their attributes):
+One trace a generation, over all three services (span, kind, who makes it, and attributes of specwire's own):
 
-    generate             coordinator; gen_ai.operation.name, gen_ai.request.model, gen_ai.request.max_tokens,
-    │                    gen_ai.request.temperature, gen_ai.request.top_k, gen_ai.request.top_p,
-    │                    gen_ai.request.seed, gen_ai.response.finish_reasons, gen_ai.usage.input_tokens,
-    │                    gen_ai.usage.output_tokens, gen_ai.server.time_to_first_token (seconds),
-    │                    specwire.rule, specwire.num_rounds, specwire.num_draft_tokens,
-    │                    specwire.num_accepted_tokens, specwire.num_prepared, specwire.num_cached_tokens,
-    │                    specwire.draft.available
-    └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
-      │                  specwire.num_accepted_tokens, specwire.draft.prepared
-      ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
-      │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
-      │ ├ draft.prepare  draft service; specwire.base_len, specwire.num_outcomes; of the round itself, without
-      │ │                a draft call, where its proposal had been prepared
-      │ ├ draft.queue    draft service; specwire.base_len
-      │ └ draft.forward  draft service; specwire.base_len, specwire.batch_size
-      ├ verify           coordinator; specwire.base_len, specwire.num_draft_tokens,
-      │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
-      │ ├ verify.queue   verify service; specwire.base_len
-      │ └ verify.forward verify service; specwire.base_len, specwire.batch_size
-      └ accept           coordinator
+    generate           SERVER, coordinator, from the request's arrival; stage.<stage>_ms (the ledger: they add
+    │                  up to the span), ahead_ms, rule, num_rounds, num_draft_tokens, num_accepted_tokens,
+    │                  num_prepared, draft.available, request_id; and gen_ai.*
+    ├ admission        INTERNAL, coordinator
+    ├ draft.prepare    INTERNAL, draft service; base_len, num_outcomes
+    └ round            INTERNAL, coordinator; round (from 0), base_len, num_draft_tokens, num_accepted_tokens,
+      │                draft.prepared, outcome; links to the draft.prepare that made its proposal; events
+      │                "draft lost" and "verify lost" with server.address and error.type
+      ├ draft          CLIENT, coordinator, one for each attempt; base_len, num_draft_tokens, outcome,
+      │ │              request_bytes, response_bytes, num_cached_tokens, queue_ms, forward_ms, handling_ms,
+      │ │              network_ms; server.address and server.port
+      │ └ draft.serve  SERVER, draft service; base_len, batch_size, num_cached_tokens, queue_ms, forward_ms,
+      │                handling_ms, ahead_ms
+      └ verify         CLIENT, coordinator, one for each attempt; as draft
+        └ verify.serve SERVER, verify service; as draft.serve
 
-Above it are the CLIENT span of the SDK (`specwire.client.spans`) and, of a request over HTTP, the SERVER span
-of the front (`specwire.http.spans`).
+With `--trace-detail` also `accept`, a child of `round`, and `draft.queue`, `draft.forward`, `verify.queue`
+and `verify.forward`, children of the span `*.serve` of their request.
 
-`gen_ai.*` and `error.type` (on a span that an exception ended) are OpenTelemetry's conventions. Lengths
-are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available` is false
-where the draft could not be used for a part of the generation; `draft.prepared` is true where its
-proposal was ready before it was requested. `num_cached_tokens` are those that the service found in its cache
-instead of computing them.
+Names of attributes without a namespace begin with `specwire.` (`semantics`). A round whose proposal was there
+before it was requested has no `draft`. Above `generate` are the CLIENT span of the SDK
+(`specwire.client.spans`) and, of a request over HTTP, the SERVER span of the front (`specwire.http.spans`).
+
+`gen_ai.*`, `rpc.*`, `server.*` and `error.type` (on a span that failed) are OpenTelemetry's conventions.
+Lengths are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available`
+is false where the draft could not be used for a part of the generation. `num_cached_tokens` are those that
+the service found in its cache instead of computing them.
 
 Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
 `OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or

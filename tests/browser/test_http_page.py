@@ -24,6 +24,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 from specwire import Rule, SamplingParams, embedded
+from specwire.completion import Stage
 from specwire.http import page
 from tests.support.fronts import Fronted, fronted
 
@@ -143,9 +144,26 @@ def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.
     assert abs(int(shown.text("#rate").rstrip(" %")) - rate) <= 0.5
     assert float(shown.text("#mean-length")) == pytest.approx(counts["mean_acceptance_length"], abs=0.005)
     stages = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#stage-times dt")]
-    assert stages == ["draft", "verify", "queue", "rule", "network", "rest"]
+    assert stages == [stage.replace("_", " ") for stage in Stage]
+    check_bar(shown)
     shown.picture("run-light")
     shown.assert_no_complaints()
+
+
+def check_bar(shown: Page) -> None:
+    """The stages' bar is full, each with its share of the total, and no two have one colour."""
+    found = shown.driver.execute_script(
+        "return [...document.querySelectorAll('#stages i')].map((e) => "
+        "[e.dataset.stage, e.getBoundingClientRect().width, getComputedStyle(e).backgroundColor])"
+    )
+    timing = shown.record("on")["timing"]
+    full = shown.driver.execute_script(
+        "return document.querySelector('#stages').getBoundingClientRect().width"
+    )
+    assert sum(width for _, width, _ in found) == pytest.approx(full, abs=0.5)
+    for stage, width, _ in found:
+        assert width / full == pytest.approx(timing[f"{stage}_ms"] / timing["total_ms"], abs=0.02)
+    assert len({colour for *_, colour in found}) == len(Stage)
 
 
 def test_rejected_guesses_pass_unless_kept(here: Fronted, chromium: webdriver.Chrome) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, Completion, SamplingParams, ServiceUnavailableError
+from specwire.completion import Stage
 from tests.support.pairs import save_target
 from tests.support.processes import END_S, START_S, Command, running, wait_until
 
@@ -157,6 +159,21 @@ def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> 
         up.assert_all_gone(1.0)
 
 
+def check_stages(shown: str) -> None:
+    """The last lines of a demo: milliseconds of a token by stage, which add up to what its speed says."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown).replace("\r", "")
+    _, _, table = plain.partition("ms per token  with speculation  without\n")
+    *stages, total = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    named = [row[0] for row in stages]
+    assert named == [name for name in (stage.replace("_", " ") for stage in Stage) if name in named]
+    assert {"draft", "verify", "coordinator"} <= set(named)
+    assert total[0] == "sum"
+    speeds = re.findall(r"with(?:out)? speculation  (\d+) tokens/s", plain)
+    for column, speed in ((1, speeds[1]), (2, speeds[0])):
+        assert sum(Decimal(row[column]) for row in stages) == Decimal(total[column])
+        assert 1e3 / float(total[column]) == pytest.approx(float(speed), abs=0.6, rel=0.01)
+
+
 class TestDemo:
     """On a terminal."""
 
@@ -202,6 +219,7 @@ class TestDemo:
                 assert f"\x1b[{code}m" in text
             assert "60 tokens in " in text
             assert "tokens/s" in text
+            check_stages(text)
             command.assert_all_gone(1.0)
 
     @pytest.mark.slow

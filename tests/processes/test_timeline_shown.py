@@ -22,8 +22,9 @@ from specwire.cli.timeline.generation import choose, generations, is_complete
 from specwire.cli.timeline.layout import BarKind
 from specwire.cli.timeline.receiver import Receiver, Store
 from specwire.cli.timeline.spans import RecordedSpan, read
+from specwire.completion import Stage
 from specwire.errors import ConfigError
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
 from tests.support.command_line import one_line_error, usage_error
 from tests.support.traces import MS, Trace, laid_out, saved, three_rounds
 
@@ -62,7 +63,8 @@ class TestPage:
 
     def test_says_what_matters(self) -> None:
         text = page.render(laid_out(three_rounds(draft_clock_ms=70)))
-        for name, value in [("tokens", "9"), ("total time", "100.0 ms"), ("hits", "50% (1 of 2)")]:
+        shown = {"tokens": "9", "total time": "100.0 ms", "hits": "50% (1 of 2)", "verify": "69.0 ms (69%)"}
+        for name, value in shown.items():
             assert f"<dt>{name}</dt><dd>{value}</dd>" in text
         assert "moved by -69.5 ms" in text
         assert 'role="img"' in text
@@ -87,7 +89,7 @@ class TestPage:
     def test_the_script_gets_what_it_draws(self) -> None:
         data = json.loads(_Found(page.render(laid_out(three_rounds()))).scripts[0])
         [forward, *_] = data["bars"]["verify-forward"]
-        assert forward[:2] == [22 * MS, 47 * MS]
+        assert forward[:2] == [22 * MS, 46 * MS]
         assert data["texts"][forward[3]] == "verify.forward"
         words = [data["texts"][i] for i in data["spans"][forward[4]]]
         assert dict(zip(words[::2], words[1::2], strict=True))["specwire.batch_size"] == "1"
@@ -112,10 +114,9 @@ def _long(num_rounds: int) -> list[RecordedSpan]:
     for i in range(num_rounds):
         start = i * 10
         one = trace.add("round", start, start + 10, root, num_draft_tokens=4, num_accepted_tokens=i % 5)
-        for name, begin, end in (("draft", start, start + 4), ("verify", start + 4, start + 9)):
-            call = trace.add(name, begin, end, one)
-            trace.add(f"{name}.queue", begin + 0.5, begin + 0.6, call)
-            trace.add(f"{name}.forward", begin + 0.6, end - 0.5, call)
+        for role, begin, end in (("draft", start, start + 4), ("verify", start + 4, start + 9)):
+            work_ms = end - begin - 1.1
+            trace.call(role, (begin, end), one, received_ms=begin + 0.5, queue_ms=0.1, forward_ms=work_ms)
     return trace.spans
 
 
@@ -228,13 +229,15 @@ class TestThroughRealServices:
         assert is_complete(generation)
         timeline = layout.make(generation)
         assert (timeline.num_tokens, timeline.notes) == (24, [])
-        assert len(timeline.rounds) == timeline.num_rounds == generation.root.attributes[tracing.NUM_ROUNDS]
+        assert len(timeline.rounds) == timeline.num_rounds == generation.root.attributes[names.NUM_ROUNDS]
+        assert sum(timeline.stages_ms.values()) == pytest.approx(timeline.total_ns / MS, abs=1)
         # The target takes 10 ms a round, whatever else this machine does.
-        busy_ns = timeline.shares.target * timeline.total_ns
-        assert busy_ns >= 0.9 * 10 * MS * timeline.num_rounds
+        assert timeline.stages_ms[Stage.VERIFY] >= 0.9 * 10 * timeline.num_rounds
+        for stage in layout.ROUND_STAGES:
+            of_rounds_ms = sum(one.stages_ms[stage] for one in timeline.rounds)
+            assert of_rounds_ms == pytest.approx(timeline.stages_ms.get(stage, 0), abs=0.1), stage
         for one in timeline.rounds:
-            parts_ns = one.draft_ns + one.verify_ns + one.network_ns
-            assert parts_ns <= one.end_ns - one.start_ns + MS
+            assert sum(one.stages_ms.values()) <= (one.end_ns - one.start_ns) / MS + 1
         assert cli.main(["timeline", str(kept), "--out", str(tmp_path / "again.html")]) == 0
         assert (tmp_path / "again.html").read_text() == (tmp_path / "live.html").read_text()
 
@@ -258,6 +261,10 @@ class TestThroughRealServices:
         finally:
             process.kill()
         assert "hits</dt><dd>50% (1 of 2)" in out.read_text()
+        assert "used by round 1" in out.read_text()
+
+
+_FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 
 
 def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
@@ -281,7 +288,8 @@ def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
             )
             for key, value in span.attributes.items():
                 pair = made.attributes.add(key=key)
-                kind = {bool: "bool_value", int: "int_value", str: "string_value"}[type(value)]
-                setattr(pair.value, kind, value)
+                setattr(pair.value, _FIELDS[type(value)], value)
+            for link in span.links:
+                made.links.add(trace_id=bytes.fromhex(link.trace_id), span_id=bytes.fromhex(link.span_id))
             stub(channel).Export(request, timeout=10)
         assert len(generations(spans)) == 1

@@ -9,27 +9,30 @@ import pytest
 
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline.spans import RecordedSpan
+from specwire.cli.timeline.spans import CLIENT, INTERNAL, SERVER, RecordedSpan
+from specwire.completion import Stage
 from specwire.config.services import UpConfig
+from specwire.telemetry import semantics as names
 from tests.support.otlp_receiver import OtlpReceiver
 
 PROMPT = [5, 9, 11, 2, 7]
 PARENTS = {
+    "admission": "generate",
     "round": "generate",
     "draft": "round",
     "verify": "round",
-    "accept": "round",
-    "draft.queue": "draft",
-    "draft.forward": "draft",
-    "verify.queue": "verify",
-    "verify.forward": "verify",
+    "draft.serve": "draft",
+    "verify.serve": "verify",
 }
-SERVICES = {
-    "draft.queue": "specwire-draft",
-    "draft.forward": "specwire-draft",
-    "verify.queue": "specwire-verify",
-    "verify.forward": "specwire-verify",
+SERVICES = {"draft.serve": "specwire-draft", "verify.serve": "specwire-verify"}
+KINDS = {
+    "generate": SERVER,
+    "draft": CLIENT,
+    "verify": CLIENT,
+    "draft.serve": SERVER,
+    "verify.serve": SERVER,
 }
+PARTS = (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -65,7 +68,7 @@ def of_trace(spans: list[RecordedSpan], trace_id: str) -> list[RecordedSpan]:
     return [span for span in spans if span.trace_id == trace_id]
 
 
-def test_each_generation_is_one_trace_with_every_stage_of_every_round(traced: Traced) -> None:
+def test_each_generation_is_one_trace_with_every_call_of_every_round(traced: Traced) -> None:
     spans, first, second = traced
     roots = [span for span in spans if span.name == "generate"]
     assert len(roots) == 2
@@ -75,16 +78,18 @@ def test_each_generation_is_one_trace_with_every_stage_of_every_round(traced: Tr
         num_drafted = sum(done.speculation.acceptance_histogram)
         assert counts == {
             "generate": 1,
-            **dict.fromkeys(("round", "verify", "verify.queue", "verify.forward", "accept"), num_rounds),
-            **dict.fromkeys(("draft", "draft.queue", "draft.forward"), num_drafted),
+            "admission": 1,
+            **dict.fromkeys(("round", "verify", "verify.serve"), num_rounds),
+            **dict.fromkeys(("draft", "draft.serve"), num_drafted),
         }
     assert {span.trace_id for span in spans} == {root.trace_id for root in roots}
 
 
-def test_parents_and_services_are_right(traced: Traced) -> None:
+def test_parents_kinds_and_services_are_right(traced: Traced) -> None:
     spans, _, _ = traced
     by_id = {span.span_id: span for span in spans}
     for span in spans:
+        assert span.kind == KINDS.get(span.name, INTERNAL)
         if span.name == "generate":
             continue
         parent = by_id[span.parent_id]  # a KeyError here is an orphan
@@ -123,3 +128,33 @@ def test_attributes_agree_with_the_completion(traced: Traced) -> None:
     calls = [span for span in of_trace(spans, root.trace_id) if span.name in ("draft", "verify")]
     assert all(count(span, "specwire.request_bytes") > 0 for span in calls)
     assert all(count(span, "specwire.response_bytes") > 0 for span in calls)
+
+
+def test_a_call_and_its_service_say_the_same(traced: Traced) -> None:
+    """The coordinator's span has the durations of the answer, and the rest of the round trip as network."""
+    spans, _, _ = traced
+    by_id = {span.span_id: span for span in spans}
+    for serve in spans:
+        if serve.name in SERVICES:
+            call = by_id[serve.parent_id]
+            parts_ms = [ms(serve, name) for name in PARTS]
+            assert [ms(call, name) for name in PARTS] == pytest.approx(parts_ms, abs=1e-3)
+            whole_ms = sum(parts_ms) + ms(call, names.NETWORK_MS)
+            assert 0 < whole_ms <= call.duration_ns / 1e6 + 0.01
+
+
+def test_stages_add_up_to_the_generation_and_hold_all_calls(traced: Traced) -> None:
+    spans, *completions = traced
+    roots = sorted((span for span in spans if span.name == "generate"), key=lambda span: span.start_ns)
+    for root, done in zip(roots, completions, strict=True):
+        attributes = {stage: names.stage_attribute(stage) for stage in Stage}
+        stages_ms = {s: ms(root, name) for s, name in attributes.items() if name in root.attributes}
+        assert sum(stages_ms.values()) == pytest.approx(root.duration_ns / 1e6, abs=1)
+        calls = [span for span in of_trace(spans, root.trace_id) if span.name == "verify"]
+        of_calls_ms = sum(ms(call, names.FORWARD_MS) + ms(call, names.HANDLING_MS) for call in calls)
+        assert of_calls_ms == pytest.approx(stages_ms[Stage.VERIFY], abs=1e-3)
+        assert done.timing.verify_ms == pytest.approx(of_calls_ms, abs=0.1)
+
+
+def ms(span: RecordedSpan, name: str) -> float:
+    return float(str(span.attributes[name]))

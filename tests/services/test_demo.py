@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -129,6 +130,16 @@ class TestDemo:
         for flags in (["--temperature", "0"], ["--rule", "gumbel"]):
             assert cli.main([*self.ARGV, *flags]) == 0
             assert "text  the same, token for token" in capsys.readouterr().out
+
+    def test_stages_are_rounded_so_that_they_add_up(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(list(self.ARGV)) == 0
+        _, _, table = capsys.readouterr().out.partition("ms per token  with speculation  without\n")
+        rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
+        assert rows[-1][0].strip() == "sum"
+        for column in (1, 2):
+            *parts, total = [Decimal(row[column]) for row in rows]
+            assert sum(parts) == total > 0
+        assert all(any(map(float, row[1:])) for row in rows), "stages that took nothing are left out"
 
     def test_control_characters_do_not_reach_the_terminal(self) -> None:
         assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"

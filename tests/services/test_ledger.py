@@ -101,6 +101,10 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
     assert found[Stage.DRAFT_NETWORK] <= num_missed * (20 + 8 + 4 * overhead_ms)
     assert found[Stage.DRAFT_NETWORK] >= 20  # of the first round, which nothing was prepared for
     if done.speculation.num_prepared:
+        prepared = {span.span_id for span in receiver.spans if span.name == "draft.prepare"}
+        linked = [span for span in receiver.spans if span.name == "round" and span.links]
+        assert len(linked) >= done.speculation.num_prepared
+        assert {link.span_id for span in linked for link in span.links} <= prepared
         assert float(str(root.attributes[AHEAD_MS])) > 2 * done.speculation.num_prepared
 
 

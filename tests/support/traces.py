@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specwire.cli.timeline import layout
 from specwire.cli.timeline.generation import choose
-from specwire.cli.timeline.spans import RecordedSpan, save
-from specwire.telemetry import tracing
+from specwire.cli.timeline.spans import (
+    CLIENT,
+    INTERNAL,
+    SERVER,
+    RecordedSpan,
+    SpanEvent,
+    SpanLink,
+    save,
+)
+from specwire.completion import Stage
+from specwire.telemetry import semantics as names
 
 MS = 1_000_000
 START_NS = 1_700_000_000 * 10**9
@@ -23,9 +34,28 @@ class Trace:
         self.spans: list[RecordedSpan] = []
         self._trace_id = trace_id
 
-    def add(self, name: str, start_ms: float, end_ms: float, parent: str = "", **attributes: Any) -> str:
+    def add(
+        self,
+        name: str,
+        start_ms: float,
+        end_ms: float,
+        parent: str = "",
+        *,
+        links: Sequence[str] = (),
+        events: Mapping[str, float] = MappingProxyType({}),
+        error: str = "",
+        **attributes: Any,
+    ) -> str:
+        """Returns its id.
+
+        Args:
+            links: ids of spans of this trace.
+            events: names with their times.
+            attributes: in specwire's namespace, with `__` for a dot.
+        """
         span_id = f"{len(self.spans) + 1:016x}"
         role = name.partition(".")[0] if "." in name else "coordinator"
+        named = {f"specwire.{key.replace('__', '.')}": value for key, value in attributes.items()}
         self.spans.append(
             RecordedSpan(
                 name=name,
@@ -34,41 +64,96 @@ class Trace:
                 parent_id=parent,
                 start_ns=START_NS + round(start_ms * MS),
                 end_ns=START_NS + round(end_ms * MS),
-                attributes={f"specwire.{key.replace('__', '.')}": value for key, value in attributes.items()},
+                attributes=named | ({names.ERROR_TYPE: error} if error else {}),
                 resource={"service.name": f"specwire-{role}"},
+                is_error=bool(error),
+                kind=_KINDS.get(name, INTERNAL),
+                links=tuple(SpanLink(self._trace_id, link) for link in links),
+                events=tuple(
+                    SpanEvent(event, START_NS + round(at_ms * MS), {}) for event, at_ms in events.items()
+                ),
             )
         )
         return span_id
+
+    def call(
+        self,
+        role: str,
+        interval_ms: tuple[float, float],
+        parent: str,
+        *,
+        received_ms: float,
+        queue_ms: float = 0.0,
+        forward_ms: float,
+        handling_ms: float = 0.0,
+        clock_ms: float = 0.0,
+    ) -> str:
+        """A call that is answered, and its service's span; returns the id of the latter.
+
+        Args:
+            received_ms: when the request was at the service.
+            clock_ms: what the service's clock is ahead of the coordinator's.
+        """
+        spent: dict[str, Any] = {"queue_ms": queue_ms, "forward_ms": forward_ms, "handling_ms": handling_ms}
+        residence_ms = queue_ms + forward_ms + handling_ms
+        network_ms = interval_ms[1] - interval_ms[0] - residence_ms
+        call = self.add(role, *interval_ms, parent, network_ms=network_ms, outcome="asked", **spent)
+        start_ms = clock_ms + received_ms
+        return self.add(f"{role}.serve", start_ms, start_ms + residence_ms, call, batch_size=1, **spent)
+
+
+_KINDS = {
+    "generate": SERVER,
+    "draft": CLIENT,
+    "verify": CLIENT,
+    "draft.serve": SERVER,
+    "verify.serve": SERVER,
+}
 
 
 def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[RecordedSpan]:
     """100 ms: a miss from 0 to 50, a hit from 50 to 80, a plain round from 80 to 100.
 
-    draft: 5 to 15 on request; 20 to 40 and 52 to 62 prepared. Target: 22 to 47, 51 to 78, 81 to 98.
+    Draft: 5 to 15 on request; 20 to 40 prepared for the hit, and 52 to 62 for no round. Target: 22 to 46,
+    51 to 78, 81 to 98.
     """
     trace, off = Trace(), draft_clock_ms
-    root = trace.add("generate", 0, 100, num_rounds=3)
+    root = trace.add("generate", 0, 100, num_rounds=3, ahead_ms=18.0)
     miss = trace.add("round", 0, 50, root, num_draft_tokens=4, num_accepted_tokens=2, base_len=9)
-    draft = trace.add("draft", 0, 20, miss)
-    trace.add("draft.queue", off + 4, off + 5, draft)
-    trace.add("draft.forward", off + 5, off + 15, draft)
-    verify = trace.add("verify", 20, 48, miss)
-    trace.add("verify.queue", 21, 22, verify)
-    trace.add("verify.forward", 22, 47, verify, batch_size=1)
-    trace.add("draft.prepare", off + 20, off + 40, miss, base_len=13, num_outcomes=6)
+    trace.call("draft", (0, 20), miss, received_ms=4, queue_ms=1, forward_ms=10, clock_ms=off)
+    trace.call("verify", (20, 48), miss, received_ms=21, queue_ms=1, forward_ms=24, handling_ms=1)
     trace.add("accept", 48, 49, miss)
+    used = trace.add("draft.prepare", off + 20, off + 40, root, base_len=13, num_outcomes=6)
     hit = trace.add(
-        "round", 50, 80, root, num_draft_tokens=4, num_accepted_tokens=4, draft__prepared=True, base_len=13
+        "round",
+        *(50, 80, root),
+        links=[used],
+        num_draft_tokens=4,
+        num_accepted_tokens=4,
+        draft__prepared=True,
+        base_len=13,
     )
-    trace.add("draft", 50, 50, hit)
-    verify = trace.add("verify", 50, 79, hit)
-    trace.add("verify.forward", 51, 78, verify)
-    trace.add("draft.prepare", off + 52, off + 62, hit, base_len=17, num_outcomes=6)
+    trace.call("verify", (50, 79), hit, received_ms=51, forward_ms=27)
+    trace.add("draft.prepare", off + 52, off + 62, root, base_len=17, num_outcomes=6)
     plain = trace.add("round", 80, 100, root, num_draft_tokens=0, num_accepted_tokens=0)
-    verify = trace.add("verify", 80, 99, plain)
-    trace.add("verify.forward", 81, 98, verify)
-    named: dict[str, Any] = {tracing.GEN_AI_REQUEST_MODEL: model, tracing.GEN_AI_USAGE_OUTPUT_TOKENS: 9}
-    trace.spans[0] = dataclasses.replace(trace.spans[0], attributes={**trace.spans[0].attributes, **named})
+    trace.call("verify", (80, 99), plain, received_ms=81, forward_ms=17)
+    spent_ms = {
+        Stage.DRAFT: 10.0,
+        Stage.DRAFT_QUEUE: 1.0,
+        Stage.DRAFT_NETWORK: 9.0,
+        Stage.VERIFY: 69.0,
+        Stage.VERIFY_QUEUE: 1.0,
+        Stage.VERIFY_NETWORK: 6.0,
+        Stage.RULE: 1.0,
+        Stage.COORDINATOR: 3.0,
+    }
+    attributes = {
+        **trace.spans[0].attributes,
+        names.GEN_AI_REQUEST_MODEL: model,
+        names.GEN_AI_USAGE_OUTPUT_TOKENS: 9,
+        **{names.stage_attribute(stage): ms for stage, ms in spent_ms.items()},
+    }
+    trace.spans[0] = dataclasses.replace(trace.spans[0], attributes=attributes)
     return trace.spans
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from specwire.cli.timeline import page, picture
+from specwire.cli.timeline import facts, page, picture
 from specwire.cli.timeline.generation import choose, is_complete
 from specwire.cli.timeline.intervals import difference, intersection, length, union
 from specwire.cli.timeline.layout import BarKind, Lane, Mark
-from specwire.cli.timeline.spans import RecordedSpan, read
+from specwire.cli.timeline.spans import CLIENT, SERVER, RecordedSpan, SpanEvent, read
+from specwire.completion import Stage
 from specwire.errors import ConfigError
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
 from tests.support.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
 
 OTLP_SPAN: dict[str, Any] = {
@@ -36,6 +37,15 @@ OTLP_SPAN: dict[str, Any] = {
         {"key": "0", "value": {}},
     ],
     "status": {"code": 2},
+    "kind": 3,
+    "links": [{"traceId": TRACE.upper(), "spanId": "00000000000000AA"}],
+    "events": [
+        {
+            "name": "lost",
+            "timeUnixNano": "2000",
+            "attributes": [{"key": "k", "value": {"intValue": 1}}],
+        }
+    ],
 }
 
 
@@ -72,16 +82,36 @@ class TestReading:
             "m": {"k": 2},
             "0": None,
         }
+        assert first.kind == CLIENT
+        assert first.links == ((TRACE, "00000000000000aa"),)
+        assert first.events == (SpanEvent("lost", 2000, {"k": 1}),)
+
+    @pytest.mark.parametrize(("value", "kind"), [("SPAN_KIND_SERVER", SERVER), (9, 0), ("x", 0), (None, 0)])
+    def test_kinds_by_name_and_unknown_ones(self, value: object, kind: int, tmp_path: Path) -> None:
+        [found] = _spans_of(tmp_path, otlp(kind=value))
+        assert found.kind == kind
 
     def test_jaegers_download(self, tmp_path: Path) -> None:
         span = {
             "traceID": TRACE,
             "spanID": "0000000000000002",
             "operationName": "round",
-            "references": [{"refType": "CHILD_OF", "traceID": TRACE, "spanID": "0000000000000001"}],
+            "references": [
+                {"refType": "FOLLOWS_FROM", "traceID": TRACE, "spanID": "0000000000000007"},
+                {"refType": "CHILD_OF", "traceID": TRACE, "spanID": "0000000000000001"},
+            ],
+            "logs": [
+                {
+                    "timestamp": 6,
+                    "fields": [{"key": "event", "value": "draft lost"}, {"key": "k", "value": 1}],
+                }
+            ],
             "startTime": 5,
             "duration": 2,
-            "tags": [{"key": "specwire.round", "type": "int64", "value": 3}],
+            "tags": [
+                {"key": "specwire.round", "type": "int64", "value": 3},
+                {"key": "span.kind", "type": "string", "value": "client"},
+            ],
             "processID": "p1",
         }
         trace = {"traceID": TRACE, "spans": [span], "processes": {"p1": {"serviceName": "c", "tags": []}}}
@@ -89,7 +119,9 @@ class TestReading:
         path.write_text(json.dumps({"data": [trace]}, indent=2))
         [found] = read(path)
         assert (found.name, found.parent_id, found.service_name) == ("round", "0000000000000001", "c")
-        assert (found.start_ns, found.end_ns, found.attributes) == (5000, 7000, {"specwire.round": 3})
+        assert (found.start_ns, found.end_ns, found.attributes["specwire.round"]) == (5000, 7000, 3)
+        assert (found.kind, found.links) == (CLIENT, ((TRACE, "0000000000000007"),))
+        assert found.events == (SpanEvent("draft lost", 6000, {"k": 1}),)
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -110,6 +142,8 @@ class TestReading:
             (otlp(startTimeUnixNano="soon"), "spans[0].startTimeUnixNano: is not a whole number"),
             (otlp(startTimeUnixNano=-1), "spans[0].startTimeUnixNano: is not a time in nanoseconds"),
             (otlp(endTimeUnixNano="7"), "spans[0]: ends before it starts"),
+            (otlp(links=[{"traceId": TRACE}]), "spans[0].links[0]: has no spanId"),
+            (otlp(events=[{"name": "e"}]), "spans[0].events[0].timeUnixNano: is not a whole number"),
             (otlp(attributes=[{"value": {}}]), "spans[0].attributes[0]: has no key"),
             (
                 otlp(attributes=[{"key": "k", "value": {"x": 1}}]),
@@ -186,9 +220,10 @@ class TestLayout:
                 (Lane.COORDINATOR, 1, "accept", 48, 49),
                 (Lane.DRAFT, 0, "draft.queue", 4, 5),
                 (Lane.DRAFT, 0, "draft.forward", 5, 15),
-                (Lane.DRAFT, 1, "draft.prepare", 20, 40),
+                (Lane.DRAFT, 1, "draft.prepare, used by round 1", 20, 40),
                 (Lane.VERIFY, 0, "verify.queue", 21, 22),
-                (Lane.VERIFY, 0, "verify.forward", 22, 47),
+                (Lane.VERIFY, 0, "verify.forward", 22, 46),
+                (Lane.VERIFY, 0, "verify.handling", 46, 47),
                 (Lane.NETWORK, 0, "network, request to draft", 0, 4),
                 (Lane.NETWORK, 0, "network, answer of draft", 15, 20),
                 (Lane.NETWORK, 0, "network, request to verify", 20, 21),
@@ -197,32 +232,132 @@ class TestLayout:
         )
         assert timeline.num_rows == {Lane.COORDINATOR: 2, Lane.DRAFT: 2, Lane.VERIFY: 1, Lane.NETWORK: 1}
 
-    def test_shares_are_exact(self) -> None:
+    def test_finer_spans_count_before_attributes(self) -> None:
+        spans = three_rounds()
+        serve = next(span for span in spans if span.name == "verify.serve")
+        trace = Trace()
+        trace.spans = spans
+        trace.add("verify.queue", 21, 24, serve.span_id)
+        trace.add("verify.forward", 24, 45, serve.span_id)
+        found = [
+            bar for bar in laid_out(trace.spans).bars if bar.lane is Lane.VERIFY and bar.start_ns < 50 * MS
+        ]
+        assert [(bar.kind, bar.start_ns / MS, bar.end_ns / MS) for bar in found] == [
+            (BarKind.VERIFY_QUEUE, 21, 24),
+            (BarKind.VERIFY_FORWARD, 24, 45),
+            (BarKind.VERIFY_HANDLING, 45, 47),
+        ]
+
+    def test_a_span_that_goes_on_after_its_answer_is_no_handling(self) -> None:
+        """The answer is still being written, while the coordinator has it already."""
+        spans = [
+            dataclasses.replace(span, end_ns=span.end_ns + 10 * MS) if span.name == "verify.serve" else span
+            for span in three_rounds()
+        ]
+        expected = laid_out(three_rounds())
+        assert [bar.interval for bar in laid_out(spans).bars] == [bar.interval for bar in expected.bars]
+
+    def test_prepared_work_names_the_round_that_links_to_it(self) -> None:
+        bars = [bar for bar in laid_out(three_rounds()).bars if bar.kind is BarKind.DRAFT_PREPARE]
+        assert [(bar.title, bar.label) for bar in bars] == [
+            ("draft.prepare, used by round 1", "→ 1"),
+            ("draft.prepare, not used", ""),
+        ]
+
+    def test_admission_and_time_outside_of_rounds(self) -> None:
+        trace = Trace()
+        root = trace.add("generate", 0, 100)
+        trace.add("admission", 1, 30, root)
+        for start_ms, end_ms in ((30.01, 50), (80, 100)):
+            one = trace.add("round", start_ms, end_ms, root)
+            trace.call("verify", (start_ms, end_ms), one, received_ms=start_ms, forward_ms=10)
+        kinds = BarKind.ADMISSION, BarKind.OUTSIDE
+        found = [bar for bar in laid_out(trace.spans).bars if bar.kind in kinds]
+        assert [(bar.kind, bar.row, bar.start_ns / MS, bar.end_ns / MS) for bar in found] == [
+            (BarKind.OUTSIDE, 0, 0, 1),
+            (BarKind.ADMISSION, 0, 1, 30),
+            (BarKind.OUTSIDE, 0, 50, 80),
+        ]
+
+    def test_failed_attempts_and_events(self, tmp_path: Path) -> None:
+        trace = Trace()
+        root = trace.add("generate", 0, 100, num_rounds=1)
+        one = trace.add("round", 0, 100, root, events={"draft lost": 10.0}, outcome="timed_out")
+        trace.add("draft", 0, 10, one, error="UNAVAILABLE", server__address="x")
+        late = trace.add("draft", 10, 40, one, outcome="timed_out", handling_ms=30.0)
+        trace.add("draft.serve", 12, 70, late, error="CANCELLED")
+        trace.call("verify", (40, 90), one, received_ms=41, forward_ms=48)
+        timeline = laid_out(trace.spans)
+        found = {bar.title: bar for bar in timeline.bars}
+        assert found["draft failed: UNAVAILABLE"].kind is BarKind.FAILED
+        assert found["draft: no answer in time"].interval == (10 * MS, 40 * MS)
+        assert found["draft.serve, not answered"].interval == (12 * MS, 70 * MS)
+        assert found["draft lost"].interval == (10 * MS, 10 * MS)
+        [shown] = timeline.rounds
+        assert (shown.mark, timeline.num_drafted_rounds) == (Mark.LOST, 0)
+        assert (shown.failed_ns, shown.stages_ms[Stage.DRAFT]) == (10 * MS, 30)
+        assert is_complete(choose(trace.spans))
+        assert timeline.notes == [
+            "The span generate says no stages: it is not of this version, or not of its end"
+        ]
+        picture.draw(tmp_path / "failed.png", timeline, timeline)
+
+    def test_a_proposal_that_was_under_way(self) -> None:
+        """Its request arrives after the answer has left: that says nothing about clocks."""
+        trace = Trace()
+        root = trace.add("generate", 0, 100)
+        one = trace.add("round", 0, 60, root, num_draft_tokens=4, outcome="begun")
+        call = trace.add("draft", 0, 5, one, outcome="begun", network_ms=5.0)
+        trace.add("draft.serve", 20, 21, call, handling_ms=1.0, queue_ms=0.0, forward_ms=0.0)
+        trace.call("verify", (5, 60), one, received_ms=6, forward_ms=50)
+        timeline = laid_out(trace.spans)
+        assert [shown.mark for shown in timeline.rounds] == [Mark.BEGUN]
+        assert not [note for note in timeline.notes if "clock" in note]
+        assert "network, answer of draft, begun ahead" in [bar.title for bar in timeline.bars]
+
+    def test_overlaps_are_exact(self) -> None:
         timeline = laid_out(three_rounds())
         assert timeline.overlaps == [(22 * MS, 40 * MS), (52 * MS, 62 * MS)]
-        assert timeline.shares.both == pytest.approx(0.28)
-        assert timeline.shares.target == pytest.approx((25 + 27 + 17) / 100)
-        assert timeline.shares.draft == pytest.approx((10 + 20 + 10) / 100)
-        # 0-4, 15-20, 47-48, 50-51, 78-79, 80-81, 98-99: not 20-21, when the draft prepares
-        assert timeline.shares.only_network == pytest.approx(0.14)
+        assert timeline.overlap_share == pytest.approx(0.28)
 
-    def test_times_of_rounds(self) -> None:
-        found = [
-            tuple(ns / MS for ns in (one.draft_ns, one.prepare_ns, one.verify_ns, one.network_ns))
-            for one in laid_out(three_rounds()).rounds
-        ]
-        assert found == [(11, 20, 26, 11), (0, 10, 27, 2), (0, 0, 17, 2)]
+    def test_stages_are_those_of_the_span(self) -> None:
+        """Of all spans together they could be computed; they are read, whatever the others say."""
+        spans = [span for span in three_rounds() if span.name in ("generate", "round")]
+        assert facts.stage_facts(laid_out(spans)) == {
+            "draft": "10.0 ms (10%)",
+            "draft queue": "1.0 ms (1%)",
+            "draft network": "9.0 ms (9%)",
+            "verify": "69.0 ms (69%)",
+            "verify queue": "1.0 ms (1%)",
+            "verify network": "6.0 ms (6%)",
+            "rule": "1.0 ms (1%)",
+            "coordinator": "3.0 ms (3%)",
+            "ahead": "18.0 ms, beside the others",
+        }
+
+    def test_times_of_rounds_are_those_of_their_calls(self) -> None:
+        miss, hit, plain = laid_out(three_rounds()).rounds
+        assert miss.stages_ms == {
+            Stage.DRAFT: 10,
+            Stage.DRAFT_QUEUE: 1,
+            Stage.DRAFT_NETWORK: 9,
+            Stage.VERIFY: 25,
+            Stage.VERIFY_QUEUE: 1,
+            Stage.VERIFY_NETWORK: 2,
+        }
+        assert [one.stages_ms[Stage.VERIFY] for one in (hit, plain)] == [27, 17]
+        assert [one.prepared_ns for one in (miss, hit, plain)] == [None, 20 * MS, None]
 
     def test_without_prepared_work_one_row_is_enough(self) -> None:
         spans = [span for span in three_rounds() if span.name != "draft.prepare"]
         timeline = laid_out(spans)
         assert timeline.num_rows[Lane.DRAFT] == 1
-        assert (timeline.shares.both, timeline.overlaps) == (0, [])
+        assert (timeline.overlap_share, timeline.overlaps) == (0, [])
 
     def test_a_window_of_rounds(self) -> None:
         timeline = laid_out(three_rounds(), range(1, 2))
         assert (timeline.start_ns, timeline.end_ns, timeline.is_part) == (50 * MS, 80 * MS, True)
-        assert timeline.shares.both == pytest.approx(10 / 30)
+        assert timeline.overlap_share == pytest.approx(10 / 30)
         assert [one.number for one in timeline.rounds] == [1]
         with pytest.raises(ConfigError, match="--rounds 3:5: there are rounds 0 to 2"):
             laid_out(three_rounds(), range(3, 5))
@@ -252,7 +387,8 @@ class TestLayout:
         for i, (start, end) in enumerate([(2, 9), (1, 3), (2, 4)]):
             one = trace.add("round", 100 * i, 100 * i + 20, root)
             call = trace.add("verify", 100 * i, 100 * i + 10, one)
-            trace.add("verify.forward", 100 * i + start + 50, 100 * i + end + 50, call)
+            times: dict[str, Any] = {"queue_ms": 0.0, "forward_ms": float(end - start), "handling_ms": 0.0}
+            trace.add("verify.serve", 100 * i + start + 50, 100 * i + end + 50, call, **times)
         timeline = laid_out(trace.spans)
         [first, *_] = [bar for bar in timeline.bars if bar.kind is BarKind.VERIFY_FORWARD]
         assert (first.start_ns, first.end_ns) == (3 * MS, 10 * MS)  # by the middles alone it would end at 11
@@ -264,17 +400,22 @@ class TestLayout:
         spans = [span for span in three_rounds() if not span.name.startswith("verify.")]
         timeline = laid_out(spans)
         assert timeline.notes == ["3 calls have no span of the service they went to"]
-        assert timeline.shares.target == 0
         assert not is_complete(choose(spans))
 
     def test_what_is_missing_is_said(self) -> None:
         spans = three_rounds()
-        hit = next(span for span in spans if span.attributes.get(tracing.DRAFT_PREPARED))
+        hit = next(span for span in spans if span.attributes.get(names.DRAFT_PREPARED))
         timeline = laid_out([span for span in spans if span is not hit])
         assert timeline.notes == [
-            "3 spans are left out: their parents are missing",
+            "1 spans are left out: their parents are missing",
             "1 rounds are missing from the trace",
         ]
+
+    def test_spans_of_callers_are_not_missed(self) -> None:
+        caller = dataclasses.replace(three_rounds()[0], name="POST /v1/completions", span_id="f" * 16)
+        root, *others = three_rounds()
+        root = dataclasses.replace(root, parent_id=caller.span_id)
+        assert laid_out([caller, root, *others]).notes == []
 
     def test_attributes_of_the_wrong_type_and_parents_in_a_circle_do_no_harm(self) -> None:
         trace = Trace()
@@ -282,7 +423,8 @@ class TestLayout:
         one = trace.add(
             "round", 0, 10, root, num_draft_tokens=-3, num_accepted_tokens=True, draft__prepared="yes"
         )
-        trace.add("verify", 0, 10, one)
+        call = trace.add("verify", 0, 10, one, network_ms="long", queue_ms=True, forward_ms=-1.0)
+        trace.add("verify.serve", 0, 10, call, queue_ms=float("inf"), forward_ms=None, handling_ms=1)
         trace.add("network", 0, 10, one)
         timeline = laid_out(trace.spans)
         assert [one.labels[0] for one in timeline.rounds] == ["0: plain – 0/0"]
@@ -323,6 +465,6 @@ class TestChoosing:
     def test_complete_when_every_call_has_its_services_span(self) -> None:
         spans = three_rounds()
         assert is_complete(choose(spans))
-        for name in ("round", "draft.forward", "verify", "verify.forward"):
+        for name in ("round", "draft.serve", "verify", "verify.serve"):
             missing = next(span for span in spans if span.name == name)
             assert not is_complete(choose([span for span in spans if span is not missing])), name

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
 
 MODEL_CALLS = ("draft", "verify")
-"""The coordinator's spans around calls of the model services."""
+"""The coordinator's spans around calls of the model services, one for each attempt."""
+_BENEATH = ("admission", "round", *MODEL_CALLS, "draft.prepare", "draft.serve", "verify.serve")
+"""Names of spans that descend from `generate`; a trace also has those of its callers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,8 @@ def _generations(of_trace: Mapping[str, RecordedSpan]) -> list[GenerationTrace]:
     children: dict[str, list[RecordedSpan]] = defaultdict(list)
     for span in of_trace.values():
         children[span.parent_id].append(span)
-    roots = [span for span in of_trace.values() if span.name == "generate"]
-    num_lost = sum(span.parent_id not in of_trace for span in of_trace.values() if span.name != "generate")
+    roots = [span for span in of_trace.values() if span.name == names.GENERATE]
+    num_lost = sum(span.parent_id not in of_trace for span in of_trace.values() if span.name in _BENEATH)
     return [
         GenerationTrace(
             root=root, spans=_descendants(root, children), num_lost=num_lost if len(roots) == 1 else 0
@@ -93,26 +96,29 @@ def _described(generation: GenerationTrace) -> str:
 def is_complete(generation: GenerationTrace) -> bool:
     """Whether all calls of all rounds have the spans of their services, which are exported independently."""
     rounds = generation.named("round")
-    if len(rounds) < count(generation.root, tracing.NUM_ROUNDS):
+    if len(rounds) < count(generation.root, names.NUM_ROUNDS):
         return False
-    served = {span.parent_id for span in generation.named("draft.forward", "verify.forward")}
-    calls = [call for call in generation.named(*MODEL_CALLS) if tracing.ERROR_TYPE not in call.attributes]
-    verified = {call.parent_id for call in calls if call.name == "verify"}
-    by_id = {one.span_id: one for one in rounds}
-    asked = [call for call in calls if not is_prepared(call, by_id.get(call.parent_id, call))]
-    return all(call.span_id in served for call in asked) and all(
-        one.span_id in verified for one in rounds if tracing.ERROR_TYPE not in one.attributes
+    served = {span.parent_id for span in generation.named(*map(serving, MODEL_CALLS))}
+    answered = [call for call in generation.named(*MODEL_CALLS) if is_answered(call)]
+    verified = {call.parent_id for call in answered if call.name == "verify"}
+    return all(call.span_id in served for call in answered) and all(
+        one.span_id in verified for one in rounds if not is_failed(one)
     )
 
 
-def has_prepared(span: RecordedSpan) -> bool:
-    """Whether the proposal of a `round` span was ready before it was requested."""
-    return span.attributes.get(tracing.DRAFT_PREPARED) is True
+def serving(call: str) -> str:
+    """Name of the service's span around a request of a `draft` or `verify` call."""
+    return f"{call}.serve"
 
 
-def is_prepared(call: RecordedSpan, parent: RecordedSpan) -> bool:
-    """Whether a `draft` span made no request, as the proposal of its round was ready."""
-    return call.name == "draft" and has_prepared(parent)
+def is_failed(span: RecordedSpan) -> bool:
+    """Whether an error or a cancel ended it."""
+    return span.is_error or names.ERROR_TYPE in span.attributes
+
+
+def is_answered(call: RecordedSpan) -> bool:
+    """Whether the service answered a call in time."""
+    return not is_failed(call) and text(call, names.CALL_OUTCOME) != "timed_out"
 
 
 def count(span: RecordedSpan, name: str, default: int = 0) -> int:
@@ -124,3 +130,11 @@ def count(span: RecordedSpan, name: str, default: int = 0) -> int:
 def text(span: RecordedSpan, name: str) -> str:
     value = span.attributes.get(name)
     return value if isinstance(value, str) else ""
+
+
+def number(span: RecordedSpan, name: str) -> float | None:
+    """A number in an attribute that is no less than 0; None without one."""
+    value = span.attributes.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        return None
+    return float(value)

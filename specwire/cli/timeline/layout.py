@@ -1,6 +1,7 @@
-"""Layout of the picture: bars in lanes, rounds with their marks, shares of time. Pure.
+"""Layout of the picture: bars in lanes, rounds with their marks. Pure.
 
-Times are nanoseconds from the start of the `generate` span, by the coordinator's clock.
+Times are nanoseconds from the start of the `generate` span, by the coordinator's clock. What a stage took is
+read from attributes, where the coordinator's ledger put it; only the places of bars come from times of spans.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from specwire.cli.timeline.generation import (
     MODEL_CALLS,
     GenerationTrace,
     count,
-    has_prepared,
-    is_prepared,
+    is_answered,
+    is_failed,
+    number,
+    serving,
     text,
 )
 from specwire.cli.timeline.intervals import Interval, difference, intersection, length, union
 from specwire.cli.timeline.spans import RecordedSpan
+from specwire.completion import Stage
 from specwire.errors import ConfigError
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
 
 TOLERANCE_NS = 50_000
 """Offsets below this are noise of reading the clock rather than a difference of clocks."""
@@ -33,15 +37,26 @@ class BarKind(StrEnum):
     """What a bar represents."""
 
     ROUND = "round"
+    ADMISSION = "admission"
+    OUTSIDE = "outside"
+    """The coordinator's time outside of rounds, where a client's credit is waited for."""
     ACCEPT = "accept"
+    EVENT = "event"
     DRAFT_QUEUE = "draft.queue"
     DRAFT_FORWARD = "draft.forward"
+    DRAFT_HANDLING = "draft.handling"
+    DRAFT_UNANSWERED = "draft.unanswered"
     DRAFT_PREPARE = "draft.prepare"
     VERIFY_QUEUE = "verify.queue"
     VERIFY_FORWARD = "verify.forward"
+    VERIFY_HANDLING = "verify.handling"
+    VERIFY_UNANSWERED = "verify.unanswered"
+    """A request that its service did not answer, so that it says nothing about it."""
     NETWORK = "network"
     UNKNOWN = "unknown"
-    """A call of the coordinator without a span of the service, as for prepared proposals."""
+    """A call of the coordinator without a span of the service."""
+    FAILED = "failed"
+    """A call that failed, or was not answered in time."""
 
 
 class Lane(StrEnum):
@@ -54,29 +69,62 @@ class Lane(StrEnum):
 
 
 class Mark(StrEnum):
-    """Whether a round's proposal was prepared; plain rounds have none."""
+    """Whether a round's proposal was prepared; plain and lost rounds have none."""
 
     HIT = "hit"
+    BEGUN = "begun"
     MISS = "miss"
+    LOST = "lost"
     PLAIN = "plain"
 
 
-SIGNS = {Mark.HIT: "✓", Mark.MISS: "✗", Mark.PLAIN: "–"}
+SIGNS = {Mark.HIT: "✓", Mark.BEGUN: "◐", Mark.MISS: "✗", Mark.LOST: "!", Mark.PLAIN: "–"}
 
 #: The lane of each kind and its row there, before empty rows are removed.
 _PLACES = {
     BarKind.ROUND: (Lane.COORDINATOR, 0),
+    BarKind.ADMISSION: (Lane.COORDINATOR, 0),
+    BarKind.OUTSIDE: (Lane.COORDINATOR, 0),
     BarKind.ACCEPT: (Lane.COORDINATOR, 1),
+    BarKind.EVENT: (Lane.COORDINATOR, 1),
     BarKind.DRAFT_QUEUE: (Lane.DRAFT, 0),
     BarKind.DRAFT_FORWARD: (Lane.DRAFT, 0),
+    BarKind.DRAFT_HANDLING: (Lane.DRAFT, 0),
+    BarKind.DRAFT_UNANSWERED: (Lane.DRAFT, 0),
     BarKind.DRAFT_PREPARE: (Lane.DRAFT, 1),
     BarKind.VERIFY_QUEUE: (Lane.VERIFY, 0),
     BarKind.VERIFY_FORWARD: (Lane.VERIFY, 0),
+    BarKind.VERIFY_HANDLING: (Lane.VERIFY, 0),
+    BarKind.VERIFY_UNANSWERED: (Lane.VERIFY, 0),
     BarKind.NETWORK: (Lane.NETWORK, 0),
     BarKind.UNKNOWN: (Lane.NETWORK, 0),
+    BarKind.FAILED: (Lane.NETWORK, 0),
 }
+_OWN_SPANS = (
+    BarKind.ROUND,
+    BarKind.ADMISSION,
+    BarKind.ACCEPT,
+    BarKind.DRAFT_PREPARE,
+    BarKind.DRAFT_QUEUE,
+    BarKind.DRAFT_FORWARD,
+    BarKind.VERIFY_QUEUE,
+    BarKind.VERIFY_FORWARD,
+)
+"""Drawn from spans of their names; queues and passes have some with `--trace-detail` only."""
 _DRAFTING = (BarKind.DRAFT_FORWARD, BarKind.DRAFT_PREPARE)
-_SERVING = (*_DRAFTING, BarKind.DRAFT_QUEUE, BarKind.VERIFY_QUEUE, BarKind.VERIFY_FORWARD)
+
+#: Stages of a round, by the attributes of its calls.
+_STAGES = {
+    ("draft", names.QUEUE_MS): Stage.DRAFT_QUEUE,
+    ("draft", names.FORWARD_MS): Stage.DRAFT,
+    ("draft", names.HANDLING_MS): Stage.DRAFT,
+    ("draft", names.NETWORK_MS): Stage.DRAFT_NETWORK,
+    ("verify", names.QUEUE_MS): Stage.VERIFY_QUEUE,
+    ("verify", names.FORWARD_MS): Stage.VERIFY,
+    ("verify", names.HANDLING_MS): Stage.VERIFY,
+    ("verify", names.NETWORK_MS): Stage.VERIFY_NETWORK,
+}
+ROUND_STAGES = tuple(dict.fromkeys(_STAGES.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +133,9 @@ class Bar:
 
     Attributes:
         title: shown when the pointer is over it.
+        label: drawn on it where it fits, and beside an event.
         row: within the lane, from 0; bars of one row do not overlap.
         span: source of its attributes; for the network the coordinator's call.
-        round_id: span id of its round; empty for none.
     """
 
     kind: BarKind
@@ -95,7 +143,7 @@ class Bar:
     start_ns: int
     end_ns: int
     span: RecordedSpan
-    round_id: str
+    label: str = ""
     row: int = 0
 
     @property
@@ -115,8 +163,9 @@ class RoundFigures:
 
     Attributes:
         number: from 0.
-        draft_ns, verify_ns: the services' time within the round, including queues.
-        prepare_ns: the draft's time for proposals that extend this round, while it is verified.
+        stages_ms: of `ROUND_STAGES`, as its calls say.
+        failed_ns: calls that failed.
+        prepared_ns: the draft's work for the proposal before it was requested; None if there was none.
     """
 
     span_id: str
@@ -126,10 +175,9 @@ class RoundFigures:
     num_accepted: int
     start_ns: int
     end_ns: int
-    draft_ns: int
-    prepare_ns: int
-    verify_ns: int
-    network_ns: int
+    stages_ms: Mapping[Stage, float]
+    failed_ns: int
+    prepared_ns: int | None
 
     @property
     def labels(self) -> list[str]:
@@ -140,27 +188,12 @@ class RoundFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Fractions of the time shown.
-
-    Attributes:
-        target: the target computes.
-        draft: the draft computes, prepared work included.
-        both: both at once.
-        only_network: a message is in flight, and neither a service nor the rule works.
-    """
-
-    target: float
-    draft: float
-    both: float
-    only_network: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Everything to draw.
 
     Attributes:
+        stages_ms: of the whole generation, as its span says; those that took time.
+        ahead_ms: what the draft computed before it was asked; None if unknown.
         bars: by start, including those of rounds.
         overlaps: times when target and draft compute at once.
         num_rows: of each lane.
@@ -173,6 +206,8 @@ class Timeline:
     trace_id: str
     num_tokens: int | None
     total_ns: int
+    stages_ms: Mapping[Stage, float]
+    ahead_ms: float | None
     start_ns: int
     end_ns: int
     rounds: Sequence[RoundFigures]
@@ -180,8 +215,12 @@ class Timeline:
     bars: Sequence[Bar]
     overlaps: Sequence[Interval]
     num_rows: Mapping[Lane, int]
-    shares: Shares
     notes: Sequence[str]
+
+    @property
+    def overlap_share(self) -> float:
+        """Fraction of the time shown in which target and draft compute at once."""
+        return length(list(self.overlaps)) / max(1, self.end_ns - self.start_ns)
 
     @property
     def is_part(self) -> bool:
@@ -194,8 +233,8 @@ class Timeline:
 
     @property
     def num_drafted_rounds(self) -> int:
-        """Rounds shown that are hits or misses."""
-        return len(self.rounds) - self.num_marked(Mark.PLAIN)
+        """Rounds shown that have a proposal."""
+        return len(self.rounds) - self.num_marked(Mark.PLAIN) - self.num_marked(Mark.LOST)
 
 
 def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
@@ -224,13 +263,15 @@ class _Builder:
         self.children: dict[str, list[RecordedSpan]] = defaultdict(list)
         for span in spans:
             self.children[span.parent_id].append(span)
-        calls = self.generation.named(*MODEL_CALLS)
-        self.parts = {call.span_id: self._parts_of(call) for call in calls}
-        self.shifts = _shifts([(call, self.parts[call.span_id]) for call in calls])
+        self.rounds = self.generation.named("round")
+        self.numbers = {span.span_id: count(span, names.ROUND, i) for i, span in enumerate(self.rounds)}
+        self.users = {link.span_id: self.numbers[one.span_id] for one in self.rounds for link in one.links}
+        self.calls = self.generation.named(*MODEL_CALLS)
+        self.shifts = _shifts([(call, self._served(call)) for call in self.calls])
 
     def make(self, numbers: range | None) -> Timeline:
-        bars = _in_rows([bar for span in self.generation.spans for bar in self._bars(span)])
-        rounds = self._rounds(bars)
+        bars = _in_rows([bar for span in self.generation.spans for bar in self._bars(span)] + self._outside())
+        rounds = sorted(map(self._round, self.rounds), key=lambda one: one.number)
         shown = rounds if numbers is None else [one for one in rounds if one.number in numbers]
         if numbers is not None and not shown:
             raise ConfigError(f"--rounds {numbers.start}:{numbers.stop}: there are {_counted(rounds)}")
@@ -239,99 +280,140 @@ class _Builder:
             start_ns, end_ns = min(one.start_ns for one in shown), max(one.end_ns for one in shown)
         visible = [bar for bar in bars if bar.end_ns >= start_ns and bar.start_ns <= end_ns]
         window = (start_ns, end_ns)
-        overlaps = intersection(
-            _busy(visible, [BarKind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
-        )
         return Timeline(
-            model=text(self.root, tracing.GEN_AI_REQUEST_MODEL),
+            model=text(self.root, names.GEN_AI_REQUEST_MODEL),
             trace_id=self.root.trace_id,
-            num_tokens=count(self.root, tracing.GEN_AI_USAGE_OUTPUT_TOKENS) or None,
+            num_tokens=count(self.root, names.GEN_AI_USAGE_OUTPUT_TOKENS) or None,
             total_ns=self.root.duration_ns,
+            stages_ms=_stages_of(self.root),
+            ahead_ms=number(self.root, names.AHEAD_MS),
             start_ns=start_ns,
             end_ns=end_ns,
             rounds=shown,
             num_rounds=len(rounds),
             bars=visible,
-            overlaps=overlaps,
+            overlaps=intersection(
+                _busy(visible, [BarKind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
+            ),
             num_rows={lane: _num_rows(visible, lane) for lane in Lane},
-            shares=_shares(visible, overlaps, window),
             notes=self._notes(bars),
         )
 
-    def _parts_of(self, call: RecordedSpan) -> list[RecordedSpan]:
+    def _served(self, call: RecordedSpan) -> list[RecordedSpan]:
         """The service's spans of a call."""
-        return [part for part in self.children[call.span_id] if part.name.startswith(f"{call.name}.")]
+        return [span for span in self.children[call.span_id] if span.name == serving(call.name)]
+
+    # --- bars -----------------------------------------------------------------------------------------
 
     def _bars(self, span: RecordedSpan) -> list[Bar]:
-        if span.name in MODEL_CALLS:
-            return self._network(span)
-        if span.name not in _PLACES or span.name in (BarKind.NETWORK, BarKind.UNKNOWN):
-            return []
-        return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
+        return [*self._work(span), *self._events(span)]
 
-    def _network(self, call: RecordedSpan) -> list[Bar]:
-        """The parts of a call outside of the service's own spans."""
-        start_ns, end_ns = self._interval(call)
-        served = union(map(self._interval, self.parts[call.span_id]))
+    def _work(self, span: RecordedSpan) -> list[Bar]:
+        if span.name in MODEL_CALLS:
+            return self._call(span)
+        if span.name in map(serving, MODEL_CALLS):
+            return self._serve(span)
+        if span.name == BarKind.DRAFT_PREPARE:
+            return [self._prepare(span)]
+        if span.name in _OWN_SPANS:
+            return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
+        return []
+
+    def _events(self, span: RecordedSpan) -> list[Bar]:
+        found = []
+        for event in span.events:
+            at_ns = event.time_ns + self._offset_ns(span)
+            reason = event.attributes.get(names.ERROR_TYPE)
+            title = f"{event.name}: {reason}" if isinstance(reason, str) else event.name
+            found.append(self._bar(BarKind.EVENT, title, (at_ns, at_ns), span, label=event.name))
+        return found
+
+    def _call(self, call: RecordedSpan) -> list[Bar]:
+        """All of it if it failed; else its parts outside of the service's own span."""
+        interval = self._interval(call)
+        if not is_answered(call):
+            return [self._bar(BarKind.FAILED, _failure(call), interval, call, label="✗")]
+        served = union(map(self._residence, self._served(call)))
         if not served:
-            title = (
-                "draft, prepared before"
-                if self._is_prepared(call)
-                else f"{call.name}, no span of the service"
-            )
-            return [self._bar(BarKind.UNKNOWN, title, (start_ns, end_ns), call)]
-        left = difference([(start_ns, end_ns)], served)
+            return [self._bar(BarKind.UNKNOWN, f"{call.name}, no span of the service", interval, call)]
+        left = difference([interval], served)
         return [self._bar(BarKind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
 
-    def _is_prepared(self, call: RecordedSpan) -> bool:
-        return is_prepared(call, self.by_id[call.parent_id])
+    def _serve(self, serve: RecordedSpan) -> list[Bar]:
+        """A request at its service: queue, passes and handling in this order, or as finer spans say."""
+        role = serve.name.partition(".")[0]
+        whole = start_ns, end_ns = self._residence(serve)
+        spent_ms = _parts_ms(serve)
+        if spent_ms is None:
+            title = f"{serve.name}, not answered"
+            return [self._bar(BarKind(f"{role}.unanswered"), title, whole, serve)]
+        finer = [self._interval(span) for span in self.children[serve.span_id] if span.name in _OWN_SPANS]
+        if finer:
+            left = difference([whole], union(finer))
+            return [self._bar(BarKind(f"{role}.handling"), f"{role}.handling", gap, serve) for gap in left]
+        bars = []
+        for part, part_ms in zip(("queue", "forward", "handling"), spent_ms, strict=True):
+            until_ns = min(start_ns + round(part_ms * 1e6), end_ns)
+            bars.append(self._bar(BarKind(f"{role}.{part}"), f"{role}.{part}", (start_ns, until_ns), serve))
+            start_ns = until_ns
+        return [bar for bar in bars if bar.start_ns < bar.end_ns]
 
-    def _bar(self, kind: BarKind, title: str, interval: Interval, span: RecordedSpan) -> Bar:
-        round_id = self._round_id(span)
-        return Bar(
-            kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, round_id=round_id
-        )
+    def _prepare(self, span: RecordedSpan) -> Bar:
+        user = self.users.get(span.span_id)
+        title = f"{span.name}, not used" if user is None else f"{span.name}, used by round {user}"
+        label = "" if user is None else f"→ {user}"
+        return self._bar(BarKind.DRAFT_PREPARE, title, self._interval(span), span, label=label)
+
+    def _outside(self) -> list[Bar]:
+        """Time of the coordinator outside of admission and rounds."""
+        whole = self._interval(self.root)
+        known = union(map(self._interval, self.generation.named("admission", "round")))
+        title = "outside of rounds: emit, client_credit, coordinator"
+        return [
+            self._bar(BarKind.OUTSIDE, title, gap, self.root)
+            for gap in difference([whole], known)
+            if gap[1] - gap[0] > TOLERANCE_NS
+        ]
+
+    def _bar(
+        self, kind: BarKind, title: str, interval: Interval, span: RecordedSpan, *, label: str = ""
+    ) -> Bar:
+        return Bar(kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, label=label)
+
+    def _residence(self, serve: RecordedSpan) -> Interval:
+        offset_ns = self._offset_ns(serve)
+        start_ns, end_ns = _residence(serve)
+        return start_ns + offset_ns, end_ns + offset_ns
+
+    def _offset_ns(self, span: RecordedSpan) -> int:
+        return (self.shifts.get(_clock(span), 0) if self.shifts else 0) - self.root.start_ns
 
     def _interval(self, span: RecordedSpan) -> Interval:
-        shift_ns = self.shifts.get(_clock(span), 0) if self.shifts else 0
-        offset = shift_ns - self.root.start_ns
-        return span.start_ns + offset, span.end_ns + offset
+        offset_ns = self._offset_ns(span)
+        return span.start_ns + offset_ns, span.end_ns + offset_ns
 
-    def _round_id(self, span: RecordedSpan) -> str:
-        """Span id of its round; parents end at the root, as all spans here descend from it."""
-        at = span
-        while at is not self.root and at.name != "round":
-            at = self.by_id[at.parent_id]
-        return at.span_id if at is not self.root else ""
+    # --- figures --------------------------------------------------------------------------------------
 
-    def _rounds(self, bars: Iterable[Bar]) -> list[RoundFigures]:
-        of_round: dict[str, list[Bar]] = defaultdict(list)
-        for bar in bars:
-            of_round[bar.round_id].append(bar)
-        spans = self.generation.named("round")
-        rounds = [self._round(i, span, of_round[span.span_id]) for i, span in enumerate(spans)]
-        return sorted(rounds, key=lambda one: one.number)
-
-    def _round(self, index: int, span: RecordedSpan, bars: Sequence[Bar]) -> RoundFigures:
+    def _round(self, span: RecordedSpan) -> RoundFigures:
         start_ns, end_ns = self._interval(span)
-
-        def spent(*kinds: BarKind) -> int:
-            """Time within the round; a draft may begin before it is requested."""
-            whole = union(bar.interval for bar in bars if bar.kind in kinds)
-            return length(intersection(whole, [(start_ns, end_ns)]))
-
+        calls = [call for call in self.children[span.span_id] if call.name in MODEL_CALLS]
+        stages_ms = dict.fromkeys(ROUND_STAGES, 0.0)
+        for call in calls:
+            for (role, name), stage in _STAGES.items():
+                if role == call.name:
+                    stages_ms[stage] += number(call, name) or 0.0
+        prepared = [self.by_id[link.span_id] for link in span.links if link.span_id in self.by_id]
         return RoundFigures(
             span_id=span.span_id,
-            number=count(span, tracing.ROUND, index),
+            number=self.numbers[span.span_id],
             mark=mark(span),
-            num_drafted=count(span, tracing.NUM_DRAFT_TOKENS),
-            num_accepted=count(span, tracing.NUM_ACCEPTED_TOKENS),
+            num_drafted=count(span, names.NUM_DRAFT_TOKENS),
+            num_accepted=count(span, names.NUM_ACCEPTED_TOKENS),
             start_ns=start_ns,
             end_ns=end_ns,
-            draft_ns=spent(BarKind.DRAFT_QUEUE, BarKind.DRAFT_FORWARD),
-            prepare_ns=spent(BarKind.DRAFT_PREPARE),
-            verify_ns=spent(BarKind.VERIFY_QUEUE, BarKind.VERIFY_FORWARD),
-            network_ns=spent(BarKind.NETWORK),
+            stages_ms=stages_ms,
+            failed_ns=sum(call.duration_ns for call in calls if is_failed(call)),
+            prepared_ns=sum(each.duration_ns for each in prepared) if prepared else None,
         )
 
     def _notes(self, bars: Sequence[Bar]) -> list[str]:
@@ -340,12 +422,14 @@ class _Builder:
             for (role, _), shift_ns in self.shifts.items()
             if abs(shift_ns) > SHOWN_SHIFT_NS
         ]
-        num_unknown = sum(bar.kind is BarKind.UNKNOWN and not self._is_prepared(bar.span) for bar in bars)
+        if not _stages_of(self.root):
+            notes.append("The span generate says no stages: it is not of this version, or not of its end")
+        num_unknown = sum(bar.kind is BarKind.UNKNOWN for bar in bars)
         if num_unknown:
             notes.append(f"{num_unknown} calls have no span of the service they went to")
         if self.generation.num_lost:
             notes.append(f"{self.generation.num_lost} spans are left out: their parents are missing")
-        missing = count(self.root, tracing.NUM_ROUNDS) - len(self.generation.named("round"))
+        missing = count(self.root, names.NUM_ROUNDS) - len(self.rounds)
         if missing > 0:
             notes.append(f"{missing} rounds are missing from the trace")
         return notes
@@ -353,12 +437,49 @@ class _Builder:
 
 def mark(span: RecordedSpan) -> Mark:
     """The mark of a `round` span."""
-    if not count(span, tracing.NUM_DRAFT_TOKENS):
-        return Mark.PLAIN
-    return Mark.HIT if has_prepared(span) else Mark.MISS
+    outcome = text(span, names.CALL_OUTCOME)
+    if not count(span, names.NUM_DRAFT_TOKENS):
+        return Mark.LOST if outcome in ("timed_out", "unavailable", "lost") else Mark.PLAIN
+    if span.attributes.get(names.DRAFT_PREPARED) is True:
+        return Mark.HIT
+    return Mark.BEGUN if outcome == "begun" else Mark.MISS
+
+
+def _stages_of(root: RecordedSpan) -> dict[Stage, float]:
+    found = {stage: number(root, names.stage_attribute(stage)) for stage in Stage}
+    return {stage: spent_ms for stage, spent_ms in found.items() if spent_ms}
+
+
+def _failure(call: RecordedSpan) -> str:
+    if not is_failed(call):
+        return f"{call.name}: no answer in time"
+    address = text(call, names.SERVER_ADDRESS)
+    reason = text(call, names.ERROR_TYPE) or "error"
+    return f"{call.name} failed: {reason}" + (f", at {address}" if address else "")
+
+
+def _parts_ms(serve: RecordedSpan) -> tuple[float, float, float] | None:
+    """Queue, passes and handling of a request at its service; None if it was not answered."""
+    queue_ms, forward_ms, handling_ms = (
+        number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
+    )
+    if queue_ms is None or forward_ms is None or handling_ms is None:
+        return None
+    return queue_ms, forward_ms, handling_ms
+
+
+def _residence(serve: RecordedSpan) -> Interval:
+    """From the request's arrival until its answer is written, for which the span goes on; without an answer
+    all of the span."""
+    parts_ms = _parts_ms(serve)
+    if parts_ms is None:
+        return serve.start_ns, serve.end_ns
+    return serve.start_ns, min(serve.start_ns + round(sum(parts_ms) * 1e6), serve.end_ns)
 
 
 def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
+    if text(call, names.CALL_OUTCOME) == "begun":
+        return f"network, answer of {call.name}, begun ahead"
     if gap[1] <= served[0][0]:
         return f"network, request to {call.name}"
     return f"network, answer of {call.name}" if gap[0] >= served[-1][1] else f"network, {call.name}"
@@ -378,7 +499,9 @@ def _shifts(calls: Iterable[tuple[RecordedSpan, Sequence[RecordedSpan]]]) -> dic
     """
     by_clock: dict[tuple[str, str], list[tuple[RecordedSpan, Interval]]] = defaultdict(list)
     for call, parts in calls:
-        served = union((part.start_ns, part.end_ns) for part in parts)
+        if text(call, names.CALL_OUTCOME) == "begun":
+            continue  # its answer was on the way before its request arrived
+        served = union(map(_residence, parts))
         if served and served[-1][1] - served[0][0] <= call.duration_ns:
             by_clock[_clock(parts[0])].append((call, (served[0][0], served[-1][1])))
     return {clock: shift for clock, found in by_clock.items() if (shift := _shift(found))}
@@ -437,18 +560,6 @@ def _num_rows(bars: Iterable[Bar], lane: Lane) -> int:
 
 def _busy(bars: Iterable[Bar], kinds: Sequence[BarKind], window: Interval) -> list[Interval]:
     return intersection(union(bar.interval for bar in bars if bar.kind in kinds), [window])
-
-
-def _shares(bars: Sequence[Bar], overlaps: list[Interval], window: Interval) -> Shares:
-    total_ns = max(1, window[1] - window[0])
-    network = _busy(bars, [BarKind.NETWORK], window)
-    working = _busy(bars, (*_SERVING, BarKind.ACCEPT), window)
-    return Shares(
-        target=length(_busy(bars, [BarKind.VERIFY_FORWARD], window)) / total_ns,
-        draft=length(_busy(bars, _DRAFTING, window)) / total_ns,
-        both=length(overlaps) / total_ns,
-        only_network=length(difference(network, working)) / total_ns,
-    )
 
 
 def _counted(rounds: Sequence[RoundFigures]) -> str:

@@ -56,6 +56,12 @@ function drawLabels(rounds) {
     const text = r.labels.find(label => label.length * 7 + 6 < to - from);
     if (text) element("text", {x: (from + to) / 2, y: data.rows[0] + data.row / 2 + 4}, labels, text);
   }
+  for (const [start, end, row, text, kind] of data.labels) {
+    const from = Math.max(LEFT, toX(start)), to = Math.min(width, toX(end)), y = data.rows[row] + data.row / 2 + 4;
+    if (kind === "event" && LEFT <= from && from < width) element("text", {x: from + 5, y, class: kind}, labels, text);
+    else if (text.length * 7 + 6 < to - from)
+      element("text", {x: (from + to) / 2, y, class: "on-bar"}, labels, text);
+  }
 }
 function drawTicks() {
   const ticks = document.getElementById("ticks");

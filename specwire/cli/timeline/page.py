@@ -13,8 +13,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from specwire.cli.timeline.facts import LEGEND, MARKS, facts, printable
-from specwire.cli.timeline.layout import SIGNS, Bar, BarKind, Lane, Mark, RoundFigures, Timeline
+from specwire.cli.timeline.facts import LEGEND, MARKS, facts, printable, stage_facts
+from specwire.cli.timeline.layout import (
+    ROUND_STAGES,
+    SIGNS,
+    Bar,
+    BarKind,
+    Lane,
+    Mark,
+    RoundFigures,
+    Timeline,
+)
 from specwire.cli.timeline.spans import RecordedSpan, Value
 
 _ROW = 26
@@ -29,10 +38,9 @@ _COLUMNS = (
     "drafted",
     "accepted",
     "proposal",
-    "draft ms",
-    "prepare ms",
-    "verify ms",
-    "network ms",
+    *(f"{stage.replace('_', ' ')} ms" for stage in ROUND_STAGES),
+    "failed ms",
+    "prepared ms",
     "ms",
 )
 
@@ -55,15 +63,20 @@ def render(timeline: Timeline) -> str:
         title=title,
         css=_source("page.css"),
         js=_source("page.js"),
-        facts="".join(
-            f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in found.items()
-        ),
+        facts=_facts(found),
+        stages=_facts(stage_facts(timeline)),
         notes="\n".join(f'<p class="note">{html.escape(note)}.</p>' for note in timeline.notes),
         strip=_strip(timeline),
         chart=_chart(timeline, places),
         legend=_legend(timeline),
         table=_table(timeline),
         data=_json(_data(timeline, places)),
+    )
+
+
+def _facts(found: Mapping[str, str]) -> str:
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in found.items()
     )
 
 
@@ -200,14 +213,21 @@ def _swatch(name: str) -> str:
 def _table(timeline: Timeline) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
     rows = "\n".join(_table_row(i, one) for i, one in enumerate(timeline.rounds))
-    caption = "Rounds; times of draft and verify are the services', with their queues"
+    caption = (
+        "Rounds; stages as their calls say; prepared: before the proposal was requested, beside the round"
+    )
     head = f"<caption>{caption}</caption><thead><tr>{head}</tr></thead>"
     return f'<table id="rounds">{head}\n<tbody>{rows}</tbody></table>'
 
 
 def _table_row(index: int, one: RoundFigures) -> str:
-    times = (one.draft_ns, one.prepare_ns, one.verify_ns, one.network_ns, one.end_ns - one.start_ns)
-    cells = "".join(f"<td>{ns / 1e6:.2f}</td>" for ns in times)
+    times_ms = [
+        *one.stages_ms.values(),
+        one.failed_ns / 1e6,
+        (one.prepared_ns or 0) / 1e6,
+        (one.end_ns - one.start_ns) / 1e6,
+    ]
+    cells = "".join(f"<td>{ms:.2f}</td>" for ms in times_ms)
     button = f'<button data-index="{index}" aria-label="show round {one.number}">{one.number}</button>'
     return (
         f"<tr><td>{button}</td><td>{one.num_drafted}</td><td>{one.num_accepted}</td>"
@@ -245,7 +265,7 @@ def _data(timeline: Timeline, places: _Places) -> dict[str, Any]:
             attributes.append(_attributes(span, texts))
         return spans[span.span_id]
 
-    by_id = {bar.round_id: bar.span for bar in timeline.bars if bar.kind is BarKind.ROUND}
+    by_id = {bar.span.span_id: bar.span for bar in timeline.bars if bar.kind is BarKind.ROUND}
     bars: dict[str, list[list[int]]] = {_css(kind): [] for kind in LEGEND}
     for bar in timeline.bars:
         if bar.kind is not BarKind.ROUND:
@@ -263,6 +283,11 @@ def _data(timeline: Timeline, places: _Places) -> dict[str, Any]:
         "marks": list(Mark),
         "rounds": [_round(one, number(by_id[one.span_id])) for one in timeline.rounds],
         "bars": bars,
+        "labels": [
+            [*bar.interval, places.row(bar), printable(bar.label), _css(bar.kind)]
+            for bar in timeline.bars
+            if bar.label
+        ],
         "overlaps": [[*interval, 0] for interval in timeline.overlaps],
         "spans": attributes,
         "texts": texts.all,

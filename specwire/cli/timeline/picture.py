@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.timeline.facts import LEGEND, MARKS, facts
+from specwire.cli.timeline.facts import LEGEND, MARKS, facts, stage_facts
 from specwire.cli.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
 from specwire.errors import ConfigError
 
@@ -17,24 +17,35 @@ if TYPE_CHECKING:
 MAX_READABLE_ROUNDS = 12
 """With more, rounds are too narrow for their labels."""
 COLOURS = {
+    BarKind.ADMISSION: "#b794f4",
+    BarKind.OUTSIDE: "#cbd5a0",
     BarKind.ACCEPT: "#2d3748",
     BarKind.DRAFT_QUEUE: "#f3cfa8",
     BarKind.DRAFT_FORWARD: "#dd6b20",
+    BarKind.DRAFT_HANDLING: "#9c6b4a",
+    BarKind.DRAFT_UNANSWERED: "#f6c6c6",
     BarKind.DRAFT_PREPARE: "#97266d",
     BarKind.VERIFY_QUEUE: "#bcd4ee",
     BarKind.VERIFY_FORWARD: "#2b6cb0",
+    BarKind.VERIFY_HANDLING: "#1a365d",
+    BarKind.VERIFY_UNANSWERED: "#f6c6c6",
     BarKind.NETWORK: "#8a94a3",
     BarKind.UNKNOWN: "#d6dae0",
+    BarKind.FAILED: "#e53e3e",
+    BarKind.EVENT: "#c53030",
 }
 MARK_COLOURS = {
     Mark.HIT: ("#c6efd6", "#276749"),
+    Mark.BEGUN: ("#cdeef0", "#285e61"),
     Mark.MISS: ("#fbd5d5", "#9b2c2c"),
+    Mark.LOST: ("#f7dcb4", "#7b341e"),
     Mark.PLAIN: ("#e5e8ec", "#4a5568"),
 }
 """Fill and edge."""
 _OVERLAP = "#fbf0c4"
 _WIDTH_IN, _ROW_IN, _AXES_IN = 15.0, 0.42, 13.6
 _GAP = 0.35
+_STAGES_A_LINE = 7
 _CHARACTER_IN = 0.078
 
 
@@ -65,7 +76,7 @@ def draw(path: Path, shown: Timeline, whole: Timeline) -> None:
     with_strip = len(whole.rounds) > len(shown.rounds)
     tops = _tops(shown)
     height = _bottom(shown, tops) * _ROW_IN
-    figure = Figure(figsize=(_WIDTH_IN, height + 2.0 + 0.5 * with_strip), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, height + 2.2 + 0.5 * with_strip), layout="constrained")
     ratios = (0.32, height) if with_strip else (height,)
     *strips, axes = figure.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
     if strips:
@@ -97,6 +108,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None
             spans = [_ms(bar, timeline) for bar in of_kind if tops[bar.lane] + bar.row == y]
             axes.broken_barh(spans, (y + 0.08, 0.84), facecolor=colour, edgecolor=colour, linewidth=0.4)
     _draw_rounds(axes, timeline)
+    _draw_labels(axes, timeline, tops)
     _draw_axis(axes, timeline, tops)
 
 
@@ -122,6 +134,30 @@ def _draw_rounds(axes: Axes, timeline: Timeline) -> None:
         text = next((text for text in one.labels[level:] if _fits(text, ms / width_ms)), None)
         if text:
             axes.text(start_ms + ms / 2, 0.52, text, ha="center", va="center", fontsize=9, color="#1a202c")
+
+
+def _draw_labels(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
+    """On bars where they fit; events are marked, and named beside the mark."""
+    width_ms = max((timeline.end_ns - timeline.start_ns) / 1e6, 1e-9)
+    for bar in timeline.bars:
+        start_ms, ms = _ms(bar, timeline)
+        y = tops[bar.lane] + bar.row + 0.5
+        if bar.kind is BarKind.EVENT:
+            axes.plot(start_ms, y, marker="X", color=COLOURS[bar.kind], markersize=9)
+            at_right = start_ms > 0.85 * width_ms
+            axes.annotate(
+                bar.label,
+                (start_ms, y),
+                xytext=(-8 if at_right else 8, 0),
+                textcoords="offset points",
+                ha="right" if at_right else "left",
+                va="center",
+                fontsize=9,
+                color=COLOURS[bar.kind],
+                parse_math=False,
+            )
+        elif bar.label and _fits(bar.label, ms / width_ms):
+            axes.text(start_ms + ms / 2, y, bar.label, ha="center", va="center", fontsize=8, color="white")
 
 
 def _level(rounds: Sequence[RoundFigures], width_ms: float) -> int:
@@ -170,8 +206,11 @@ def _draw_strip(axes: Axes, whole: Timeline, shown: Timeline) -> None:
 def _title(figure: Figure, whole: Timeline) -> None:
     found = facts(whole)
     model = found.pop("model")
-    line = "   ".join(f"{name}: {value}" for name, value in found.items())
-    text = "\n".join([model, line, *whole.notes])
+    stages = list(stage_facts(whole).items())
+    starts = range(0, len(stages), _STAGES_A_LINE)
+    lines = [list(found.items()), *(stages[i : i + _STAGES_A_LINE] for i in starts)]
+    shown = ["   ".join(f"{name}: {value}" for name, value in line) for line in lines]
+    text = "\n".join([model, *shown, *whole.notes])
     figure.suptitle(text, fontsize=11, x=0.01, ha="left", parse_math=False)
 
 
@@ -188,4 +227,4 @@ def _legend(figure: Figure, shown: Timeline) -> None:
     handles += [Patch(facecolor=COLOURS[kind], label=LEGEND[kind]) for kind in LEGEND if kind in kinds]
     if shown.overlaps:
         handles.append(Patch(facecolor=_OVERLAP, label="draft and target at once"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=9, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=9, frameon=False)

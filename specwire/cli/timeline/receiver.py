@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-from specwire.cli.timeline.spans import RecordedSpan, Value
+from specwire.cli.timeline.spans import RecordedSpan, SpanEvent, SpanLink, Value
 from specwire.errors import ConfigError
 
 MAX_BYTES = 64 << 20
@@ -125,6 +125,12 @@ def spans_of(request: ExportTraceServiceRequest) -> list[RecordedSpan]:
             attributes=_attributes(span.attributes),
             resource=resource,
             is_error=span.status.code == span.status.STATUS_CODE_ERROR,
+            kind=span.kind,
+            links=tuple(SpanLink(link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+            events=tuple(
+                SpanEvent(event.name, event.time_unix_nano, _attributes(event.attributes))
+                for event in span.events
+            ),
         )
         for group in request.resource_spans
         for resource in [_attributes(group.resource.attributes)]

@@ -14,15 +14,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specwire.errors import ConfigError
 
 Value = str | bool | int | float | Sequence[Any] | Mapping[str, Any] | None
 
+INTERNAL, SERVER, CLIENT = 1, 2, 3
+_KIND_NAMES = ("unspecified", "internal", "server", "client", "producer", "consumer")
+"""In the order of OTLP's numbers, as Jaeger spells them."""
 _ERROR_CODES = (2, "STATUS_CODE_ERROR")
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 _SPANS_A_LINE = 512
+
+
+class SpanLink(NamedTuple):
+    """A span that another one goes back to without being its child; ids as in `RecordedSpan`."""
+
+    trace_id: str
+    span_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """Something that happened at one moment of a span, by the clock of its process."""
+
+    name: str
+    time_ns: int
+    attributes: Mapping[str, Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +52,7 @@ class RecordedSpan:
         trace_id, span_id, parent_id: lower-case hex; `parent_id` of a root is empty.
         start_ns, end_ns: since the epoch, by the clock of the process.
         resource: of the process, including `service.name`.
+        kind: OTLP's number (`INTERNAL`, `SERVER`, `CLIENT`); 0 if not given.
     """
 
     name: str
@@ -44,6 +64,9 @@ class RecordedSpan:
     attributes: Mapping[str, Value]
     resource: Mapping[str, Value]
     is_error: bool = False
+    kind: int = 0
+    links: Sequence[SpanLink] = ()
+    events: Sequence[SpanEvent] = ()
 
     @property
     def service_name(self) -> str:
@@ -126,9 +149,30 @@ def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value], where: str) 
             attributes=_attributes(span, where),
             resource=resource,
             is_error=status.get("code") in _ERROR_CODES,
+            kind=_kind(span.get("kind", 0)),
+            links=tuple(
+                SpanLink(_id(link, "traceId", 16, at), _id(link, "spanId", 8, at))
+                for link, at in _items(span, "links", f"{where}.")
+            ),
+            events=tuple(
+                SpanEvent(
+                    _get(event, "name", str, at, ""),
+                    _time_ns(event, "timeUnixNano", at),
+                    _attributes(event, at),
+                )
+                for event, at in _items(span, "events", f"{where}.")
+            ),
         ),
         where,
     )
+
+
+def _kind(value: Any) -> int:
+    """From a number, OTLP's name or Jaeger's; 0 for any other."""
+    if isinstance(value, str):
+        name = value.removeprefix("SPAN_KIND_").lower()
+        return _KIND_NAMES.index(name) if name in _KIND_NAMES else 0
+    return value if type(value) is int and 0 <= value < len(_KIND_NAMES) else 0
 
 
 def _checked(span: RecordedSpan, where: str) -> RecordedSpan:
@@ -240,30 +284,43 @@ def _jaeger_spans(document: dict[str, Any], where: str) -> Iterator[RecordedSpan
 
 def _jaeger_span(span: dict[str, Any], process: dict[str, Any], where: str) -> RecordedSpan:
     tags = _tags(span, where)
-    parents = [
-        _id(reference, "spanID", 8, at)
-        for reference, at in _items(span, "references", f"{where}.")
-        if reference.get("refType") == "CHILD_OF"
-    ]
+    parents, links = _references(span, where)
     start_ns = 1000 * _int_value(span.get("startTime"), f"{where}.startTime")
     return _checked(
         RecordedSpan(
             name=_get(span, "operationName", str, where),
             trace_id=_id(span, "traceID", 16, where),
             span_id=_id(span, "spanID", 8, where),
-            parent_id=parents[0] if parents else "",
+            parent_id=parents[0].span_id if parents else "",
             start_ns=start_ns,
             end_ns=start_ns + 1000 * _int_value(span.get("duration"), f"{where}.duration"),
             attributes=tags,
             resource={"service.name": process.get("serviceName", ""), **_tags(process, where)},
             is_error=tags.get("error") is True,
+            kind=_kind(tags.get("span.kind")),
+            links=tuple(links),
+            events=tuple(
+                SpanEvent(str(fields.pop("event", "")), 1000 * _int_value(event.get("timestamp"), at), fields)
+                for event, at in _items(span, "logs", f"{where}.")
+                for fields in [_tags(event, at, "fields")]
+            ),
         ),
         where,
     )
 
 
-def _tags(of: dict[str, Any], where: str) -> dict[str, Value]:
-    return {_get(tag, "key", str, at): tag.get("value") for tag, at in _items(of, "tags", f"{where}.")}
+def _references(span: dict[str, Any], where: str) -> tuple[list[SpanLink], list[SpanLink]]:
+    """Parents and links."""
+    found: dict[object, list[SpanLink]] = {"CHILD_OF": [], "FOLLOWS_FROM": []}
+    for reference, at in _items(span, "references", f"{where}."):
+        of_kind = found.get(reference.get("refType"))
+        if of_kind is not None:
+            of_kind.append(SpanLink(_id(reference, "traceID", 16, at), _id(reference, "spanID", 8, at)))
+    return found["CHILD_OF"], found["FOLLOWS_FROM"]
+
+
+def _tags(of: dict[str, Any], where: str, name: str = "tags") -> dict[str, Value]:
+    return {_get(tag, "key", str, at): tag.get("value") for tag, at in _items(of, name, f"{where}.")}
 
 
 def save(path: Path, spans: Iterable[RecordedSpan]) -> None:
@@ -297,10 +354,16 @@ def _otlp(span: RecordedSpan) -> dict[str, Any]:
         "spanId": span.span_id,
         "parentSpanId": span.parent_id,
         "name": span.name,
+        "kind": span.kind,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _pairs(span.attributes),
         "status": {"code": 2} if span.is_error else {},
+        "links": [{"traceId": link.trace_id, "spanId": link.span_id} for link in span.links],
+        "events": [
+            {"name": event.name, "timeUnixNano": str(event.time_ns), "attributes": _pairs(event.attributes)}
+            for event in span.events
+        ],
     }
 
 
