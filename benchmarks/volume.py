@@ -18,7 +18,7 @@ from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import DraftConfig, UpConfig
 from specwire.core import Proposal, Rule, Support, Verdict
 from specwire.rule import sampling
-from specwire.telemetry import tracing
+from specwire.telemetry import semantics as names
 from specwire.v1 import draft_pb2, verify_pb2
 from specwire.wire import client as client_wire
 from specwire.wire import model as wire
@@ -86,17 +86,17 @@ def _volume(spans: Sequence[RecordedSpan], traces: dict[str, int], chunk_bytes: 
         span
         for span in spans
         if span.name in ("draft", "verify")
-        and tracing.BASE_LEN in span.attributes
-        and _count(span, tracing.BASE_LEN) > traces.get(span.trace_id, LARGE_VOCABULARY)
+        and names.BASE_LEN in span.attributes
+        and _count(span, names.BASE_LEN) > traces.get(span.trace_id, LARGE_VOCABULARY)
     ]
     verifies = [span for span in later if span.name == "verify"]
     num_bytes = sum(
-        _count(span, name) for span in later for name in (tracing.REQUEST_BYTES, tracing.RESPONSE_BYTES)
+        _count(span, name) for span in later for name in (names.REQUEST_BYTES, names.RESPONSE_BYTES)
     )
     return Volume(
         model_bytes=num_bytes / len(verifies),
         client_bytes=statistics.mean(chunk_bytes),
-        num_draft_tokens=statistics.mean(_count(span, tracing.NUM_DRAFT_TOKENS) for span in verifies),
+        num_draft_tokens=statistics.mean(_count(span, names.NUM_DRAFT_TOKENS) for span in verifies),
     )
 
 

@@ -18,6 +18,7 @@ from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
 from specwire.rpc import listening
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
@@ -166,7 +167,7 @@ class _Answers:
             "draft.prepare",
             parent=self._spans.context,
             start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
-            attributes={tracing.BASE_LEN: base_len, tracing.NUM_OUTCOMES: len(prepared)},
+            attributes={names.BASE_LEN: base_len, names.NUM_OUTCOMES: len(prepared)},
         )
         span.end(clock.epoch_ns(max(each.finished_ns for each in prepared)))
         return span.traceparent

@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.system import Client, Group, Setting, World
 from specwire.core import SamplingParams
+from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
 from specwire.wire import client as client_wire
@@ -140,10 +141,15 @@ class _RoundSpan(tracing.Span):
         super().__init__()
         self._counts = counts
 
+    @property
+    def trace_id(self) -> str:
+        """Not empty, as of a span that is recorded."""
+        return "simulated"
+
     def set(self, attributes: tracing.Attributes) -> None:
-        num_draft_tokens = attributes[tracing.NUM_DRAFT_TOKENS]
+        num_draft_tokens = attributes[names.NUM_DRAFT_TOKENS]
         assert isinstance(num_draft_tokens, int)
-        self._counts.add(num_draft_tokens, bool(attributes[tracing.DRAFT_PREPARED]))
+        self._counts.add(num_draft_tokens, bool(attributes[names.DRAFT_PREPARED]))
 
     def __exit__(self, *_: object) -> None: ...
 

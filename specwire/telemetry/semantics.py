@@ -41,8 +41,6 @@ GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tok
 """Those of the prompt that were in the cache; they count as input tokens as well."""
 GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
-"""A metric of the conventions, and no attribute; `GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK` replaces it."""
 
 # --- calls
 

@@ -61,7 +61,6 @@ from specwire.telemetry.propagation import (
     Propagators,
     TraceContext,
 )
-from specwire.telemetry.semantics import *  # noqa: F403 - until the coordinator imports `semantics`
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
