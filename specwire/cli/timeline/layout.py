@@ -124,7 +124,7 @@ _STAGES = {
     ("verify", names.HANDLING_MS): Stage.VERIFY,
     ("verify", names.NETWORK_MS): Stage.VERIFY_NETWORK,
 }
-ROUND_STAGES = tuple(dict.fromkeys(_STAGES.values()))
+ROUND_STAGES = tuple(stage for stage in Stage if stage in _STAGES.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

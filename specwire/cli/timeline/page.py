@@ -38,10 +38,10 @@ _COLUMNS = (
     "drafted",
     "accepted",
     "proposal",
-    *(f"{stage.replace('_', ' ')} ms" for stage in ROUND_STAGES),
-    "failed ms",
-    "prepared ms",
-    "ms",
+    *(stage.replace("_", " ") for stage in ROUND_STAGES),
+    "failed",
+    "prepared",
+    "all",
 )
 
 
@@ -213,9 +213,7 @@ def _swatch(name: str) -> str:
 def _table(timeline: Timeline) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
     rows = "\n".join(_table_row(i, one) for i, one in enumerate(timeline.rounds))
-    caption = (
-        "Rounds; stages as their calls say; prepared: before the proposal was requested, beside the round"
-    )
+    caption = "Rounds, in ms as their calls say; prepared: the draft's work before it was requested"
     head = f"<caption>{caption}</caption><thead><tr>{head}</tr></thead>"
     return f'<table id="rounds">{head}\n<tbody>{rows}</tbody></table>'
 
