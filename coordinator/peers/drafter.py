@@ -102,7 +102,7 @@ class RemoteDrafter:
         nothing = Proposal(len(committed))
         if plan.num_draft_tokens <= 0:
             return nothing, Cost()
-        self._close_if_lost()
+        self._close_if_lost(parent)
         replica = self._current.replica if self._current else self._choose(committed)
         if replica is None or replica.info is None:
             return nothing, Cost(outcome=CallOutcome.UNAVAILABLE)
@@ -138,11 +138,12 @@ class RemoteDrafter:
 
     # --- where ----------------------------------------------------------------------------------------
 
-    def _close_if_lost(self) -> None:
+    def _close_if_lost(self, parent: tracing.Span) -> None:
         """Close the stream if its replica was lost since it was opened, as another sequence found out."""
         if self._current is not None and self._current.replica.num_lost != self._current.num_lost:
             reason = self._current.replica.unavailable or "it was lost for a while"
             self.unavailable = self.unavailable or reason
+            parent.event("draft lost", {names.SERVER_ADDRESS: self._current.replica.address})
             self.close()
 
     def _choose(self, committed: Sequence[int]) -> Replica | None:
