@@ -53,12 +53,25 @@ class Planner(Protocol):
 
 
 class Drafter(Protocol):
-    """The draft's side of one sequence."""
+    """The draft's side of one sequence; the loop does not know where proposals come from."""
+
+    @property
+    def unavailable(self) -> str:
+        """Why the draft was not there for a part of the generation; empty if it always was."""
+        ...
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """At most the planned number of draft tokens; none when the draft does not answer in time."""
+        ...
+
+    def observe(self, done: Round) -> None:
+        """Learn from a round, whose tokens are committed now."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; a later round may still ask for a proposal."""
         ...
 
 
@@ -153,6 +166,7 @@ class Generation:
             self._ledger.switch(Stage.EMIT)
             yield done
             self._ledger.switch(Stage.COORDINATOR)
+            self._drafter.observe(done)
             self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 
     async def _round(self, parent: tracing.Span) -> Round:
@@ -193,4 +207,5 @@ def _round_attributes(done: Round) -> tracing.Attributes:
         names.BASE_LEN: done.proposal.base_len,
         names.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
         names.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
+        names.SOURCE: done.proposal.source if done.proposal.token_ids else None,
     }

@@ -11,7 +11,7 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
-from coordinator.generation import Generation, Planner
+from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import AdaptiveLength, FixedLength
 from coordinator.length.measurements import SharedMeasurements
@@ -163,7 +163,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @contextlib.contextmanager
     def _peers(
         self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
-    ) -> Iterator[tuple[RemoteDrafter, RemoteVerifier]]:
+    ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
         drafter = RemoteDrafter(
             self._draft,
@@ -215,7 +215,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def wait_for(
-    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: RemoteDrafter | RemoteVerifier
+    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: Drafter | RemoteVerifier
 ) -> None:
     """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
     caches keep what was computed as known prefixes, as long as there is room.

@@ -10,7 +10,7 @@ One trace a generation, over all three services (spans, who makes them, and thei
     │                    specwire.num_accepted_tokens, specwire.num_prepared, specwire.num_cached_tokens,
     │                    specwire.draft.available
     └ round              coordinator; specwire.round (from 0), specwire.base_len, specwire.num_draft_tokens,
-      │                  specwire.num_accepted_tokens, specwire.draft.prepared
+      │                  specwire.num_accepted_tokens, specwire.draft.prepared, specwire.source
       ├ draft            coordinator; specwire.base_len, specwire.num_draft_tokens,
       │ │                specwire.request_bytes, specwire.response_bytes, specwire.num_cached_tokens
       │ ├ draft.prepare  draft service; specwire.base_len, specwire.num_outcomes; of the round itself, without
