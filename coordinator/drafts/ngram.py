@@ -25,7 +25,7 @@ from specwire.telemetry import tracing
 
 _MAX_MATCH_LEN = 32
 """Longest match that is told from longer ones, in tokens."""
-_MAX_CANDIDATES = 512
+_MAX_CANDIDATES = 128
 """Latest occurrences of the last token that are looked at: bounds the search in a text of few tokens."""
 _MIN_CAPACITY = 256
 
@@ -73,6 +73,8 @@ class History:
             if not len(ends):
                 break
             found = ends if before + 1 >= self._min_len else found
+            if len(found) == 1:
+                break
         return self._match(int(found[-1])) if len(found) else None
 
     def _match(self, end: int) -> Match:

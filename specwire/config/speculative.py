@@ -28,8 +28,8 @@ class NgramConfig:
 
     method: str = NGRAM
     num_speculative_tokens: int = 8
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 16
 
     def __post_init__(self) -> None:
         """Raises:

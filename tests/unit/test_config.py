@@ -275,7 +275,7 @@ class TestSpeculativeConfig:
             ),
             ('{"num_speculative_tokens": true}', "num_speculative_tokens=True"),
             ('{"prompt_lookup_min": "2"}', "prompt_lookup_min='2'"),
-            ('{"prompt_lookup_min": 5}', "prompt_lookup_max=4: must be a whole number in [5, 32]"),
+            ('{"prompt_lookup_min": 17}', "prompt_lookup_max=16: must be a whole number in [17, 32]"),
             ('["ngram"]', "is not a JSON object"),
             ("ngram", "is not a JSON object"),
         ],

@@ -22,7 +22,7 @@ from specwire.config.speculative import NgramConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.telemetry.tracing import NO_SPAN, Span
 
-CONFIG = NgramConfig()
+CONFIG = NgramConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
 
 
