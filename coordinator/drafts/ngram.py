@@ -40,8 +40,8 @@ class Match(NamedTuple):
 class History:
     """The tokens of a sequence, to find earlier occurrences of the last ones; 4 bytes a token, no index.
 
-    All tokens are compared with the last one at once: some 20 µs for a look-up in 32,768 of them, with no index
-    to build when a long prompt arrives.
+    All tokens are compared with the last one at once: some 20 µs for a look-up in 32,768 of them, with no
+    index to build when a long prompt arrives.
     """
 
     def __init__(self, min_len: int, max_len: int) -> None:
