@@ -12,6 +12,7 @@ from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
+from specwire.config.speculative import METHODS
 from specwire.core import Fate, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
@@ -28,11 +29,24 @@ class Plan:
         num_draft_tokens: to draft.
         num_outcomes: of the round that the draft prepares proposals for during the verify pass.
         patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
+        num_text_tokens: most draft tokens of a proposal from the text itself, which no one waits for.
     """
 
     num_draft_tokens: int
     num_outcomes: int = 0
     patience_s: float = math.inf
+    num_text_tokens: int = 0
+
+    def within(self, most: int) -> Plan:
+        """The same for a round that must not have more draft tokens, the last of a generation."""
+        if max(self.num_draft_tokens, self.num_text_tokens) <= most:
+            return self
+        return replace(
+            self,
+            num_draft_tokens=min(self.num_draft_tokens, most),
+            num_outcomes=0,
+            num_text_tokens=min(self.num_text_tokens, most),
+        )
 
 
 class Planner(Protocol):
@@ -53,12 +67,25 @@ class Planner(Protocol):
 
 
 class Drafter(Protocol):
-    """The draft's side of one sequence."""
+    """The draft's side of one sequence; the loop does not know where proposals come from."""
+
+    @property
+    def unavailable(self) -> str:
+        """Why the draft was not there for a part of the generation; empty if it always was."""
+        ...
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """At most the planned number of draft tokens; none when the draft does not answer in time."""
+        ...
+
+    def observe(self, done: Round) -> None:
+        """Learn from a round, whose tokens are committed now."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; a later round may still ask for a proposal."""
         ...
 
 
@@ -81,6 +108,11 @@ class Round:
     outcome: Outcome
     draft_cost: Cost
     verify_cost: Cost
+
+    @property
+    def is_from_text(self) -> bool:
+        """Whether the coordinator made the proposal, and no model."""
+        return self.proposal.source in METHODS
 
     @property
     def emitted(self) -> list[tuple[int, Fate]]:
@@ -153,14 +185,12 @@ class Generation:
             self._ledger.switch(Stage.EMIT)
             yield done
             self._ledger.switch(Stage.COORDINATOR)
+            self._drafter.observe(done)
             self._planner.observe(done, clock.stopwatch_ns() - started_ns)
 
     async def _round(self, parent: tracing.Span) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.
-        plan = self._planner.plan()
-        left = self._end_len - len(self.committed) - 1
-        if plan.num_draft_tokens > left:
-            plan = replace(plan, num_draft_tokens=left, num_outcomes=0)
+        plan = self._planner.plan().within(self._end_len - len(self.committed) - 1)
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         self._ledger.switch(Stage.RULE)
@@ -193,4 +223,5 @@ def _round_attributes(done: Round) -> tracing.Attributes:
         names.BASE_LEN: done.proposal.base_len,
         names.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
         names.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
+        names.SOURCE: done.proposal.source if done.proposal.token_ids else None,
     }

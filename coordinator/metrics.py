@@ -8,6 +8,7 @@ from typing import NamedTuple
 from coordinator.admission import Admission
 from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.pool import Pool
+from coordinator.tally import Tally
 from coordinator.totals import Totals
 from specwire.config.services import CoordinatorConfig
 from specwire.telemetry.metrics import Labelled, Metric, MetricKind
@@ -26,6 +27,10 @@ class CoordinatorSnapshot(NamedTuple):
 
 def _by_position(counts: Sequence[int]) -> Labelled:
     return {(str(position),): count for position, count in enumerate(counts)}
+
+
+def _by_source(tally: Tally, name: str) -> Labelled:
+    return {(source,): getattr(counts, name) for source, counts in tally.by_source.items()}
 
 
 def _replicas(now: CoordinatorSnapshot) -> Labelled:
@@ -164,6 +169,20 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "Draft tokens that were accepted, by their position in the round, from 0.",
         lambda now: _by_position(now.totals.tally.accepted_per_position),
         ("position",),
+    ),
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_spec_decode_num_draft_tokens_per_source_total",
+        "Draft tokens that were verified, by what made them: a draft model's name, or ngram.",
+        lambda now: _by_source(now.totals.tally, "num_draft_tokens"),
+        ("source",),
+    ),
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_spec_decode_num_accepted_tokens_per_source_total",
+        "Draft tokens that were accepted, by what made them: a draft model's name, or ngram.",
+        lambda now: _by_source(now.totals.tally, "num_accepted_tokens"),
+        ("source",),
     ),
     Metric(
         MetricKind.COUNTER,

@@ -55,6 +55,7 @@ class GenerationRequest:
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
         report_progress: whether chunks carry counts and times.
+        num_draft_tokens: in each round; None where the coordinator chooses them round by round.
     """
 
     prompt_token_ids: Sequence[int]
@@ -64,6 +65,7 @@ class GenerationRequest:
     generated_token_ids: Sequence[int]
     resume_info: ResumeInfo
     report_progress: bool
+    num_draft_tokens: int | None
 
     @property
     def prompt_len(self) -> int:
@@ -141,6 +143,7 @@ class RequestParser:
                 target=self._target,
             ),
             report_progress=message.report_progress,
+            num_draft_tokens=checked.num_draft_tokens,
         )
 
     def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:

@@ -11,9 +11,11 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
-from coordinator.generation import Generation, Planner
+from coordinator.drafts.combined import CombinedDrafter
+from coordinator.drafts.ngram import NgramDrafter
+from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
-from coordinator.length.draft_length import AdaptiveLength, FixedLength
+from coordinator.length.draft_length import AdaptiveLength, FixedLength, WithText
 from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
@@ -54,6 +56,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tracer: tracing.Tracing,
     ) -> None:
         self._config = config
+        self._ngram = config.ngram
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
@@ -170,16 +173,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @contextlib.contextmanager
     def _peers(
         self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
-    ) -> Iterator[tuple[RemoteDrafter, RemoteVerifier]]:
+    ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
-        drafter = RemoteDrafter(
-            self._draft,
-            request,
-            timeout_s=self._config.draft_timeout_ms / 1e3,
-            deadline_s=remaining_s(),
-            tracer=self._tracer,
-            parent=parent,
-        )
+        drafter = self._drafter(request, remaining_s(), parent)
         verifier = RemoteVerifier(
             self._verify,
             request,
@@ -191,7 +187,35 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
+    def _drafter(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> Drafter:
+        """The draft service, the text itself, or both."""
+        model = RemoteDrafter(
+            self._draft,
+            request,
+            timeout_s=self._config.draft_timeout_ms / 1e3,
+            deadline_s=deadline_s,
+            tracer=self._tracer,
+            parent=parent,
+        )
+        config = self._ngram
+        if config is None:
+            return model
+        text = NgramDrafter(
+            config,
+            matches_tokens=request.params.matches_tokens,
+            is_fixed=request.num_draft_tokens is not None,
+        )
+        return CombinedDrafter(text, model) if self._config.draft_address else text
+
     def _planner(self, num_draft_tokens: int | None) -> Planner:
+        config = self._ngram
+        if config is None:
+            return self._model_planner(num_draft_tokens)
+        num_text_tokens = config.num_speculative_tokens if num_draft_tokens is None else num_draft_tokens
+        model = self._model_planner(num_draft_tokens if self._config.draft_address else 0)
+        return WithText(model, num_text_tokens)
+
+    def _model_planner(self, num_draft_tokens: int | None) -> Planner:
         if num_draft_tokens is None:
             return AdaptiveLength(self._measured)
         return FixedLength(num_draft_tokens, self._measured)
@@ -222,7 +246,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def wait_for(
-    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: RemoteDrafter | RemoteVerifier
+    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: Drafter | RemoteVerifier
 ) -> None:
     """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
     caches keep what was computed as known prefixes, as long as there is room.

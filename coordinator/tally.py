@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.generation import Round
-from specwire.completion import Speculation
+from specwire.completion import SourceCounts, Speculation
 
 
 class Tally:
@@ -16,6 +16,7 @@ class Tally:
         num_draft_tokens, num_accepted: draft tokens verified, and accepted.
         num_cached_tokens: that the target found in its cache instead of running them.
         drafted_per_position, accepted_per_position: from position 0.
+        by_source: counts of the proposals of each source.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class Tally:
         self.num_draft_tokens = self.num_accepted = self.num_cached_tokens = 0
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
+        self.by_source: dict[str, SourceCounts] = {}
         self._histogram: list[int] = []
 
     def add(self, done: Round) -> None:
@@ -30,9 +32,9 @@ class Tally:
         self.num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self.num_prepared += done.draft_cost.prepared
-        self._count(len(done.proposal.token_ids), done.outcome.num_accepted)
+        self._count(done.proposal.source, len(done.proposal.token_ids), done.outcome.num_accepted)
 
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
+    def _count(self, source: str, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
             return
         self.num_drafts += 1
@@ -42,6 +44,8 @@ class Tally:
         _add_one(self.accepted_per_position, num_accepted, num_drafted)
         self._histogram.extend([0] * (num_drafted + 1 - len(self._histogram)))
         self._histogram[num_accepted] += 1
+        before = self.by_source.get(source) or SourceCounts(source=source)
+        self.by_source[source] = before.plus(num_drafted, num_accepted)
 
     def speculation(self, draft_unavailable: str = "") -> Speculation:
         """The counts so far."""
@@ -54,6 +58,7 @@ class Tally:
             accepted_per_position=tuple(self.accepted_per_position),
             draft_unavailable=draft_unavailable,
             num_prepared=self.num_prepared,
+            by_source=tuple(self.by_source.values()),
         )
 
 

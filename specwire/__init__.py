@@ -13,7 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specwire.client.errors import GenerationIdleError, GenerationLostError
-from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.completion import (
+    Chunk,
+    Completion,
+    FinishReason,
+    SourceCounts,
+    Speculation,
+    Timing,
+    Token,
+    Usage,
+)
 from specwire.core import Fate, ModelInfo, Rule, SamplingParams
 from specwire.errors import (
     ConfigError,
@@ -67,6 +76,7 @@ __all__ = [
     "Rule",
     "SamplingParams",
     "ServiceUnavailableError",
+    "SourceCounts",
     "Speculation",
     "SpecwireError",
     "Stream",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specwire.core import Fate, Rule
@@ -94,6 +94,32 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCounts:
+    """Counts of the proposals of one source.
+
+    Attributes:
+        source: a draft model's name, or a method of the coordinator's own.
+        num_drafts: rounds that had draft tokens of it.
+        num_draft_tokens: of these rounds, verified.
+        num_accepted_tokens: of these, accepted.
+    """
+
+    source: str
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def plus(self, num_draft_tokens: int, num_accepted_tokens: int, num_drafts: int = 1) -> SourceCounts:
+        """With more rounds."""
+        return SourceCounts(
+            source=self.source,
+            num_drafts=self.num_drafts + num_drafts,
+            num_draft_tokens=self.num_draft_tokens + num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + num_accepted_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
     """Counts of speculation in one generation.
 
@@ -105,6 +131,7 @@ class Speculation:
         drafted_per_position, accepted_per_position: counts at draft position i (0-based).
         draft_unavailable: why the draft was unavailable for a part of the generation; empty if it was not.
         num_prepared: rounds whose proposal was prepared before the previous round ended.
+        by_source: the counts of each source, in the order of their first proposals.
     """
 
     num_rounds: int = 0
@@ -115,6 +142,7 @@ class Speculation:
     accepted_per_position: tuple[int, ...] = ()
     draft_unavailable: str = ""
     num_prepared: int = 0
+    by_source: tuple[SourceCounts, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -269,11 +297,7 @@ class Completion:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name in record.__dataclass_fields__
-        for value in [getattr(record, name)]
-    }
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(record).items()}
 
 
 def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]] | None:

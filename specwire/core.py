@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -266,15 +266,17 @@ class Proposal:
         base_len: the committed length that it extends, in tokens.
         token_ids: [num_draft_tokens].
         supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
+        source: what made it: a model's name, or a method of the coordinator's own.
     """
 
     base_len: int
     token_ids: Sequence[int] = ()
     supports: Sequence[Support] = ()
+    source: str = ""
 
     def first(self, num_tokens: int) -> Proposal:
         """Its first tokens; their number must not depend on the tokens."""
-        return Proposal(self.base_len, self.token_ids[:num_tokens], self.supports[:num_tokens])
+        return replace(self, token_ids=self.token_ids[:num_tokens], supports=self.supports[:num_tokens])
 
 
 @dataclass(frozen=True, slots=True)

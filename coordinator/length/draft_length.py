@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from coordinator.generation import Plan, Round
+from coordinator.generation import Plan, Planner, Round
 from coordinator.length.measurements import MAX_CHOSEN, Options, Prospects, SharedMeasurements, best_length
 from coordinator.length.trials import Settling
 from specwire.estimate.forecast import OwnAcceptance
@@ -103,6 +104,30 @@ class FixedLength(_Observer):
         num_outcomes = self._shared.begin_round().num_outcomes if self.limit else 0
         self._settling.enter(None, num_outcomes)
         return Plan(self.limit, num_outcomes)
+
+
+class WithText:
+    """A planner for a draft model, or for none, beside drafts from the text itself.
+
+    What such rounds accept and cost says nothing about the model, which does not learn from them.
+    """
+
+    def __init__(self, planner: Planner, num_text_tokens: int) -> None:
+        """Args:
+        num_text_tokens: most draft tokens of a proposal from the text.
+        """
+        self._planner = planner
+        self._num_text_tokens = num_text_tokens
+        self.limit = max(planner.limit, num_text_tokens)
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        return replace(self._planner.plan(), num_text_tokens=self._num_text_tokens)
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """See `generation.Planner`."""
+        if not done.is_from_text:
+            self._planner.observe(done, elapsed_ns)
 
 
 class AdaptiveLength(_Observer):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from coordinator.cost import CallOutcome, Cost
-from coordinator.generation import Plan
+from coordinator.generation import Plan, Round
 from coordinator.peers.checks import check_proposal
 from coordinator.peers.draft_stream import DraftStream
 from coordinator.peers.pool import Pool
@@ -111,7 +111,8 @@ class RemoteDrafter:
             return nothing, Cost()
         started_ns = clock.stopwatch_ns()
         try:
-            return await self._propose_at(replica, committed, num_wanted, plan, parent)
+            proposal, cost = await self._propose_at(replica, committed, num_wanted, plan, parent)
+            return replace(proposal, source=replica.info.name), cost
         except SpecwireError as error:
             self._close_after(error, replica)
             lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
@@ -135,6 +136,9 @@ class RemoteDrafter:
             proposal, cost = await self._request(replica, committed, num_wanted, plan, span.traceparent)
             describe(span, proposal, cost)
         return proposal, cost
+
+    def observe(self, done: Round) -> None:
+        """See `generation.Drafter`; what proposals cost is learnt from each call."""
 
     # --- where ----------------------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ class Stack:
             self._service(
                 "draft_service", _draft_flags(config), environ, "--draft", files=self._required_tokens
             )
-            if config.draft != NO_DRAFT
+            if config.draft_model != NO_DRAFT
             else None
         )
         wait_ready(self.services, config.start_timeout_s)
@@ -412,7 +412,7 @@ def _default_threads(config: StackConfig) -> int:
 
 def _draft_flags(config: StackConfig) -> list[str]:
     return _flags(
-        model=config.draft,
+        model=config.draft_model,
         dtype=config.draft_dtype,
         device=config.draft_device,
         num_threads=config.draft_num_threads,
@@ -430,6 +430,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         address=config.address,
         num_draft_tokens=config.num_draft_tokens,
         num_outcomes=config.num_outcomes,
+        speculative_config=config.coordinator_speculation,
         rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,

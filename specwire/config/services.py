@@ -5,6 +5,7 @@ Flags and `SPECWIRE_*` variables are derived from these fields (`flags.py`).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -38,6 +39,12 @@ from specwire.config.fields import (
     split_addresses,
 )
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
+from specwire.config.speculative import (
+    METHODS,
+    NgramConfig,
+    check_speculative_config,
+    parse_speculative_config,
+)
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
 from specwire.security.tls import TLS, Credentials
 
@@ -62,6 +69,10 @@ LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
+DRAFT_HELP = (
+    "directory or hub id of the draft model; ngram drafts from the text itself, ngram,DIR from both; none "
+    "decodes plainly"
+)
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 DRAFT_TIMEOUT_HELP = (
     "longest wait for a proposal before a plain round, or 8 times what proposals cost; a draft silent for "
@@ -122,6 +133,12 @@ def metrics_names_option() -> Any:
     """The field `metrics_names`."""
     doc = "names of the metrics: specwire's own, or vLLM's for those that it has too"
     return option(METRICS_NAMES[0], doc, check=one_of(*METRICS_NAMES))
+
+
+def speculative_config_option() -> Any:
+    """The field `speculative_config`."""
+    doc = 'drafts that need no model, as JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty for none'
+    return option("", doc, metavar="JSON", check=check_speculative_config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +294,7 @@ class CoordinatorConfig(ServiceConfig):
     verify_address: str = option("127.0.0.1:7072", f"where the verify service is: {ADDRESSES_HELP}")
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
+    speculative_config: str = speculative_config_option()
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
     draft_timeout_ms: float = option(1000.0, DRAFT_TIMEOUT_HELP, check=check_duration)
     max_running: int = option(256, "most generations at a time; others wait")
@@ -334,6 +352,11 @@ class CoordinatorConfig(ServiceConfig):
         return parse_num_draft_tokens(self.num_draft_tokens)
 
     @property
+    def ngram(self) -> NgramConfig | None:
+        """Drafts from the text itself; None for none."""
+        return parse_speculative_config(self.speculative_config)
+
+    @property
     def fixed_outcomes(self) -> int | None:
         """Outcomes to prepare for; None chooses by measured benefit."""
         return parse_num_outcomes(self.num_outcomes)
@@ -349,7 +372,8 @@ class StackConfig(CheckedConfig):
     """The three services on this machine."""
 
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
-    draft: str = option(EMBEDDED, "directory or hub id of the draft model; none decodes plainly")
+    draft: str = option(EMBEDDED, DRAFT_HELP)
+    speculative_config: str = speculative_config_option()
     dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
     device: str = option("cpu", "device of the target")
     tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
@@ -391,9 +415,9 @@ class StackConfig(CheckedConfig):
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
-        if self.draft != NO_DRAFT:
-            check_model("draft", self.draft)
-            fits = self.draft != EMBEDDED or self.target == EMBEDDED
+        if self.draft_model != NO_DRAFT:
+            check_model("draft", self.draft_model)
+            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED
             check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
         _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
@@ -401,6 +425,21 @@ class StackConfig(CheckedConfig):
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
             check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+
+    @property
+    def draft_model(self) -> str:
+        """The draft model that `draft` names, or `none`."""
+        first, comma, rest = self.draft.partition(",")
+        if first not in METHODS:
+            return self.draft
+        return rest if comma else NO_DRAFT
+
+    @property
+    def coordinator_speculation(self) -> str:
+        """`speculative_config` of the coordinator, which `draft` may imply."""
+        method = self.draft.partition(",")[0]
+        implied = json.dumps({"method": method}) if method in METHODS else ""
+        return self.speculative_config or implied
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specwire.completion import Chunk, Completion, Speculation, Timing, Token
@@ -169,8 +170,7 @@ def _token(token: Token) -> Json:
 def _rounded(counts: Speculation | Timing | None) -> Json | None:
     if counts is None:
         return None
-    fields = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
-    return {name: round(v, 3) if isinstance(v, float) else v for name, v in fields.items()}
+    return {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(counts).items()}
 
 
 def record(completion: Completion) -> Json:

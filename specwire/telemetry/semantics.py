@@ -99,6 +99,8 @@ RESPONSE_BYTES: Final = "specwire.response_bytes"
 ROUND: Final = "specwire.round"
 """From 0."""
 RULE: Final = "specwire.rule"
+SOURCE: Final = "specwire.source"
+"""What made a round's proposal: a model's name, or `ngram`; absent without draft tokens."""
 
 _STAGE: Final = "specwire.stage.{}_ms"
 

@@ -8,8 +8,8 @@ One trace a generation, over all three services (span, kind, who makes it, and a
     ├ admission        INTERNAL, coordinator
     ├ draft.prepare    INTERNAL, draft service; base_len, num_outcomes
     └ round            INTERNAL, coordinator; round (from 0), base_len, num_draft_tokens, num_accepted_tokens,
-      │                draft.prepared, outcome; links to the draft.prepare that made its proposal; events
-      │                "draft lost" and "verify lost" with server.address and error.type
+      │                draft.prepared, outcome, source; links to the draft.prepare that made its proposal;
+      │                events "draft lost" and "verify lost" with server.address and error.type
       ├ draft          CLIENT, coordinator, one for each attempt; base_len, num_draft_tokens, outcome,
       │ │              request_bytes, response_bytes, num_cached_tokens, queue_ms, forward_ms, handling_ms,
       │ │              network_ms; server.address and server.port

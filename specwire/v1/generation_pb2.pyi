@@ -183,7 +183,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable", "num_prepared")
+    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable", "num_prepared", "by_source")
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class Speculation(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     NUM_PREPARED_FIELD_NUMBER: _ClassVar[int]
+    BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -200,7 +201,20 @@ class Speculation(_message.Message):
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     draft_unavailable: str
     num_prepared: int
-    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ...) -> None: ...
+    by_source: _containers.RepeatedCompositeFieldContainer[SourceCounts]
+    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceCounts, _Mapping]]] = ...) -> None: ...
+
+class SourceCounts(_message.Message):
+    __slots__ = ("source", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, source: _Optional[str] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationTiming(_message.Message):
     __slots__ = ("total_ms", "time_to_first_token_ms", "draft_ms", "verify_ms", "rule_ms", "admission_ms", "draft_queue_ms", "draft_network_ms", "verify_queue_ms", "verify_network_ms", "emit_ms", "client_credit_ms", "failover_ms", "coordinator_ms", "ahead_ms")

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from specwire.completion import Chunk, Completion, FinishReason, ResumeInfo, Speculation, Timing, Token, Usage
+from specwire.completion import (
+    Chunk,
+    Completion,
+    FinishReason,
+    ResumeInfo,
+    SourceCounts,
+    Speculation,
+    Timing,
+    Token,
+    Usage,
+)
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
@@ -231,7 +242,7 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
         tokens=tokens,
         rejected=tuple(token_from_proto(token) for token in message.rejected),
         first_index=message.first_index,
-        speculation=_noun(Speculation, message.speculation) if message.HasField("speculation") else None,
+        speculation=_speculation_from_proto(message.speculation) if message.HasField("speculation") else None,
         timing=_noun(Timing, message.timing) if message.HasField("timing") else None,
         held=tuple(token_from_proto(token) for token in message.held),
     )
@@ -264,7 +275,7 @@ def completion_from_proto(
         token_ids=tuple(token.token_id for token in tokens),
         finish_reason=_FINISH_REASON_NAMES[message.finish_reason],
         usage=_noun(Usage, message.usage),
-        speculation=_noun(Speculation, message.speculation),
+        speculation=_speculation_from_proto(message.speculation),
         timing=_noun(Timing, message.timing),
         stop_reason=getattr(message, which) if which else None,
         seed=message.seed,
@@ -277,7 +288,15 @@ def completion_from_proto(
 
 
 def _speculation_to_proto(speculation: Speculation) -> generation_pb2.Speculation:
-    return generation_pb2.Speculation(**_fields(speculation))
+    fields = _fields(speculation)
+    by_source = [generation_pb2.SourceCounts(**_fields(counts)) for counts in fields.pop("by_source")]
+    return generation_pb2.Speculation(**fields, by_source=by_source)
+
+
+def _speculation_from_proto(message: generation_pb2.Speculation) -> Speculation:
+    by_source = tuple(_noun(SourceCounts, counts) for counts in message.by_source)
+    counts: Speculation = _noun(Speculation, message)
+    return replace(counts, by_source=by_source)
 
 
 def _timing_to_proto(timing: Timing) -> generation_pb2.GenerationTiming:

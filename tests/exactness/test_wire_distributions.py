@@ -124,6 +124,33 @@ def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tens
         check_distribution(stack.address, logits, Rule.REJECTION, {}, LONG)
 
 
+@pytest.mark.parametrize(
+    ("has_model", "num_draft_tokens", "settings"),
+    [
+        (False, "3", CASES[0].values[0]),
+        pytest.param(False, "auto", {}, marks=pytest.mark.slow),
+        (True, "auto", CASES[0].values[0]),
+        pytest.param(True, "2", {"temperature": 1.4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_from_the_text(
+    tmp_path: Path, logits: torch.Tensor, has_model: bool, num_draft_tokens: str, settings: dict[str, Any]
+) -> None:
+    """Supports of one token, alone and in turns with those of a model."""
+    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
+    options = {"num_draft_tokens": num_draft_tokens, "speculative_config": '{"prompt_lookup_min": 1}'}
+    with local_stack(target, draft if has_model else None, coordinator_options=options) as stack:
+        params: dict[str, Any] = {"rule": Rule.REJECTION, "max_tokens": LONG, **settings}
+        completions = asyncio.run(_sample(stack.address, params, NUM_STREAMS))
+    by_source = [counts for done in completions for counts in done.speculation.by_source]
+    assert len({counts.source for counts in by_source}) == 1 + has_model
+    drafted = sum(counts.num_draft_tokens for counts in by_source if counts.source == "ngram")
+    accepted = sum(counts.num_accepted_tokens for counts in by_source if counts.source == "ngram")
+    assert 0.05 * drafted < accepted < 0.9 * drafted
+    assert drafted > NUM_TOKENS / 20
+    assert fit_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+
+
 MIXED: list[dict[str, Any]] = [
     {"rule": Rule.REJECTION},
     {"rule": Rule.REJECTION, "temperature": 0.5},

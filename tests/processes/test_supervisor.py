@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from specwire import AsyncClient, SamplingParams
+from specwire import AsyncClient, Client, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli.supervisor import Pauses, Service, Stack
-from specwire.config.services import NO_DRAFT, UpConfig
+from specwire.config.services import NO_DRAFT, StackConfig, UpConfig
 
 HANGS = """
 import signal, threading
@@ -119,3 +119,13 @@ def test_pauses_grow_until_a_process_lasts() -> None:
     assert [pauses.next(now_s) for now_s in (100, 101, 103, 110)] == [0.5, 1.0, 2.0, 4.0]
     assert [pauses.next(111 + i) for i in range(5)] == [8.0, 16.0, 30.0, 30.0, 30.0]
     assert pauses.next(300.0) == 0.5
+
+
+def test_drafts_from_the_text_need_the_target_alone() -> None:
+    config = StackConfig(target="emulated:step_ms=1", draft="ngram", address="127.0.0.1:0")
+    with Stack(config) as stack, Client(stack.address) as client:
+        assert [service.module for service in stack.services] == ["verify_service", "coordinator"]
+        params = SamplingParams(max_tokens=8, num_draft_tokens=3)
+        done = client.generate(params=params, prompt_token_ids=[4, 5, 6, 7, 4, 5])
+    assert [counts.source for counts in done.speculation.by_source] == ["ngram"]
+    assert done.speculation.draft_unavailable == ""

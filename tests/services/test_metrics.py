@@ -156,6 +156,10 @@ def test_a_coordinators_counts_agree_with_its_completions(observed: Observed) ->
         "specwire_requests_paused": 0,
     }
     assert {name: value(found, name) for name in expected} == expected
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        [counted] = {each.by_source[0].source for each in speculations}
+        metric = f"specwire_spec_decode_{name}_per_source_total"
+        assert value(found, metric, source=counted) == sum(getattr(each, name) for each in speculations)
     assert expected["specwire_prefix_cache_hit_tokens_total"] > 0, "the second found pages of the first"
     assert value(found, "specwire_requests_total", status=OK, finish_reason="length") == len(observed.done)
     assert sum(each.accepted_per_position[1] for each in speculations) == value(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specwire import ConfigError, ModelInfo, Speculation
+from specwire import ConfigError, ModelInfo, SourceCounts, Speculation
 from specwire.cli.bench import prompts, report
 from specwire.cli.bench.metrics import (
     METRICS,
@@ -181,6 +181,7 @@ def test_speculation_adds_up() -> None:
         acceptance_histogram=(1, 1),
         drafted_per_position=(2,),
         accepted_per_position=(1,),
+        by_source=(SourceCounts(source="small", num_drafts=2, num_draft_tokens=2, num_accepted_tokens=1),),
     )
     long = Speculation(
         num_rounds=3,
@@ -189,10 +190,18 @@ def test_speculation_adds_up() -> None:
         acceptance_histogram=(0, 0, 2),
         drafted_per_position=(2, 2),
         accepted_per_position=(2, 2),
+        by_source=(
+            SourceCounts(source="ngram", num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2),
+            SourceCounts(source="small", num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2),
+        ),
     )
     total = total_speculation([short, long, Speculation()])
     assert total.acceptance_histogram == (1, 1, 2)
     assert total.drafted_per_position == (4, 2)
+    assert total.by_source == (
+        SourceCounts(source="small", num_drafts=3, num_draft_tokens=4, num_accepted_tokens=3),
+        SourceCounts(source="ngram", num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2),
+    )
     fields = summarize([record(speculation=short), record(speculation=long)], 1.0).to_dict()
     assert fields["spec_decode_acceptance_rate"] == pytest.approx(100 * 5 / 6)
     assert fields["spec_decode_acceptance_length"] == pytest.approx(1 + 5 / 4)

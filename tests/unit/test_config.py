@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from specwire.config.services import (
     VerifyConfig,
     check_environment,
 )
+from specwire.config.speculative import NgramConfig
 from specwire.errors import ConfigError
 
 FIELDS = [
@@ -66,6 +69,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5"}
     named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
     named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
+    named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"
     if field.metadata["metavar"] == "FILE":
@@ -246,3 +250,57 @@ class TestAddresses:
     def test_refused(self, address: str) -> None:
         with pytest.raises(ConfigError, match=f"^--server {address}: is not HOST:PORT$"):
             split_address("server", address)
+
+
+class TestSpeculativeConfig:
+    def test_keys_of_vllm(self) -> None:
+        given = {
+            "method": "ngram",
+            "num_speculative_tokens": 5,
+            "prompt_lookup_min": 3,
+            "prompt_lookup_max": 6,
+        }
+        assert CoordinatorConfig(speculative_config=json.dumps(given)).ngram == NgramConfig(**given)  # type: ignore[arg-type]
+        assert CoordinatorConfig().ngram is None
+
+    @pytest.mark.parametrize(
+        ("given", "named"),
+        [
+            ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
+            ('{"method": ["ngram"]}', "method="),
+            ('{"prompt_lookup_mix": 2}', "prompt_lookup_mix=2: is not a key"),
+            (
+                '{"num_speculative_tokens": 65}',
+                "num_speculative_tokens=65: must be a whole number in [1, 64]",
+            ),
+            ('{"num_speculative_tokens": true}', "num_speculative_tokens=True"),
+            ('{"prompt_lookup_min": "2"}', "prompt_lookup_min='2'"),
+            ('{"prompt_lookup_min": 17}', "prompt_lookup_max=16: must be a whole number in [17, 32]"),
+            ('["ngram"]', "is not a JSON object"),
+            ("ngram", "is not a JSON object"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", [CoordinatorConfig, UpConfig])
+    def test_what_is_unknown_is_refused_by_name(self, kind: type[Any], given: str, named: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(named)) as raised:
+            kind(speculative_config=given)
+        assert str(raised.value).startswith("--speculative-config ")
+
+    @pytest.mark.parametrize(
+        ("draft", "model", "drafts_from_text"),
+        [("ngram", "none", True), ("ngram,embedded", "embedded", True), ("none", "none", False)],
+    )
+    def test_the_short_form(self, draft: str, model: str, drafts_from_text: bool) -> None:
+        config = UpConfig(draft=draft)
+        assert config.draft_model == model
+        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).ngram
+        assert implied == (NgramConfig() if drafts_from_text else None)
+
+    def test_the_short_form_beside_the_long_one(self) -> None:
+        config = UpConfig(draft="ngram", speculative_config='{"prompt_lookup_max": 7}')
+        assert config.coordinator_speculation == '{"prompt_lookup_max": 7}'
+
+    @pytest.mark.parametrize("draft", ["ngram,", "ngram,no/such/dir/", "ngram,ngram,x"])
+    def test_a_model_that_is_not_there(self, draft: str) -> None:
+        with pytest.raises(ConfigError, match=r"--draft .*no such model directory"):
+            UpConfig(draft=draft)

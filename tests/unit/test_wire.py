@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from specwire import errors
-from specwire.completion import Chunk, Completion, FinishReason, Speculation, Timing, Token, Usage
+from specwire.completion import (
+    Chunk,
+    Completion,
+    FinishReason,
+    SourceCounts,
+    Speculation,
+    Timing,
+    Token,
+    Usage,
+)
 from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
 from specwire.rpc.statuses import from_rpc_error, to_status
@@ -189,6 +198,10 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
             drafted_per_position=(2, 2),
             accepted_per_position=(2, 0),
             draft_unavailable="gone",
+            by_source=(
+                SourceCounts(source="small", num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2),
+                SourceCounts(source="ngram", num_drafts=1, num_draft_tokens=1),
+            ),
         ),
         timing=Timing(
             total_ms=7.5,

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specwire.completion import Speculation
+from specwire.completion import SourceCounts, Speculation
 
 PERCENTILES = (50, 90, 99)
 METRICS = {
@@ -277,7 +277,16 @@ def total_speculation(parts: Iterable[Speculation]) -> Speculation:
         accepted_per_position=_summed(part.accepted_per_position for part in all_parts),
         draft_unavailable=next((p.draft_unavailable for p in all_parts if p.draft_unavailable), ""),
         num_prepared=sum(part.num_prepared for part in all_parts),
+        by_source=_by_source(each for part in all_parts for each in part.by_source),
     )
+
+
+def _by_source(parts: Iterable[SourceCounts]) -> tuple[SourceCounts, ...]:
+    total: dict[str, SourceCounts] = {}
+    for part in parts:
+        before = total.get(part.source) or SourceCounts(source=part.source)
+        total[part.source] = before.plus(part.num_draft_tokens, part.num_accepted_tokens, part.num_drafts)
+    return tuple(total.values())
 
 
 def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

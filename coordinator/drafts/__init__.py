@@ -1,0 +1,1 @@
+"""Drafts that the coordinator makes itself, without a service."""
