@@ -39,10 +39,14 @@ MAX_UNACKNOWLEDGED_TOKENS = 15
 
 
 class Rule(enum.StrEnum):
-    """How draft tokens are verified. Both rules are exact."""
+    """How draft tokens are verified. Every rule is exact."""
 
     REJECTION = "rejection"
-    """Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+    """Rejection sampling, token by token (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
+    2302.01318)."""
+    BLOCK = "block"
+    """The same with the draft tokens of a round judged together (Sun et al. 2024, arXiv 2403.10444): it keeps
+    more of them."""
     GUMBEL = "gumbel"
     """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the seed fixes the text, with any
     draft; bitwise where the target is batch-invariant."""
@@ -126,7 +130,7 @@ class SamplingParams:
     seed: int | None = None
     """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion reports.
 
-    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); with `Rule.REJECTION` only together
+    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules only together
     with `num_draft_tokens`, else each request may differ.
     """
     rule: Rule | None = None
@@ -243,6 +247,16 @@ class SamplingParams:
     def matches_tokens(self) -> bool:
         """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
+
+    def key_base(self, base_len: int) -> int:
+        """What the random numbers of a round are keyed by besides seed, purpose and position.
+
+        Under block verification its base, else 0: see `specwire.rule.random`.
+
+        Args:
+            base_len: committed length that the round's draft tokens were drawn for, in tokens.
+        """
+        return base_len if self.rule is Rule.BLOCK else 0
 
 
 @dataclass(frozen=True, slots=True)

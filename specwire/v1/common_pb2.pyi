@@ -12,6 +12,7 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_UNSPECIFIED: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
     RULE_GUMBEL: _ClassVar[Rule]
+    RULE_BLOCK: _ClassVar[Rule]
 
 class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +23,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
+RULE_BLOCK: Rule
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability
@@ -61,18 +63,16 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sampling", "prompt_len", "vocab_limit", "cache_salt", "traceparent")
+    __slots__ = ("sampling", "prompt_len", "vocab_limit", "cache_salt")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sampling: SamplingParams
     prompt_len: int
     vocab_limit: int
     cache_salt: str
-    traceparent: str
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "residence_ns", "stall_ns", "ahead_ns")
