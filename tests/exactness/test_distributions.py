@@ -11,7 +11,7 @@ The negative controls are the mistakes that real engines made. Each must be caug
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -430,10 +430,26 @@ def test_the_right_pair_passes_where_the_controls_fail() -> None:
 
 # --- block verification -----------------------------------------------------------------------------------
 
-TWO_TOKENS: dict[str, Any] = {"logit_bias": {i: -100.0 for i in range(VOCAB) if i not in (0, 6)}}
-ONE_SIDED = torch.zeros(VOCAB, VOCAB).index_fill_(1, torch.tensor([6]), 3.0)
-"""A draft that takes one of two tokens 19 times in 20, where the target is nearly undecided. Of four draft
-tokens, the later ones often decide how many are kept: what they left behind shows in 3,000 generations."""
+
+class Toy(NamedTuple):
+    """Two tokens are possible; the draft prefers the first, by so much in log odds, at every position."""
+
+    tokens: tuple[int, int]
+    log_odds: float
+    num_draft_tokens: int
+
+    def p_values(self, pair: type[Pair], rule: Rule = Rule.BLOCK) -> list[float]:
+        """Of 3,000 generations by this pair."""
+        others = {token_id: -100.0 for token_id in range(VOCAB) if token_id not in self.tokens}
+        params = SamplingParams(rule=rule, logit_bias=others)
+        draft = torch.zeros(VOCAB, VOCAB)
+        draft[:, self.tokens[0]] = self.log_odds
+        made = pair(params, draft, num_draft_tokens=self.num_draft_tokens).generate(NUM_FOR_A_PARAMETER)
+        return sequence_p_values(made, reference_distribution(params))
+
+
+DECIDED_BY_TOKENS, DECIDED_BY_COINS = Toy((6, 7), 0.62, 3), Toy((6, 0), 3.0, 4)
+"""How much is kept depends much on the later draft tokens; or on their coins, as the draft is one-sided."""
 
 
 class KeyedByPosition(Pair):
@@ -457,23 +473,19 @@ class CoinsKeyedByPosition(KeyedByPosition):
     stream = Purpose.ACCEPT
 
 
-def _with_block(pair: type[Pair], rule: Rule = Rule.BLOCK) -> list[float]:
-    """p-values with the one-sided draft."""
-    params = SamplingParams(rule=rule, **TWO_TOKENS)
-    sequences = pair(params, ONE_SIDED, num_draft_tokens=4).generate(NUM_FOR_A_PARAMETER)
-    return sequence_p_values(sequences, reference_distribution(params))
-
-
-@pytest.mark.parametrize("pair", [KeyedByPosition, CoinsKeyedByPosition])
-def test_block_verification_by_numbers_of_an_earlier_round_is_caught(pair: type[Pair]) -> None:
+@pytest.mark.parametrize(
+    ("pair", "toy"), [(KeyedByPosition, DECIDED_BY_TOKENS), (CoinsKeyedByPosition, DECIDED_BY_COINS)]
+)
+def test_block_verification_by_numbers_of_an_earlier_round_is_caught(pair: type[Pair], toy: Toy) -> None:
     """How many draft tokens are kept depends on the later ones, and on their coins: neither may return."""
-    assert min(_with_block(pair)) < CLEARLY_WRONG
+    assert min(toy.p_values(pair)) < CLEARLY_WRONG
 
 
+@pytest.mark.parametrize("toy", [DECIDED_BY_TOKENS, DECIDED_BY_COINS])
 @pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.REJECTION])
-def test_each_rule_by_its_own_numbers_passes_there(rule: Rule) -> None:
+def test_each_rule_by_its_own_numbers_passes_there(rule: Rule, toy: Toy) -> None:
     """Block verification by fresh numbers, and the token rule by those of earlier rounds."""
-    p_values = _with_block(Pair, rule)
+    p_values = toy.p_values(Pair, rule)
     assert min(p_values) > FALSE_ALARM_RATE / len(p_values)
 
 
@@ -509,4 +521,4 @@ def test_a_wrong_block_rule_is_caught(
 ) -> None:
     """The residual of the token rule; a product of ratios cut at the end only; one position too far."""
     monkeypatch.setattr(acceptance, name, fault)
-    assert min(_with_block(Pair)) < CLEARLY_WRONG
+    assert min(DECIDED_BY_COINS.p_values(Pair)) < CLEARLY_WRONG
