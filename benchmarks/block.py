@@ -23,7 +23,7 @@ from specwire.config.services import UpConfig
 LEAST_RATIOS = {4: 1.04, 8: 1.10, 16: 1.2}
 """Tokens a round over those of the token rule, by number of draft tokens."""
 RULES = (Rule.REJECTION, Rule.BLOCK)
-NUM_TOKENS, NUM_STREAMS = 64, 8
+NUM_TOKENS, NUM_STREAMS = 256, 8
 """Of each generation; and generations at a time."""
 _NUM_RESAMPLES = 2_000
 
@@ -69,7 +69,7 @@ def ratio_error(counts: dict[Rule, _Counts]) -> float:
 def main() -> None:
     """Measure all lengths and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.block", description=__doc__)
-    parser.add_argument("--num-prompts", type=int, default=96, help="generations of each rule and length")
+    parser.add_argument("--num-prompts", type=int, default=32, help="generations of each rule and length")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     facts = machine()
