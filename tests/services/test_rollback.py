@@ -117,13 +117,14 @@ def test_logits_after_any_history_equal_those_from_scratch(tmp_path: Path, famil
     assert pool.num_held_pages == 0
 
 
-def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Path, rule: Rule) -> None:
     """Rejection sampling: ids and the very probabilities, after accepts, rejects and a re-open."""
     draft = save_good_draft(tmp_path / "draft")
     config = DraftConfig(model=str(draft), dtype="float32", num_kv_tokens=4096)
     service = boot.start(config, "draft", DraftDecider(config))
     thread = LoopThread()
-    params = SamplingParams(seed=11, rule=Rule.REJECTION)
+    params = SamplingParams(seed=11, rule=rule)
 
     def propose(sequence: TokenSequence, base_len: int, tokens: list[int]) -> Proposal:
         return thread.run(service.engine.run(DraftJob(sequence, base_len, tokens, num_draft_tokens=4)))
