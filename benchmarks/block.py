@@ -57,19 +57,17 @@ def tokens_a_round(counts: _Counts) -> float:
 
 
 def ratio_error(counts: dict[Rule, _Counts]) -> float:
-    """Standard error of block over token rule, by drawing prompts anew."""
+    """Standard error of block over token rule, by drawing the prompts anew, for both alike."""
     rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(_NUM_RESAMPLES):
-        block, token = (rng.choice(counts[rule], len(counts[rule])) for rule in (Rule.BLOCK, Rule.REJECTION))
-        ratios.append(tokens_a_round(block) / tokens_a_round(token))
-    return float(np.std(ratios))
+    token, block = (counts[rule] for rule in RULES)
+    drawn = rng.integers(0, len(token), (_NUM_RESAMPLES, len(token)))
+    return float(np.std([tokens_a_round(block[some]) / tokens_a_round(token[some]) for some in drawn]))
 
 
 def main() -> None:
     """Measure all lengths and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.block", description=__doc__)
-    parser.add_argument("--num-prompts", type=int, default=32, help="generations of each rule and length")
+    parser.add_argument("--num-prompts", type=int, default=64, help="generations of each rule and length")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     facts = machine()

@@ -20,7 +20,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
@@ -135,7 +135,7 @@ class SamplingParams:
     """
     rule: Rule | None = None
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
-    server takes `GUMBEL` if a seed is given or the draft is far away."""
+    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
