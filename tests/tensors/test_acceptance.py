@@ -157,7 +157,8 @@ def stops(
 ) -> list[tuple[float, np.ndarray | None]]:
     """For 0, 1, ... tokens kept: its probability, and the next token's distribution; None for the bonus."""
     keep_probs = acceptance._keep_probs(proposal, verdict)
-    left, found = 1 - keep_probs[-1], [(keep_probs[-1], None)]
+    left = 1 - keep_probs[-1]
+    found: list[tuple[float, np.ndarray | None]] = [(keep_probs[-1], None)]
     for i in reversed(range(len(parts))):
         weights = acceptance._residual_at(proposal, verdict, i, keep_probs[i])
         following = weights[-1] * parts[i][3]
