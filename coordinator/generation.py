@@ -124,7 +124,7 @@ class Round:
 
     @property
     def rejected(self) -> list[int]:
-        """The draft token that the rule rejected, if any. Those after it were never judged."""
+        """The draft token that the rule rejected, if any. Those after it are dropped with it."""
         num_accepted = self.outcome.num_accepted
         return list(self.proposal.token_ids[num_accepted : num_accepted + 1])
 

@@ -151,7 +151,7 @@ class RequestParser:
         rule = params.rule or self._config.fixed_rule
         if rule is None:
             is_coupled = params.seed is not None or self._draft_is_far()
-            rule = Rule.GUMBEL if is_coupled else Rule.REJECTION
+            rule = Rule.GUMBEL if is_coupled else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, rule=rule)
 

@@ -61,6 +61,7 @@ class DraftJob(Job):
             history=tokens,
             position=len(tokens),
             seed=self.sequence.seed,
+            base_len=self.committed_len,
         )
 
     def add(self, drawn: Drawn) -> None:

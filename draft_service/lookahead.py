@@ -9,7 +9,8 @@ it is ready. When it gets ahead of the target, it continues with the likeliest o
 
 The next request commits tokens. If a branch was made for them, it becomes the root and keeps its own
 branches; every other branch is closed, and its memory is free before the next forward pass. Proposals are the
-same as if they had been requested: a draft token depends only on seed, position and the tokens before it.
+same as if they had been requested: a draft token depends only on seed, position and the tokens before it, and
+under block verification on the committed length that the branch is for.
 Knows no grpc.
 """
 

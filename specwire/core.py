@@ -20,7 +20,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
@@ -39,10 +39,14 @@ MAX_UNACKNOWLEDGED_TOKENS = 15
 
 
 class Rule(enum.StrEnum):
-    """How draft tokens are verified. Both rules are exact."""
+    """How draft tokens are verified. Every rule is exact."""
 
     REJECTION = "rejection"
-    """Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+    """Rejection sampling, token by token (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
+    2302.01318)."""
+    BLOCK = "block"
+    """The same with the draft tokens of a round judged together (Sun et al. 2024, arXiv 2403.10444): it keeps
+    more of them."""
     GUMBEL = "gumbel"
     """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the seed fixes the text, with any
     draft; bitwise where the target is batch-invariant."""
@@ -126,12 +130,12 @@ class SamplingParams:
     seed: int | None = None
     """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion reports.
 
-    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); with `Rule.REJECTION` only together
+    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules only together
     with `num_draft_tokens`, else each request may differ.
     """
     rule: Rule | None = None
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
-    server takes `GUMBEL` if a seed is given or the draft is far away."""
+    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     logprobs: int | None = None
@@ -243,6 +247,16 @@ class SamplingParams:
     def matches_tokens(self) -> bool:
         """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
+
+    def key_base(self, base_len: int) -> int:
+        """What the random numbers of a round are keyed by besides seed, purpose and position.
+
+        Under block verification its base, else 0: see `specwire.rule.random`.
+
+        Args:
+            base_len: committed length that the round's draft tokens were drawn for, in tokens.
+        """
+        return base_len if self.rule is Rule.BLOCK else 0
 
 
 @dataclass(frozen=True, slots=True)

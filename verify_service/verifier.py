@@ -84,6 +84,7 @@ class Case(NamedTuple):
                 history=self.history[:position],  # type: ignore[arg-type]
                 position=position,
                 seed=self.seed,
+                base_len=self.committed_len,
             )
             for position in range(self.committed_len, self.committed_len + self.num_rows)
         ]

@@ -74,6 +74,8 @@ class PreparedProposals:
     tokens. It is usable once the committed tokens have reached the end of the path, and for as long as they
     follow the chain: a late proposal may contain tokens that are committed by now. What is left of it is what
     the draft would propose there, since a draft token depends only on seed, position and the tokens before.
+    Under block verification it depends on the chain's own base too: what is left is another draw from
+    the same distribution, and as good, since no round has judged it (docs/exactness.md).
     """
 
     def __init__(self) -> None:

@@ -70,9 +70,10 @@ class RemoteVerifier:
     tokens are committed before the next request; so the new stream begins with exactly the tokens that the
     client has or will get, and no index is repeated or skipped. A failure can only lose an answer that was
     not used. Its proposal is verified again unchanged: target tokens are drawn with noise that is a function
-    of (seed, position, purpose), and so are acceptance and residual in the coordinator. The second verdict
-    therefore equals the first one, up to rounding, and is not a second draw that would favour outcomes which
-    fail quickly. A late answer is never read: each stream has its own call, which was cancelled.
+    of (seed, position, purpose, base), and so are acceptance and residual in the coordinator. The second
+    verdict therefore equals the first one, up to rounding, and is not a second draw that would favour
+    outcomes which fail quickly. A late answer is never read: each stream has its own call, which was
+    cancelled.
     """
 
     def __init__(

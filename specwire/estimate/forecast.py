@@ -5,6 +5,8 @@
 
 reached_k is the probability that at least k draft tokens are accepted; ranks are places among the draft's own
 candidates at that position, best first. All of it is measured, and only from draft tokens that were judged.
+Under every rule reached_k does not depend on how many tokens are drafted after the k-th (docs/exactness.md):
+what rounds of one length teach holds for others.
 Pure: no clock, no I/O. The coordinator uses it to choose how many tokens to draft, and the draft service to
 choose what to prepare ahead.
 

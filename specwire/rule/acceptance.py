@@ -5,6 +5,10 @@ Rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3; Chen e
 S the residual equals the target, so the target's mass there and one token drawn from it are all that the rule
 needs of the rest of the vocabulary: the full rule, in O(support) bytes.
 
+Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) judges the draft tokens of a round
+together, from the same numbers: outside S its residual is the target times the probability that the prefix is
+kept. `docs/exactness.md` has the argument.
+
 Matching (greedy decoding; Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv 2408.07978, algorithm 2)
 compares token ids: the emitted token is always the target's own.
 """
@@ -16,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import Outcome, Proposal, SamplingParams, Support, Verdict
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
 from specwire.rule.random import DoubleArray, Purpose, uniforms
 
@@ -33,25 +37,32 @@ def acceptance_probability(token_prob_draft: float, token_prob_target: float) ->
     return min(token_prob_target / token_prob_draft, 1.0)  # in this order NaN stays NaN, which rejects
 
 
-def residual(draft_support: Support, target_probs: _Probs, tail_mass: float) -> tuple[DoubleArray, float]:
-    """The residual distribution, unnormalised: max(0, target - draft) (Leviathan et al., section 2.3).
+def residual(
+    draft_support: Support, target_probs: _Probs, tail_mass: float, keep_prob: float = 1.0
+) -> tuple[DoubleArray, float]:
+    """The residual distribution, unnormalised: max(0, keep_prob · target - draft).
+
+    Leviathan et al., section 2.3; with `keep_prob` Sun et al., equation 4.
 
     Args:
         draft_support: the draft's distribution; normalised here in float64.
         target_probs: [support_size], the target's probabilities on the support.
         tail_mass: the target's mass outside the support, where the draft is zero.
+        keep_prob: probability that the draft tokens before are kept, given these tokens; 1 in the token rule.
 
     Returns:
         float64 weights [support_size], and the weight of everything outside the support. Together they
-        sum to the probability of a rejection.
+        sum to the probability that the round ends here.
     """
     draft_probs = draft_support.probs.astype(np.float64)
     draft_probs /= draft_probs.sum()
-    return np.maximum(target_probs - draft_probs, 0.0), max(float(tail_mass), 0.0)
+    weights = np.maximum(keep_prob * target_probs.astype(np.float64) - draft_probs, 0.0)
+    return weights, keep_prob * max(float(tail_mass), 0.0)
 
 
 def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
-    """Apply the rule that `params` names, with random numbers addressed by absolute position.
+    """Apply the rule that `params` names, with random numbers addressed by absolute position, and by the
+    round's base where the rule needs that.
 
     Raises:
         InternalError: proposal and verdict do not match.
@@ -59,11 +70,13 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
     if params.matches_tokens:
         return accept_by_match(proposal, verdict)
     positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
-    return accept_by_rejection(
+    base = params.key_base(proposal.base_len)
+    rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
+    return rule(
         proposal,
         verdict,
-        uniforms(seed, Purpose.ACCEPT, positions),
-        uniforms(seed, Purpose.RESIDUAL, positions),
+        uniforms(seed, Purpose.ACCEPT, positions, base),
+        uniforms(seed, Purpose.RESIDUAL, positions, base),
     )
 
 
@@ -99,14 +112,49 @@ def accept_by_rejection(
     Raises:
         InternalError: proposal and verdict do not match, or are not probabilities.
     """
-    _check_fit(proposal, verdict)
-    num_draft_tokens = len(proposal.token_ids)
-    if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
-        raise InternalError(f"{num_draft_tokens} draft tokens, but not as many supports and judgements")
-    for i in range(num_draft_tokens):
-        if not _keeps(proposal, verdict, i, accept_uniforms[i]):
-            return Outcome(i, _recover(proposal, verdict, i, residual_uniforms[i]))
-    return Outcome(num_draft_tokens, int(verdict.target_token_ids[-1]))
+    _check_judged(proposal, verdict)
+    for i, uniform in enumerate(accept_uniforms):
+        if not uniform < acceptance_probability(*_token_probs(proposal, verdict, i)):
+            weights = _residual_at(proposal, verdict, i)
+            return Outcome(i, _recover(proposal, verdict, i, weights, residual_uniforms[i]))
+    return Outcome(len(proposal.token_ids), int(verdict.target_token_ids[-1]))
+
+
+def accept_by_block(
+    proposal: Proposal, verdict: Verdict, accept_uniforms: DoubleArray, residual_uniforms: DoubleArray
+) -> Outcome:
+    """Keep the longest prefix whose coin says so, judged from the end; then as `accept_by_rejection`.
+
+    Args, Raises: see there. The numbers must be independent of those of all other rounds, and so must be
+    those that sampled the draft tokens: how many are kept depends on all of them.
+    """
+    _check_judged(proposal, verdict)
+    keep_probs = _keep_probs(proposal, verdict)
+    num_kept = len(proposal.token_ids)
+    if not num_kept or accept_uniforms[-1] < keep_probs[-1]:
+        return Outcome(num_kept, int(verdict.target_token_ids[-1]))
+    while True:
+        num_kept -= 1
+        weights = _residual_at(proposal, verdict, num_kept, keep_probs[num_kept])
+        if not num_kept or accept_uniforms[num_kept - 1] < _stop_prob(weights, keep_probs[num_kept]):
+            recovered = _recover(proposal, verdict, num_kept, weights, residual_uniforms[num_kept])
+            return Outcome(num_kept, recovered)
+
+
+def _keep_probs(proposal: Proposal, verdict: Verdict) -> list[float]:
+    """[γ + 1] probability that at least i draft tokens are kept, given the first i (Sun et al.: p_i)."""
+    keep_probs = [1.0]
+    for i in range(len(proposal.token_ids)):
+        token_prob_draft, token_prob_target = _token_probs(proposal, verdict, i)
+        keep_probs.append(acceptance_probability(token_prob_draft, keep_probs[-1] * token_prob_target))
+    return keep_probs
+
+
+def _stop_prob(weights: DoubleArray, keep_prob: float) -> float:
+    """Probability that a round which keeps no longer prefix keeps this one (Sun et al.: h_i for i < γ)."""
+    mass = float(weights.sum())
+    others = 1.0 - keep_prob
+    return mass / (mass + others) if others else 1.0
 
 
 def _check_fit(proposal: Proposal, verdict: Verdict) -> None:
@@ -118,7 +166,15 @@ def _check_fit(proposal: Proposal, verdict: Verdict) -> None:
         )
 
 
-def _keeps(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> bool:
+def _check_judged(proposal: Proposal, verdict: Verdict) -> None:
+    _check_fit(proposal, verdict)
+    num_draft_tokens = len(proposal.token_ids)
+    if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
+        raise InternalError(f"{num_draft_tokens} draft tokens, but not as many supports and judgements")
+
+
+def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, float]:
+    """Probability of draft token i under the distribution it was sampled from, and under the target."""
     support, target_probs, token_id = proposal.supports[i], verdict.target_probs[i], proposal.token_ids[i]
     if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
         raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
@@ -127,21 +183,24 @@ def _keeps(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> bool
         raise InternalError(f"draft token {token_id} is not in the support it was sampled from")
     # The draft drew from its float32 numbers over their sum, so these quotients are its exact distribution.
     token_prob_draft = float(support.probs[slot]) / float(support.probs.sum(dtype=np.float64))
-    return bool(uniform < acceptance_probability(token_prob_draft, float(target_probs[slot])))
+    return token_prob_draft, float(target_probs[slot])
 
 
-def _recover(proposal: Proposal, verdict: Verdict, i: int, uniform: float) -> int:
+def _residual_at(proposal: Proposal, verdict: Verdict, i: int, keep_prob: float = 1.0) -> DoubleArray:
+    """[support_size + 1] the residual of draft position i; its last entry is the tail's."""
+    tail_mass = verdict.tail_mass[i] if verdict.target_token_ids[i] >= 0 else 0.0
+    return np.append(*residual(proposal.supports[i], verdict.target_probs[i], tail_mass, keep_prob))
+
+
+def _recover(proposal: Proposal, verdict: Verdict, i: int, weights: DoubleArray, uniform: float) -> int:
     """Draw from the residual of draft position i: a token of its support, or the tail token."""
-    support, target_probs = proposal.supports[i], verdict.target_probs[i]
-    tail_token = int(verdict.target_token_ids[i])
-    weights, tail_weight = residual(support, target_probs, verdict.tail_mass[i] if tail_token >= 0 else 0.0)
-    weights_and_tail = np.append(weights, tail_weight)
-    if not weights_and_tail.any():
+    token_ids = proposal.supports[i].token_ids
+    if not weights.any():
         # Draft and target are equal up to rounding. A rejection then has a probability of the order of that
         # rounding (1e-7 in float32), and drawing from the target's own distribution is right within it.
-        weights_and_tail = np.append(target_probs, tail_weight)
-    slot = _draw(weights_and_tail, uniform)
-    return tail_token if slot == len(weights) else int(support.token_ids[slot])
+        weights = np.append(verdict.target_probs[i], 0.0)
+    slot = _draw(weights, uniform)
+    return int(verdict.target_token_ids[i] if slot == len(token_ids) else token_ids[slot])
 
 
 def _draw(weights: _Probs, uniform: float) -> int:

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, stream, position, token id).
+"""Random numbers as a pure function of (seed, stream, position, and token id or base).
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
 1, 2, 3", section 3.3). It has no state: a draw is addressed, never consumed, so a service that
@@ -7,10 +7,13 @@ Python integers, numpy and torch, and its words agree bit for bit on every machi
 
 An address is a 64-bit key, the request's seed, and four 32-bit counter words:
 
-    (position, low half) (position, high half) (block of token ids) (stream)
+    (position, low half) (position, high half) (block of token ids, or base) (stream)
 
 A position that was drafted and then discarded is drafted again later with the same numbers. That is sound as
-long as nothing that was discarded affects how the position is treated the next time.
+long as nothing that was discarded affects how the position is treated the next time. Under block verification
+it does: the later draft tokens of a round help to decide how many are kept. So there the base, the committed
+length that a round begins at, is part of the address, and no number of one round is met in another. Elsewhere
+it is 0, which is no round's base.
 
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
 """
@@ -92,20 +95,23 @@ def philox(counter: Words, key: tuple[Any, Any], *, mask: int = _MASK32, ones: i
     return word0, word1 & mask, word2, word3 & mask
 
 
-def uniform(seed: int, stream: Purpose, position: int) -> float:
+def uniform(seed: int, stream: Purpose, position: int, base: int = 0) -> float:
     """One uniform number in [0, 1) with 53 random bits; see `uniforms`."""
-    counter = position & _MASK32, position >> 32, 0, int(stream)
+    counter = position & _MASK32, position >> 32, base, int(stream)
     high, low, _, _ = philox(counter, (seed & _MASK32, seed >> 32))
     return float(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
 
 
-def uniforms(seeds: int | Sequence[int], stream: Purpose, positions: Sequence[int]) -> DoubleArray:
+def uniforms(
+    seeds: int | Sequence[int], stream: Purpose, positions: Sequence[int], bases: int | Sequence[int] = 0
+) -> DoubleArray:
     """Uniform numbers in [0, 1) with 53 random bits.
 
     Args:
         seeds: one seed in [0, 2**63) for all, or [n].
         stream: what the numbers are used for.
         positions: [n] absolute token positions, from 0.
+        bases: one base in [0, 2**32) for all, or [n]; 0 where numbers are not keyed by it.
 
     Returns:
         float64 [n].
@@ -113,26 +119,26 @@ def uniforms(seeds: int | Sequence[int], stream: Purpose, positions: Sequence[in
     num = len(positions)
     if num == 0:
         return np.empty(0)
-    columns = np.zeros((4, num), dtype=np.int64)
-    columns[0], columns[1] = seeds, positions
-    columns[2:] = columns[:2] >> 32
+    columns = np.empty((5, num), dtype=np.int64)
+    columns[0], columns[1], columns[4] = seeds, positions, bases
+    columns[2:4] = columns[:2] >> 32
     columns[:2] &= _MASK32
     high, low = _first_words(columns, int(stream))
     return np.asarray(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
 
 
 def _first_words(columns: npt.NDArray[np.int64], stream: int) -> tuple[Any, Any]:
-    """Words 0 and 1 of block 0, int64 [n] each; `columns` [4, n]: seed and position low, then high."""
+    """Words 0 and 1, int64 [n] each; `columns` [5, n]: seed and position low, then high, then the base."""
     num = columns.shape[1]
     if num > _MAX_PACKED_LANES:
-        seed_low, low, seed_high, high = columns
-        return philox((low, high, np.zeros_like(low), np.full_like(low, stream)), (seed_low, seed_high))[:2]
+        seed_low, low, seed_high, high, base = columns
+        return philox((low, high, base, np.full_like(low, stream)), (seed_low, seed_high))[:2]
     # A round or two needs a handful of numbers. numpy would spend a microsecond on each of over a
     # hundred operations; one long integer with a lane in every 64-bit digit does all lanes at once:
     # a 32-bit digit times a 32-bit constant never carries into the next.
     ones, mask = _packed_constants(num)
-    seed_low, low, seed_high, high = (int.from_bytes(row.tobytes(), "little") for row in columns)
-    words = philox((low, high, 0, stream * ones), (seed_low, seed_high), mask=mask, ones=ones)
+    seed_low, low, seed_high, high, base = (int.from_bytes(row.tobytes(), "little") for row in columns)
+    words = philox((low, high, base, stream * ones), (seed_low, seed_high), mask=mask, ones=ones)
     word0, word1 = (np.frombuffer(word.to_bytes(8 * num, "little"), "<i8") for word in words[:2])
     return word0, word1
 

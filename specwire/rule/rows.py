@@ -20,7 +20,8 @@ def take_rows(rows: Tensor, indices: Sequence[int]) -> Tensor:
 
 def uniforms_for(rows: Sequence[Row], stream: random.Purpose, device: torch.device) -> Tensor:
     """One uniform number a row, float64 [num_rows] in [0, 1)."""
-    values = random.uniforms([row.seed for row in rows], stream, [row.position for row in rows])
+    bases = [row.params.key_base(row.base_len) for row in rows]
+    values = random.uniforms([row.seed for row in rows], stream, [row.position for row in rows], bases)
     return transfer.to_device(values, device)
 
 

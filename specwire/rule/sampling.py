@@ -39,6 +39,8 @@ class Row(NamedTuple):
             where `params.needs_history`; an integer array is read faster than a list.
         position: absolute index of the token to be drawn.
         seed: of the request; with the position it determines every random number.
+        base_len: committed length that the row's round or proposal begins at. Random numbers depend on it
+            under block verification, and only there.
     """
 
     params: SamplingParams
@@ -46,6 +48,7 @@ class Row(NamedTuple):
     history: Sequence[int]
     position: int
     seed: int
+    base_len: int = 0
 
 
 def apply_history(logits: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -12,6 +12,7 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_UNSPECIFIED: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
     RULE_GUMBEL: _ClassVar[Rule]
+    RULE_BLOCK: _ClassVar[Rule]
 
 class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +23,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
+RULE_BLOCK: Rule
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability

@@ -29,7 +29,11 @@ from specwire.core import (
 from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.v1 import common_pb2, draft_pb2, verify_pb2
 
-RULES = {Rule.REJECTION: common_pb2.RULE_REJECTION, Rule.GUMBEL: common_pb2.RULE_GUMBEL}
+RULES = {
+    Rule.REJECTION: common_pb2.RULE_REJECTION,
+    Rule.BLOCK: common_pb2.RULE_BLOCK,
+    Rule.GUMBEL: common_pb2.RULE_GUMBEL,
+}
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 MAX_TRACEPARENT_LEN = 256
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from specwire import Rule, SamplingParams
 from specwire.completion import Completion
 from specwire.wire import client as client_wire
@@ -16,15 +18,14 @@ from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 
 
-def test_resuming_does_not_change_the_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_resuming_does_not_change_the_distribution(tmp_path: Path, rule: Rule) -> None:
     """Rejection sampling, each generation cut four times: the tokens follow the target's distribution.
 
     As `test_wire_distributions`: with random seeds, it would fail on right code with probability 1e-6.
     """
     target, draft = save(markov_model(), tmp_path / "t"), save(markov_model(scale=-1.0), tmp_path / "d")
-    params = [
-        SamplingParams(max_tokens=100, rule=Rule.REJECTION, seed=i, num_draft_tokens=2) for i in range(24)
-    ]
+    params = [SamplingParams(max_tokens=100, rule=rule, seed=i, num_draft_tokens=2) for i in range(24)]
 
     async def sample(address: str) -> list[Completion]:
         requests = [client_wire.generate_request(None, each, [3]) for each in params]

@@ -113,9 +113,10 @@ class Impatient(AdaptiveLength):
         return Plan(2, patience_s=1.0 if self._random.random() < 0.1 else 0.006)
 
 
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("fails_after_tails", [False, True])
 def test_lateness_does_not_look_at_the_tokens(
-    monkeypatch: pytest.MonkeyPatch, fails_after_tails: bool
+    monkeypatch: pytest.MonkeyPatch, fails_after_tails: bool, rule: Rule
 ) -> None:
     """Behind a line so slow that the size of a message decides when it arrives.
 
@@ -131,7 +132,7 @@ def test_lateness_does_not_look_at_the_tokens(
         draft=StepCost(base_ms=1.0),
         link=Link(rtt_ms=2.0, mbit_per_s=2.0),
     )
-    params = SamplingParams(rule=Rule.REJECTION, seed=1, max_tokens=2_000)
+    params = SamplingParams(rule=rule, seed=1, max_tokens=2_000)
     tokens, speculation = generated(world, params)
     assert speculation.num_accepted_tokens > len(tokens) / 10
     is_heads = [token_id < HALF for token_id in tokens]
@@ -163,23 +164,27 @@ def ranks_p_value(model: EmulatedModel, tokens: Sequence[int], temperature: floa
     return 2 * min(chi_square_p_value(alone, probs), chi_square_p_value(pairs, np.outer(probs, probs)))
 
 
-def test_prepared_proposals_do_not_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_prepared_proposals_do_not_change_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule
+) -> None:
     slow_pushes(monkeypatch, 0.01)
     model = EmulatedModel(alpha=0.9)
-    params = SamplingParams(rule=Rule.REJECTION, seed=1, num_draft_tokens=2, max_tokens=2_000)
+    params = SamplingParams(rule=rule, seed=1, num_draft_tokens=2, max_tokens=2_000)
     tokens, speculation = generated(setting(model, num_outcomes="16"), params)
     assert speculation.num_prepared > 0.2 * speculation.num_rounds
     assert ranks_p_value(model, tokens, 1.0) > FALSE_ALARM_RATE
 
 
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("num_tokens", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_what_is_left_of_late_proposals_does_not_change_the_distribution(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, rule: Rule
 ) -> None:
     """In the cold, where draft and target often come to the same token by themselves."""
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
     model = EmulatedModel(alpha=0.9)
-    params = SamplingParams(rule=Rule.REJECTION, seed=2, temperature=0.5, max_tokens=num_tokens)
+    params = SamplingParams(rule=rule, seed=2, temperature=0.5, max_tokens=num_tokens)
     world = setting(model, num_draft_tokens="auto", link=Link(rtt_ms=16.0))  # it comes during the next pass
     tokens, speculation = generated(world, params)
     assert speculation.num_accepted_tokens > 0.1 * len(tokens)

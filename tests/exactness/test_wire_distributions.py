@@ -28,12 +28,14 @@ from specwire.config.services import UpConfig
 from specwire.testing.delay_proxy import Link
 from tests.support.harness import local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import markov_logits, markov_model
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 
 NUM_TOKENS = 3_200
 NUM_STREAMS = 64
+
+OTHERS = (Rule.REJECTION, Rule.GUMBEL)
 
 LONG = NUM_TOKENS // NUM_STREAMS
 """Tokens a generation where the distribution depends on the last token alone."""
@@ -86,11 +88,34 @@ def test_plain_rejection_sampling_and_a_wrong_distribution(address: str, logits:
     assert fit_p_value(completions, logits, wrong) < CLEARLY_WRONG
 
 
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize(("settings", "length"), CASES)
 def test_rejection_sampling_follows_the_target(
-    address: str, logits: torch.Tensor, settings: dict[str, Any], length: int
+    address: str, logits: torch.Tensor, rule: Rule, settings: dict[str, Any], length: int
 ) -> None:
-    check_distribution(address, logits, Rule.REJECTION, settings, length)
+    check_distribution(address, logits, rule, settings, length)
+
+
+FEW: dict[str, Any] = {"logit_bias": {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}}
+PARAMETERS: list[dict[str, Any]] = [
+    FEW,
+    {"temperature": 0.6} | FEW,
+    {"top_k": 2} | FEW,
+    {"top_p": 0.8} | FEW,
+    {"min_p": 0.4} | FEW,
+    {"presence_penalty": 1.0, "frequency_penalty": 0.1, "repetition_penalty": 1.3} | FEW,
+]
+"""Each leaves two or three tokens, so that their order shows: three successive ones are tested together."""
+
+
+@pytest.mark.parametrize("rule", [Rule.BLOCK, *(pytest.param(r, marks=pytest.mark.slow) for r in OTHERS)])
+def test_three_successive_tokens_follow_the_target(address: str, logits: torch.Tensor, rule: Rule) -> None:
+    """By their joint distribution, with every parameter, over four draft tokens a round."""
+    params = [{"max_tokens": LONG, "rule": rule, "num_draft_tokens": 4, **each} for each in PARAMETERS]
+    kinds = asyncio.run(_sample_together(address, params, range(20)))
+    for settings, completions in zip(params, kinds, strict=True):
+        p_value = fit_p_value(completions, logits, SamplingParams(**settings), num_before=2)
+        assert p_value > FALSE_ALARM_RATE / len(params), settings
 
 
 @pytest.mark.parametrize(
@@ -155,6 +180,7 @@ MIXED: list[dict[str, Any]] = [
     {"rule": Rule.REJECTION},
     {"rule": Rule.REJECTION, "temperature": 0.5},
     {"rule": Rule.REJECTION, "temperature": 1.6, "top_k": 6},
+    {"rule": Rule.BLOCK, "temperature": 1.2},
     {"rule": Rule.GUMBEL, "temperature": 0.7},
     {"rule": Rule.GUMBEL, "top_p": 0.9},
     {"rule": Rule.GUMBEL, "temperature": 0},

@@ -33,6 +33,7 @@ SETTINGS = [
     pytest.param({"rule": Rule.REJECTION, "temperature": 0}, id="greedy"),
     pytest.param({"rule": Rule.GUMBEL}, id="gumbel"),
     pytest.param({"rule": Rule.REJECTION, "temperature": 0.5}, id="rejection"),
+    pytest.param({"rule": Rule.BLOCK, "temperature": 0.5}, id="block"),
 ]
 
 

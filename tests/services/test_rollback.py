@@ -117,13 +117,14 @@ def test_logits_after_any_history_equal_those_from_scratch(tmp_path: Path, famil
     assert pool.num_held_pages == 0
 
 
-def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Path, rule: Rule) -> None:
     """Rejection sampling: ids and the very probabilities, after accepts, rejects and a re-open."""
     draft = save_good_draft(tmp_path / "draft")
     config = DraftConfig(model=str(draft), dtype="float32", num_kv_tokens=4096)
     service = boot.start(config, "draft", DraftDecider(config))
     thread = LoopThread()
-    params = SamplingParams(seed=11, rule=Rule.REJECTION)
+    params = SamplingParams(seed=11, rule=rule)
 
     def propose(sequence: TokenSequence, base_len: int, tokens: list[int]) -> Proposal:
         return thread.run(service.engine.run(DraftJob(sequence, base_len, tokens, num_draft_tokens=4)))
@@ -148,12 +149,13 @@ def test_a_draft_proposes_the_same_after_a_rollback_as_from_scratch(tmp_path: Pa
     assert service.runner.pool.num_held_pages == 0
 
 
-def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rule", "base"), [(Rule.REJECTION, 0), (Rule.BLOCK, len(PROMPT))])
+def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path: Path, rule: Rule, base: int) -> None:
     """Over the wire's own bytes: inverting the sent distribution with the draft stream gives the token."""
     draft = save_good_draft(tmp_path / "draft")
     target = save_target(tmp_path / "target")
     opening = draft_pb2.DraftRequest(
-        open=wire.open_sequence(SamplingParams(seed=5, rule=Rule.REJECTION), len(PROMPT)),
+        open=wire.open_sequence(SamplingParams(seed=5, rule=rule), len(PROMPT)),
         token_ids=PROMPT,
         num_draft_tokens=8,
         request_id=1,
@@ -165,7 +167,7 @@ def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path: Path) -
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         response = next(iter(stub.Draft(iter([opening]), timeout=20)))
     proposal = wire.proposal_from_proto(response.proposals[0], response.base_len)
-    numbers = uniforms(5, Purpose.DRAFT, range(len(PROMPT), len(PROMPT) + 8))
+    numbers = uniforms(5, Purpose.DRAFT, range(len(PROMPT), len(PROMPT) + 8), base)
     for token_id, support, number in zip(proposal.token_ids, proposal.supports, numbers, strict=True):
         cumulative = support.probs.astype(np.float64).cumsum()
         assert len(support.token_ids) <= 20

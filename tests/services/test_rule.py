@@ -41,6 +41,6 @@ def test_a_seed_fixes_the_text() -> None:
 
 def test_a_far_draft_is_coupled_once_that_is_known() -> None:
     free = SamplingParams(max_tokens=60)
-    assert rules(free, options=PREPARING, rtt_ms=40) == [Rule.REJECTION, Rule.GUMBEL]
+    assert rules(free, options=PREPARING, rtt_ms=40) == [Rule.BLOCK, Rule.GUMBEL]
     lockstep = PREPARING | {"num_outcomes": "0"}
-    assert rules(free, options=lockstep, rtt_ms=40) == [Rule.REJECTION, Rule.REJECTION]
+    assert rules(free, options=lockstep, rtt_ms=40) == [Rule.BLOCK, Rule.BLOCK]

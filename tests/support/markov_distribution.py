@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import numpy as np
 import torch
 from scipy import stats
@@ -19,21 +22,31 @@ from tests.support.pairs import MARKOV_VOCAB_SIZE
 PROMPT = [3]
 
 
-def fit_p_value(completions: list[Completion], logits: torch.Tensor, params: SamplingParams) -> float:
-    """How well the tokens fit the distribution that these parameters make of the target's logits."""
+def fit_p_value(
+    completions: list[Completion], logits: torch.Tensor, params: SamplingParams, num_before: int = 1
+) -> float:
+    """How well the tokens fit the distribution that these parameters make of the target's logits.
+
+    Args:
+        num_before: tokens before that they are grouped by. With two, three successive tokens are tested for
+            their joint distribution; that takes few possible tokens, or many generated ones.
+    """
     size = MARKOV_VOCAB_SIZE
-    excess, covariance = np.zeros((size, size)), np.zeros((size, size, size))
+    excess: defaultdict[tuple[int, ...], Any] = defaultdict(lambda: np.zeros(size))
+    covariance: defaultdict[tuple[int, ...], Any] = defaultdict(lambda: np.zeros((size, size)))
     for done in completions:
         tokens = [*PROMPT, *done.token_ids]
         rows = reference_distributions(tokens, logits, params)
-        for before, token_id, probs in zip(tokens, done.token_ids, rows, strict=False):
+        for i, (token_id, probs) in enumerate(zip(done.token_ids, rows, strict=True), start=1):
             if probs[token_id] == 0:
                 return 0.0
+            before = tuple(tokens[max(0, i - num_before) : i])
             excess[before] -= probs
-            excess[before, token_id] += 1
+            excess[before][token_id] += 1
             covariance[before] += np.diag(probs) - np.outer(probs, probs)
     statistic, freedom = 0.0, 0
-    for deviation, spread in zip(excess, covariance, strict=True):
+    for before, deviation in excess.items():
+        spread = covariance[before]
         inverse = np.linalg.pinv(spread, rcond=1e-6, hermitian=True)
         statistic += float(deviation @ inverse @ deviation)
         freedom += np.linalg.matrix_rank(spread, tol=1e-6 * max(spread.max(), 1e-300), hermitian=True)

@@ -1,6 +1,7 @@
 """The accept rules: exact by algebra, and right at the edges."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +10,10 @@ import torch
 
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
+from specwire.rule import acceptance
 from specwire.rule.acceptance import (
     accept,
+    accept_by_block,
     accept_by_match,
     accept_by_rejection,
     acceptance_probability,
@@ -118,6 +121,68 @@ def test_joint_distribution_over_rounds_is_the_target(num_draft_tokens: int, max
     assert total == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 5), (3, 5), (3, 2), (4, 1)])
+def test_block_verification_emits_the_targets_joint_distribution(
+    num_draft_tokens: int, max_support: int
+) -> None:
+    """One round, then the target alone: summed over all draft tokens and stops, for random Markov models."""
+    rng = np.random.default_rng(6)
+    vocab_size, length = 5, num_draft_tokens + 1
+    target = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)]).astype(np.float64)
+    draft = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)])
+    step = [judged(d, t, 0.9, max_support) for d, t in zip(draft, target.astype(np.float32), strict=True)]
+    after = [np.ones((vocab_size,))]  # after[n][last token, next n tokens]: by the target alone
+    for n in range(length):
+        after.append(target.reshape(vocab_size, vocab_size, *[1] * n) * after[-1])
+    emitted = np.zeros((vocab_size,) * length)
+    for token_ids in itertools.product(range(vocab_size), repeat=num_draft_tokens):
+        contexts = (0, *token_ids[:-1])
+        supports = [step[last][0] for last in contexts]
+        if not all(token in each.token_ids for token, each in zip(token_ids, supports, strict=True)):
+            continue
+        parts = [step[last] for last in contexts]
+        proposal = Proposal(1, token_ids, supports)
+        verdict = Verdict(1, [9] * length, [p[1] for p in parts], [p[2] for p in parts])
+        drawn = np.prod([acceptance._token_probs(proposal, verdict, i)[0] for i in range(num_draft_tokens)])
+        for num_kept, (probability, following) in enumerate(stops(proposal, verdict, parts)):
+            last = (0, *token_ids)[num_kept]
+            next_probs = target[last] if following is None else following
+            rest = next_probs.reshape(-1, *[1] * (length - num_kept - 1)) * after[length - num_kept - 1]
+            emitted[token_ids[:num_kept]] += drawn * probability * rest
+    np.testing.assert_allclose(emitted, after[length][0], atol=1e-6)
+
+
+def stops(
+    proposal: Proposal, verdict: Verdict, parts: list[tuple[Support, np.ndarray, float, np.ndarray]]
+) -> list[tuple[float, np.ndarray | None]]:
+    """For 0, 1, ... tokens kept: its probability, and the next token's distribution; None for the bonus."""
+    keep_probs = acceptance._keep_probs(proposal, verdict)
+    left = 1 - keep_probs[-1]
+    found: list[tuple[float, np.ndarray | None]] = [(keep_probs[-1], None)]
+    for i in reversed(range(len(parts))):
+        weights = acceptance._residual_at(proposal, verdict, i, keep_probs[i])
+        following = weights[-1] * parts[i][3]
+        following[parts[i][0].token_ids] += weights[:-1]
+        coin = acceptance._stop_prob(weights, keep_probs[i]) if i else 1.0
+        found.append((left * coin, following / (weights.sum() or 1)))
+        left *= 1 - coin
+    return found[::-1]
+
+
+def test_block_verification_keeps_as_its_probabilities_say() -> None:
+    """Over a grid of both coins: the first draft token is too likely, the second one makes up for it."""
+    first, second = support([0, 1], [0.9, 0.1]), support([0, 1], [0.2, 0.8])
+    proposal = Proposal(1, [0, 0], [first, second])
+    verdict = Verdict(1, [7, 7, 5], [floats([0.45, 0.35]), floats([0.3, 0.3])], [0.2, 0.4])
+    grid = (np.arange(40) + 0.5) / 40
+    kept = [
+        accept_by_block(proposal, verdict, np.array(coins), np.array([0.5, 0.5])).num_accepted
+        for coins in itertools.product(grid, repeat=2)
+    ]
+    # p_1 = 1/2, p_2 = min(1, 1/2 · 0.3 / 0.2) = 3/4; h_1 = 0.2 / (0.2 + 1/2), as only the tail has a residual
+    np.testing.assert_allclose(np.bincount(kept) / len(kept), [5 / 28, 2 / 28, 3 / 4], atol=0.02)
+
+
 def accepted(
     proposal: Proposal, verdict: Verdict, accepting: list[float], recovering: list[float]
 ) -> Outcome:
@@ -146,13 +211,14 @@ def test_the_rule_realises_the_two_functions() -> None:
 
 
 @pytest.mark.parametrize("u", [0.0, ALMOST_ONE])
-def test_a_token_without_target_mass_is_never_emitted(u: float) -> None:
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
+def test_a_token_without_target_mass_is_never_emitted(rule: Any, u: float) -> None:
     draft = support([0, 1, 2], [0.4, 0.3, 0.3])
     verdict = Verdict(5, [-1, 8], [floats([0, 1, 0])], [0.0])
     for token_id in (0, 2):
-        outcome = accepted(Proposal(5, [token_id], [draft]), verdict, [u], [u])
+        outcome = rule(Proposal(5, [token_id], [draft]), verdict, np.array([u]), np.array([u]))
         assert outcome == Outcome(0, 1)
-    assert accepted(Proposal(5, [1], [draft]), verdict, [u], [u]) == Outcome(1, 8)
+    assert rule(Proposal(5, [1], [draft]), verdict, np.array([u]), np.array([u])) == Outcome(1, 8)
 
 
 def test_recovered_token_comes_from_the_tail_when_the_support_has_no_residual() -> None:
@@ -211,13 +277,18 @@ def test_an_empty_proposal_yields_the_bonus_token() -> None:
 def test_accept_addresses_its_coins_by_absolute_position() -> None:
     draft = support(range(8), np.full(8, 1 / 8))
     target_probs = floats(np.arange(8) / 28)
-    for base_len in range(40):
+    for base_len in range(1, 40):
         proposal = Proposal(base_len, [3, 2, 1], [draft] * 3)
         verdict = Verdict(base_len, [-1, -1, -1, 5], [target_probs] * 3, [0.0] * 3)
         positions = range(base_len, base_len + 3)
         coins = (uniforms(11, stream, positions) for stream in (Purpose.ACCEPT, Purpose.RESIDUAL))
         expected = accept_by_rejection(proposal, verdict, *coins)
         assert accept(proposal, verdict, SamplingParams(), seed=11) == expected
+        streams = Purpose.ACCEPT, Purpose.RESIDUAL
+        by_base = accept_by_block(
+            proposal, verdict, *(uniforms(11, stream, positions, base_len) for stream in streams)
+        )
+        assert accept(proposal, verdict, SamplingParams(rule=Rule.BLOCK), seed=11) == by_base
 
 
 _DRAFT = support([0, 1], [0.5, 0.5])
@@ -239,6 +310,7 @@ _TARGET = floats([0.5, 0.5])
         (Proposal(4, [0], [_DRAFT]), Verdict(4, [-1, 0], [floats([0, 0])], [0.0])),
     ],
 )
-def test_a_verdict_that_does_not_fit_is_refused(proposal: Proposal, verdict: Verdict) -> None:
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
+def test_a_verdict_that_does_not_fit_is_refused(rule: Any, proposal: Proposal, verdict: Verdict) -> None:
     with pytest.raises(InternalError):
-        accept_by_rejection(proposal, verdict, np.array([0.999]), np.array([0.5]))
+        rule(proposal, verdict, np.array([0.999]), np.array([0.5]))

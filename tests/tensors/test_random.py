@@ -49,9 +49,12 @@ def test_vector_equals_scalar_however_it_is_computed(num: int) -> None:
     rng = np.random.default_rng(num)
     seeds = rng.integers(0, 2**63, num, dtype=np.int64).tolist()
     positions = rng.integers(0, 2**40, num).tolist()
+    bases = rng.integers(0, 2**32, num).tolist()
     for stream in Purpose:
         expected = [uniform(s, stream, p) for s, p in zip(seeds, positions, strict=True)]
         assert uniforms(seeds, stream, positions).tolist() == expected
+        keyed = [uniform(s, stream, p, b) for s, p, b in zip(seeds, positions, bases, strict=True)]
+        assert uniforms(seeds, stream, positions, bases).tolist() == keyed
     assert uniforms(5, Purpose.DRAFT, range(3)).tolist() == [uniform(5, Purpose.DRAFT, i) for i in range(3)]
 
 
@@ -76,12 +79,13 @@ def test_uniforms_are_uniform_in_position_and_in_seed(stream: Purpose) -> None:
             assert chi_square_p_value(counts, np.full(1000, 1e-3)) > FALSE_ALARM_RATE / 4
 
 
-def test_streams_positions_and_seeds_are_independent() -> None:
-    """Correlations among 10 sequences, all below 5.9 standard errors: false alarm 45 * 4e-9 < 1e-6."""
+def test_streams_positions_seeds_and_bases_are_independent() -> None:
+    """Correlations among 11 sequences, all below 5.9 standard errors: false alarm 55 * 4e-9 < 1e-6."""
     num = 50_000
     sequences = [uniforms(77, stream, range(num)) for stream in Purpose]
     sequences += [uniforms(78, stream, range(num)) for stream in Purpose]
     sequences[-1] = uniforms(77, Purpose.DRAFT, range(1, num + 1))  # a neighbouring position
+    sequences.append(uniforms(77, Purpose.DRAFT, range(num), 1))  # the base of another round
     correlation = np.corrcoef(sequences)
     assert np.abs(correlation - np.eye(len(sequences))).max() < 5.9 / num**0.5
 

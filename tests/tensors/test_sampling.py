@@ -12,6 +12,7 @@ from transformers.generation import logits_process as hf
 from specwire.core import Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
+from specwire.rule.rows import uniforms_for
 from specwire.rule.sampling import (
     Row,
     apply_history,
@@ -24,6 +25,7 @@ from specwire.rule.sampling import (
     truncate_support,
 )
 from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
+from verify_service.verifier import Case
 
 VOCAB = 200
 ALMOST_ONE = 1 - 2.0**-53
@@ -355,3 +357,12 @@ def test_top_logprobs() -> None:
     torch.testing.assert_close(top_values, expected.sort(descending=True).values[:, :5])
     torch.testing.assert_close(top_values, expected.gather(1, top_ids))
     assert top_logprobs(logits, token_ids, 0)[1].shape == (3, 0)
+
+
+@pytest.mark.parametrize(("rule", "base"), [(Rule.REJECTION, 0), (Rule.BLOCK, 7)])
+def test_the_targets_numbers_are_those_of_the_round(rule: Rule, base: int) -> None:
+    """A function of what the request says, so another replica draws the same."""
+    params = SamplingParams(rule=rule)
+    case = Case(params, 3, np.empty(0, np.int64), 7, 5, [1, 2], [np.array([1]), np.array([2])])
+    drawn = uniforms_for(case.rows(), Purpose.TARGET, torch.device("cpu"))
+    assert drawn.tolist() == uniforms(5, Purpose.TARGET, [7, 8, 9], base).tolist()
