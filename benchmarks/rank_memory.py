@@ -139,7 +139,7 @@ def _row(stored: str, num_ranks: int, rank: int, shard: Taken, whole: Taken) -> 
 
 
 _EXPLANATION = """
-*Its own* is memory that no file stands for: what a rank holds and nobody can take back. Weights that are
+*Its own* is memory that no file stands for: what a rank holds and cannot be taken back. Weights that are
 stored as they are computed stay in the mapped file, but for those that are cut across; converted ones are all
 its own. Mapped pages are the page cache's: all ranks of a machine share them, and the system takes them back
 when it needs room. A rank touches more of them than its shard has: what is cut across lies side by side.

@@ -29,7 +29,7 @@ class Plan:
         num_draft_tokens: to draft.
         num_outcomes: of the round that the draft prepares proposals for during the verify pass.
         patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
-        num_text_tokens: most draft tokens of a proposal from the text itself, which no one waits for.
+        num_text_tokens: most draft tokens of a proposal from the text itself, for which there is no wait.
     """
 
     num_draft_tokens: int

@@ -225,7 +225,7 @@ def _decode(runner: ModelRunner, cache: Any, token: int, params: SamplingParams,
 
 
 def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
-    """As the draft does: cut the law down, then draw from what is left. int64 [1]."""
+    """As the draft does: cut the distribution down, then draw from what is left. int64 [1]."""
     if params.greedy:
         return sampling.greedy(logits)
     row = sampling.Row(params, 0, (), position, 1)

@@ -1,7 +1,7 @@
 """Simulated devices: the real engine and the emulated models, whose passes take simulated time.
 
-The law is that of `specwire.engine.emulated`, token for token. With `Exact` what is made of it is the real
-services' own code; with `Fast`, for greedy decoding only, a short cut that comes to the same tokens.
+The distribution is that of `specwire.engine.emulated`, token for token. With `Exact` what is made of it is
+the real services' own code; with `Fast`, for greedy decoding only, a short cut that comes to the same tokens.
 """
 
 from __future__ import annotations

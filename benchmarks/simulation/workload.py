@@ -159,7 +159,7 @@ async def _endless(world: World, client: Client, index: int, setting: Setting) -
     num_groups = len(world.groups)
     await asyncio.sleep(setting.target.base_ms / 1e3 * (index // num_groups % _NUM_STARTS) / _NUM_STARTS)
     params = SamplingParams(max_tokens=_ENDLESS, temperature=0, seed=index)
-    prompt = [1, 2 + index]  # the law goes by the last token: one that is shared makes all texts the same
+    prompt = [1, 2 + index]  # the next token depends on the last: a shared one makes all texts the same
     await world.groups[index % num_groups].generate(
         client_wire.generate_request(None, params, prompt), client
     )
