@@ -37,6 +37,10 @@ from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanCounts, 
 
 _LOG_INTERVAL_S = 60.0
 _SWITCH_S = 0.0005
+"""Threads take turns after this time: by default the thread that encodes a batch of spans holds up the event
+loop for 5 ms at a time. Tokens/s over no tracing 0.949 with it, 0.935 without (medians of seven turns each,
+0.85 to 0.98).
+"""
 _NUM_CONTEXTS = 512
 _UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
 _KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
