@@ -100,10 +100,8 @@ class StreamSpans:
         if self.is_detailed:
             parts = (("queue", job.arrived_ns, job.started_ns), ("forward", job.started_ns, job.finished_ns))
             for part, start_ns, end_ns in parts:
-                self.tracer.record(
-                    f"{self.role}.{part}",
-                    start_ns=clock.epoch_ns(start_ns),
-                    end_ns=clock.epoch_ns(end_ns),
-                    parent=span.context,
+                finer = self.tracer.span(
+                    f"{self.role}.{part}", parent=span.context, start_ns=clock.epoch_ns(start_ns)
                 )
+                finer.end(clock.epoch_ns(end_ns))
         span.end()

@@ -181,31 +181,6 @@ class Exporting(_OpenTelemetry):
             name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
         )
 
-    def record(
-        self,
-        name: str,
-        *,
-        start_ns: int,
-        end_ns: int,
-        parent: str | TraceContext,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes | None = None,
-        links: Sequence[str] = (),
-        error: str = "",
-    ) -> None:
-        context = _as_context(parent)
-        if _span_context(context) is None:
-            return
-        if self._sheds and self._queue.is_full and not _UNSAMPLED.fullmatch(context.traceparent):
-            self._queue.drop()
-            return
-        span = self.span(
-            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
-        )
-        if error:
-            span.fail(error)
-        span.end(end_ns)
-
     def _export(self, span: _SampledSpan, end_ns: int) -> None:
         self._queue.on_end(
             ReadableSpan(

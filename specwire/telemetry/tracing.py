@@ -195,26 +195,6 @@ class Tracing:
         """
         return _passed_on(parent)
 
-    def record(
-        self,
-        name: str,
-        *,
-        start_ns: int,
-        end_ns: int,
-        parent: str | TraceContext,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes | None = None,
-        links: Sequence[str] = (),
-        error: str = "",
-    ) -> None:
-        """Add a span that has ended already; times in nanoseconds since the epoch, as `time.time_ns()`.
-
-        Without a valid parent it is not recorded: the caller is not tracing.
-
-        Args:
-            error: how it failed, as for `Span.fail`; empty if it did not.
-        """
-
     @property
     def counts(self) -> SpanCounts:
         """What became of the spans so far; all 0 without tracing."""

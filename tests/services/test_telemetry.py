@@ -160,7 +160,7 @@ def test_a_generation_that_finds_the_queue_full_is_traced_nowhere(monkeypatch: p
         assert tracer.counts.num_untraced == 1
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         other = tracing.configure("another service")
-        other.record("verify.forward", start_ns=1, end_ns=2, parent=root.traceparent)
+        other.span("verify.forward", start_ns=1, parent=root.traceparent).end(2)
         with other.span("draft", parent=root.traceparent), other.span("known"):
             pass
         other.shutdown(int(TIMEOUT_S * 1e3))
