@@ -241,7 +241,7 @@ async def _rounds(task: Task, drafter: Drafter) -> list[Round]:
         plan = Plan(NUM_DRAFT_TOKENS, num_text_tokens=NUM_DRAFT_TOKENS).within(len(left) - 1)
         proposal, cost = await drafter.propose(committed, plan, NO_SPAN)
         num_accepted = num_in_common(proposal.token_ids, left)
-        outcome = Outcome(num_accepted, left[num_accepted])
+        outcome = Outcome(range(num_accepted), left[num_accepted])
         done = Round(proposal, Verdict(len(committed), left), outcome, cost, Cost())
         committed += [token_id for token_id, _ in done.emitted]
         drafter.observe(done)

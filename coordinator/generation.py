@@ -13,7 +13,7 @@ from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
 from specwire.config.speculative import METHODS
-from specwire.core import Fate, Outcome, Proposal, Verdict
+from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule import acceptance
@@ -117,16 +117,25 @@ class Round:
     @property
     def emitted(self) -> list[tuple[int, Fate]]:
         """Committed tokens with their fates: accepted ones, then the recovered or bonus token."""
-        num_accepted = self.outcome.num_accepted
-        last = Fate.BONUS if num_accepted == len(self.proposal.token_ids) else Fate.RECOVERED
-        accepted = [(token_id, Fate.ACCEPTED) for token_id in self.proposal.token_ids[:num_accepted]]
+        last = Fate.RECOVERED if self._refused else Fate.BONUS
+        accepted = [(self.proposal.token_ids[node], Fate.ACCEPTED) for node in self.outcome.path]
         return [*accepted, (self.outcome.next_token, last)]
 
     @property
     def rejected(self) -> list[int]:
-        """The draft token that the rule rejected, if any. Those after it are dropped with it."""
-        num_accepted = self.outcome.num_accepted
-        return list(self.proposal.token_ids[num_accepted : num_accepted + 1])
+        """The draft tokens that the rule rejected, in a chain at most one. Those after them are dropped."""
+        return [self.proposal.token_ids[node] for node in self._refused]
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        """One entry for each emitted token, if requested."""
+        rows = self.verdict.logprobs
+        return [rows[row] for row in (0, *(node + 1 for node in self.outcome.path))] if rows else []
+
+    @property
+    def _refused(self) -> list[int]:
+        path = self.outcome.path
+        return self.proposal.children(path[-1] if path else -1)
 
 
 class Generation:

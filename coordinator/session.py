@@ -12,7 +12,7 @@ from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler
 from specwire.completion import Chunk, Completion, FinishReason, Token, Usage
-from specwire.core import Fate, Rule, Verdict
+from specwire.core import Fate, Logprobs, Rule
 from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
 
@@ -121,8 +121,9 @@ class Session:
         """Process the round's tokens up to the one that ends the generation; returns those whose text is
         certain."""
         certain: list[Token] = []
-        for i, (token_id, fate) in enumerate(done.emitted):
-            certain += self._process(self._token(done.verdict, i, token_id, fate))
+        logprobs: Sequence[Logprobs | None] = done.logprobs or [None] * len(done.emitted)
+        for (token_id, fate), entry in zip(done.emitted, logprobs, strict=True):
+            certain += self._process(_token(token_id, fate, entry))
             if self._stop_reason is not None:
                 break
         return certain
@@ -137,18 +138,6 @@ class Session:
         elif ends:
             self._stop_reason = token.token_id
         return certain
-
-    def _token(self, verdict: Verdict, i: int, token_id: int, fate: Fate) -> Token:
-        if not verdict.logprobs:
-            return Token(token_id=token_id, text="", fate=fate)
-        entry = verdict.logprobs[i]
-        return Token(
-            token_id=token_id,
-            text="",
-            fate=fate,
-            logprob=entry.of(token_id),
-            top_logprobs=tuple(entry.top()),
-        )
 
     def _chunk(self, tokens: list[Token], rejected: list[int], held: list[Token]) -> Chunk:
         first_index = len(self._released)
@@ -169,3 +158,15 @@ class Session:
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
+
+
+def _token(token_id: int, fate: Fate, logprobs: Logprobs | None) -> Token:
+    if logprobs is None:
+        return Token(token_id=token_id, text="", fate=fate)
+    return Token(
+        token_id=token_id,
+        text="",
+        fate=fate,
+        logprob=logprobs.of(token_id),
+        top_logprobs=tuple(logprobs.top()),
+    )

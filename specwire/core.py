@@ -22,6 +22,8 @@ FloatArray = npt.NDArray[np.float32]
 
 PROTOCOL_VERSION = 5
 MAX_NUM_DRAFT_TOKENS = 64
+MAX_TREE_NODES = 64
+"""A node's ancestors are the bits of one word."""
 MAX_NUM_OUTCOMES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -274,11 +276,13 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens for the positions from `base_len` on, as a chain.
+    """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.tree`).
 
     Attributes:
         base_len: the committed length that it extends, in tokens.
         token_ids: [num_draft_tokens].
+        parents: [num_draft_tokens] index of each token's parent, -1 for the prefix; empty for a chain. Trees
+            only where tokens are matched.
         supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
         source: what made it: a model's name, or a method of the coordinator's own.
     """
@@ -287,10 +291,26 @@ class Proposal:
     token_ids: Sequence[int] = ()
     supports: Sequence[Support] = ()
     source: str = ""
+    parents: Sequence[int] = ()
+
+    def parent(self, node: int) -> int:
+        """Index of a token's parent; -1 for the prefix."""
+        return self.parents[node] if self.parents else node - 1
+
+    def children(self, node: int) -> list[int]:
+        """Indices of the tokens that follow a token, or the prefix (-1)."""
+        if not self.parents:
+            return [node + 1] if node + 1 < len(self.token_ids) else []
+        return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def first(self, num_tokens: int) -> Proposal:
         """Its first tokens; their number must not depend on the tokens."""
-        return replace(self, token_ids=self.token_ids[:num_tokens], supports=self.supports[:num_tokens])
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            supports=self.supports[:num_tokens],
+            parents=self.parents[:num_tokens],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +352,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's verdict on a proposal of γ tokens.
+    """The target's verdict on a proposal of γ tokens: one row for the prefix, and one for each token.
+
+    In a chain, row i is the target's distribution at draft position i, and the last row that of the bonus
+    token. In a tree, row i + 1 is the distribution after node i and its ancestors.
 
     Attributes:
         base_len: committed length of the proposal, in tokens.
@@ -371,10 +394,20 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a round ended: `num_accepted` draft tokens, then `next_token` (recovered, or bonus)."""
+    """How a round ended.
 
-    num_accepted: int
+    Attributes:
+        path: indices of the accepted draft tokens, in order; in a chain the first ones.
+        next_token: the token after them, recovered or bonus.
+    """
+
+    path: Sequence[int]
     next_token: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were accepted."""
+        return len(self.path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

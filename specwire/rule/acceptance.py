@@ -10,7 +10,7 @@ together, from the same numbers: outside S its residual is the target times the 
 kept. `docs/exactness.md` has the argument.
 
 Matching (greedy decoding; Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv 2408.07978, algorithm 2)
-compares token ids: the emitted token is always the target's own.
+compares token ids: the emitted token is always the target's own. That holds for any tree of any source.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specwire import tree
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
 from specwire.rule.random import DoubleArray, Purpose, uniforms
@@ -81,18 +82,31 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
 
 
 def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
-    """Keep the longest prefix that equals the target's own tokens, then take the target's next one.
+    """Keep the longest path that equals the target's own tokens, then take the target's next one.
 
     Raises:
         InternalError: proposal and verdict do not match.
     """
     _check_fit(proposal, verdict)
+    if proposal.parents:
+        return _match_tree(proposal, verdict)
     num_accepted = 0
     for draft_token, target_token in zip(proposal.token_ids, verdict.target_token_ids, strict=False):
         if draft_token != target_token:
             break
         num_accepted += 1
-    return Outcome(num_accepted, int(verdict.target_token_ids[num_accepted]))
+    return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
+
+
+def _match_tree(proposal: Proposal, verdict: Verdict) -> Outcome:
+    path: list[int] = []
+    while True:
+        node = path[-1] if path else -1
+        token_id = int(verdict.target_token_ids[node + 1])
+        matching = tree.child(proposal.token_ids, proposal.parents, node, token_id)
+        if matching is None:
+            return Outcome(path, token_id)
+        path.append(matching)
 
 
 def accept_by_rejection(
@@ -116,8 +130,8 @@ def accept_by_rejection(
     for i, uniform in enumerate(accept_uniforms):
         if not uniform < acceptance_probability(*_token_probs(proposal, verdict, i)):
             weights = _residual_at(proposal, verdict, i)
-            return Outcome(i, _recover(proposal, verdict, i, weights, residual_uniforms[i]))
-    return Outcome(len(proposal.token_ids), int(verdict.target_token_ids[-1]))
+            return Outcome(range(i), _recover(proposal, verdict, i, weights, residual_uniforms[i]))
+    return Outcome(range(len(proposal.token_ids)), int(verdict.target_token_ids[-1]))
 
 
 def accept_by_block(
@@ -132,13 +146,13 @@ def accept_by_block(
     keep_probs = _keep_probs(proposal, verdict)
     num_kept = len(proposal.token_ids)
     if not num_kept or accept_uniforms[-1] < keep_probs[-1]:
-        return Outcome(num_kept, int(verdict.target_token_ids[-1]))
+        return Outcome(range(num_kept), int(verdict.target_token_ids[-1]))
     while True:
         num_kept -= 1
         weights = _residual_at(proposal, verdict, num_kept, keep_probs[num_kept])
         if not num_kept or accept_uniforms[num_kept - 1] < _stop_prob(weights, keep_probs[num_kept]):
             recovered = _recover(proposal, verdict, num_kept, weights, residual_uniforms[num_kept])
-            return Outcome(num_kept, recovered)
+            return Outcome(range(num_kept), recovered)
 
 
 def _keep_probs(proposal: Proposal, verdict: Verdict) -> list[float]:
@@ -168,6 +182,8 @@ def _check_fit(proposal: Proposal, verdict: Verdict) -> None:
 
 def _check_judged(proposal: Proposal, verdict: Verdict) -> None:
     _check_fit(proposal, verdict)
+    if proposal.parents:
+        raise InternalError("a tree where tokens are not matched")
     num_draft_tokens = len(proposal.token_ids)
     if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
         raise InternalError(f"{num_draft_tokens} draft tokens, but not as many supports and judgements")

@@ -18,7 +18,7 @@ from specwire import Completion, DeadlineExceededError, Rule, SamplingParams
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.completion import Stage
 from specwire.errors import InvalidRequestError
-from specwire.telemetry.semantics import AHEAD_MS, stage_attribute
+from specwire.telemetry.semantics import stage_attribute
 from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, local_stack
 from tests.support.otlp_receiver import OtlpReceiver

@@ -90,7 +90,11 @@ class Machine:
             draft_cost = Cost(CallOutcome.ASKED, wall_ns=draft_ns, forward_ns=draft_ns, num_prefill_tokens=1)
             verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
             done = Round(
-                Proposal(0, [0] * length), Verdict(0, []), Outcome(accepted, 0), draft_cost, verify_cost
+                Proposal(0, [0] * length),
+                Verdict(0, []),
+                Outcome(range(accepted), 0),
+                draft_cost,
+                verify_cost,
             )
             stream.observe(done, int((draft + verify) * noise))
             self.tokens += accepted + 1
@@ -159,7 +163,7 @@ def far_round(plan: Plan, num_accepted: int) -> Round:
     return Round(
         Proposal(0, [0] * num_drafted),
         Verdict(0, []),
-        Outcome(min(num_accepted, num_drafted), 0),
+        Outcome(range(min(num_accepted, num_drafted)), 0),
         Cost(
             CallOutcome.ASKED,
             wall_ns=draft_ns + 80_000_000,

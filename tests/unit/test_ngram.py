@@ -39,7 +39,7 @@ def proposed(drafter: NgramDrafter, committed: list[int], plan: Plan = PLAN) -> 
 
 def round_of(proposal: Proposal, num_accepted: int, next_token: int, *, load: Load | None = None) -> Round:
     verdict = Verdict(proposal.base_len, ())
-    return Round(proposal, verdict, Outcome(num_accepted, next_token), Cost(), Cost(load=load))
+    return Round(proposal, verdict, Outcome(range(num_accepted), next_token), Cost(), Cost(load=load))
 
 
 class TestWhatIsFound:

@@ -1,0 +1,81 @@
+"""Token trees: several continuations of one prefix, verified in one pass. Pure.
+
+A tree of n nodes is `token_ids` [n] and `parents` [n]: the index of each node's parent, -1 for a child of the
+prefix; parents come before their children. No parents at all is a chain, in which each node follows the one
+before it.
+
+    prefix ── 0 the ── 2 cat         token_ids  the  a  cat  dog
+           └─ 1 a   ── 3 dog         parents     -1 -1    0    1
+
+Source: Miao et al. 2023 (arXiv 2305.09781), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specwire.core import MAX_TREE_NODES, IntArray
+from specwire.errors import InvalidRequestError
+
+
+def check_parents(parents: Sequence[int], num_tokens: int) -> None:
+    """Refuse parents that are no tree of this many tokens.
+
+    Raises:
+        InvalidRequestError: their number is neither 0 nor that of the tokens, there are over 64, or one does
+            not come before its child.
+    """
+    if parents and len(parents) != num_tokens:
+        raise InvalidRequestError("parent_indices", len(parents), f"must be none or {num_tokens}")
+    if len(parents) > MAX_TREE_NODES:
+        raise InvalidRequestError("parent_indices", len(parents), f"over {MAX_TREE_NODES} nodes")
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise InvalidRequestError(f"parent_indices[{node}]", parent, f"must lie in [-1, {node})")
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """[n] nodes between each node and the prefix; 0 for children of the prefix."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def ancestors(parents: Sequence[int]) -> IntArray:
+    """int64 [n]: bit j of word i says that node i sees node j, which is itself or one of its ancestors."""
+    words = np.zeros(len(parents), dtype=np.uint64)
+    for node, parent in enumerate(parents):
+        seen = words[parent] if parent >= 0 else np.uint64(0)
+        words[node] = seen | np.uint64(1 << node)
+    return words.view(np.int64)
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the prefix to a node, itself included; none for -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def child(token_ids: Sequence[int], parents: Sequence[int], node: int, token_id: int) -> int | None:
+    """The first child of a node, or of the prefix (-1), that has this token; None if there is none."""
+    for i in range(node + 1, len(parents)):
+        if parents[i] == node and token_ids[i] == token_id:
+            return i
+    return None
+
+
+def follow(token_ids: Sequence[int], parents: Sequence[int], following: Sequence[int]) -> list[int]:
+    """The nodes along the tokens that follow the prefix, as far as the tree has them."""
+    path: list[int] = []
+    for token_id in following:
+        node = child(token_ids, parents, path[-1] if path else -1, token_id)
+        if node is None:
+            break
+        path.append(node)
+    return path
