@@ -238,7 +238,7 @@ async def _rounds(task: Task, drafter: Drafter) -> list[Round]:
     """Of a generation that writes the task's text."""
     committed, rounds = list(task.prompt), []
     while left := task.text[len(committed) - len(task.prompt) :]:
-        plan = Plan(NUM_DRAFT_TOKENS, num_text_tokens=NUM_DRAFT_TOKENS).within(len(left) - 1)
+        plan = Plan(NUM_DRAFT_TOKENS, num_text_tokens=NUM_DRAFT_TOKENS).within(len(left) - 1, len(left))
         proposal, cost = await drafter.propose(committed, plan, NO_SPAN)
         num_accepted = num_in_common(proposal.token_ids, left)
         outcome = Outcome(range(num_accepted), left[num_accepted])

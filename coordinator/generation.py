@@ -11,6 +11,7 @@ from typing import Protocol
 from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
+from specwire import tree
 from specwire.completion import Stage
 from specwire.config.speculative import METHODS
 from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
@@ -26,7 +27,8 @@ class Plan:
     """How to draft in the next round.
 
     Attributes:
-        num_draft_tokens: to draft.
+        num_draft_tokens: to draft; of a tree, its nodes.
+        max_depth: longest path of a tree; 0 for a chain.
         num_outcomes: of the round that the draft prepares proposals for during the verify pass.
         patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
         num_text_tokens: most draft tokens of a proposal from the text itself, for which there is no wait.
@@ -36,25 +38,43 @@ class Plan:
     num_outcomes: int = 0
     patience_s: float = math.inf
     num_text_tokens: int = 0
+    max_depth: int = 0
 
-    def within(self, most: int) -> Plan:
-        """The same for a round that must not have more draft tokens, the last of a generation."""
-        if max(self.num_draft_tokens, self.num_text_tokens) <= most:
+    @property
+    def num_steps(self) -> int:
+        """Draft tokens one after another: forward passes of the draft."""
+        return self.max_depth or self.num_draft_tokens
+
+    def limit(self, proposal: Proposal) -> Proposal:
+        """What the plan allows of a proposal that was made for an earlier one."""
+        return tree.within(proposal, self.num_draft_tokens, self.num_steps)
+
+    def within(self, most: int, room: int) -> Plan:
+        """The same for a round near the end of a generation.
+
+        Args:
+            most: longest path of draft tokens.
+            room: most draft tokens, on any path.
+        """
+        if max(self.num_steps, self.num_text_tokens) <= most and self.num_draft_tokens <= room:
             return self
+        if most <= 0:
+            return replace(self, num_draft_tokens=0, num_outcomes=0, num_text_tokens=0, max_depth=0)
         return replace(
             self,
-            num_draft_tokens=min(self.num_draft_tokens, most),
+            num_draft_tokens=min(self.num_draft_tokens, room if self.max_depth else most),
             num_outcomes=0,
             num_text_tokens=min(self.num_text_tokens, most),
+            max_depth=min(self.max_depth, most),
         )
 
 
 class Planner(Protocol):
-    """Decides how much to draft; never more than `limit`."""
+    """Decides how much to draft."""
 
     @property
     def limit(self) -> int:
-        """Most draft tokens that it ever plans."""
+        """Longest path of draft tokens that it ever plans."""
         ...
 
     def plan(self) -> Plan:
@@ -166,6 +186,7 @@ class Generation:
         assert params.max_tokens is not None  # at the latest what the context has room for
         self._seed = params.seed
         self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
+        self._context_len = request.target.context_len
         self._end_len = request.prompt_len + params.max_tokens
         self._params = params
         self._drafter = drafter
@@ -199,7 +220,8 @@ class Generation:
 
     async def _round(self, parent: tracing.Span) -> Round:
         # The last token of a round is the target's own, so the last round may draft one token less.
-        plan = self._planner.plan().within(self._end_len - len(self.committed) - 1)
+        num_done = len(self.committed)
+        plan = self._planner.plan().within(self._end_len - num_done - 1, self._context_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         self._ledger.switch(Stage.RULE)

@@ -18,6 +18,7 @@ from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo, Rule, SamplingParams
+from specwire.errors import UnsupportedError
 from specwire.security.bearer import Principal
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
@@ -34,6 +35,7 @@ class CheckedRequest:
         params: with a seed and a rule; `max_tokens` may still be None.
         credit_window: how far the generation may be ahead of its client, in tokens; 0 without limit.
         num_draft_tokens: in each round; None where the coordinator chooses them round by round.
+        max_depth: longest path of a tree; 0 for chains, None where the coordinator chooses.
     """
 
     message: generation_pb2.GenerateRequest
@@ -41,6 +43,7 @@ class CheckedRequest:
     params: SamplingParams
     credit_window: int
     num_draft_tokens: int | None
+    max_depth: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +117,7 @@ class RequestParser:
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
+            max_depth=self._max_depth(params),
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -146,11 +150,22 @@ class RequestParser:
             num_draft_tokens=checked.num_draft_tokens,
         )
 
+    def _max_depth(self, params: SamplingParams) -> int | None:
+        """A number of draft tokens that the request fixes alone is that of a chain."""
+        if params.max_depth and not self._target.trees:
+            raise UnsupportedError("max_depth", params.max_depth, f"{self._target.name} verifies chains only")
+        if params.max_depth is not None:
+            return params.max_depth
+        if not (params.matches_tokens and self._target.trees):
+            return 0
+        fixed = self._config.fixed_max_depth
+        return 0 if fixed is None and params.num_draft_tokens is not None else fixed
+
     def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
         """A client that gives a seed expects the same text again, whatever the load."""
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            is_coupled = params.seed is not None or self._draft_is_far()
+            is_coupled = params.seed is not None or bool(params.max_depth) or self._draft_is_far()
             rule = Rule.GUMBEL if is_coupled else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, rule=rule)

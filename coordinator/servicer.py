@@ -15,14 +15,14 @@ from coordinator.drafts.combined import CombinedDrafter
 from coordinator.drafts.ngram import NgramDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
-from coordinator.length.draft_length import AdaptiveLength, FixedLength, WithText
+from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
 from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
 from coordinator.reader import CreditReader
-from coordinator.requests import GenerationRequest, RequestParser
+from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
@@ -86,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
             call.span.set(spans.of_request(checked, self._verify.info.name))
-            planner = self._planner(checked.num_draft_tokens)
+            planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             async with (
                 CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
@@ -207,18 +207,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         return CombinedDrafter(text, model) if self._config.draft_address else text
 
-    def _planner(self, num_draft_tokens: int | None) -> Planner:
-        config = self._ngram
+    def _planner(self, checked: CheckedRequest) -> Planner:
+        config, num_draft_tokens = self._ngram, checked.num_draft_tokens
         if config is None:
-            return self._model_planner(num_draft_tokens)
+            return self._model_planner(num_draft_tokens, checked.max_depth)
         num_text_tokens = config.num_speculative_tokens if num_draft_tokens is None else num_draft_tokens
-        model = self._model_planner(num_draft_tokens if self._config.draft_address else 0)
+        has_model = bool(self._config.draft_address)
+        model = self._model_planner(num_draft_tokens if has_model else 0, checked.max_depth)
         return WithText(model, num_text_tokens)
 
-    def _model_planner(self, num_draft_tokens: int | None) -> Planner:
-        if num_draft_tokens is None:
+    def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
+        if num_draft_tokens is None and not max_depth:
             return AdaptiveLength(self._measured)
-        return FixedLength(num_draft_tokens, self._measured)
+        if num_draft_tokens is None:
+            num_draft_tokens = DEFAULT_TREE_NODES
+        return FixedLength(num_draft_tokens, self._measured, max_depth or 0)
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any

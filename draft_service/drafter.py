@@ -7,20 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draft_service.growth import TreeGrowth
 from specwire.config.services import DraftConfig
 from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
+from specwire.estimate.calibration import Calibration
 from specwire.rule import sampling
 from specwire.rule.random import Purpose
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
 from specwire.rule.sampling import Row
 from specwire.rule.transfer import indices, to_host
+from specwire.tree import TokenTree
+
+SHARPNESS = 2.0
+"""Of the softmax that turns scores into shares. A draft that is near its target is right more often than it
+says: with the embedded pair, trees of 32 nodes and 8 passes commit 4.97, 5.80, 6.22, 6.05 and 5.85 tokens a
+round at sharpness 1, 1.5, 2, 3 and 4 (greedy), and 4.55, 5.22, 5.32, 5.12 and 5.02 (Gumbel, temperature 1)."""
+NUM_EXPANDED = 8
+"""Most nodes of a tree that a pass expands: 4, 8 and 16 commit equally many tokens, 2 some 5 % less."""
 
 
 @dataclass(eq=False)
@@ -52,20 +63,28 @@ class DraftJob(Job):
         super().start()
         self.num_rows = 1 if self.num_draft_tokens else 0
 
-    def row(self) -> Row:
-        """How to sample the next position."""
-        tokens = self.sequence.tokens
+    @property
+    def num_ranked(self) -> int:
+        """Likeliest tokens that it needs of each row."""
+        return self.num_candidates + 1 if self.num_candidates else 0
+
+    def rows(self) -> list[Row]:
+        """How to sample after each of the last `num_rows` tokens that were run."""
+        return [self._row(self.sequence.tokens)]
+
+    def _row(self, history: Sequence[int]) -> Row:
         return Row(
             params=self.sequence.params,
             prompt_len=self.sequence.prompt_len,
-            history=tokens,
-            position=len(tokens),
+            history=history,
+            position=len(history),
             seed=self.sequence.seed,
             base_len=self.committed_len,
         )
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, rows: Sequence[Drawn]) -> None:
         """Append one draft token; unless it is the last, the next pass runs it."""
+        [drawn] = rows
         if drawn.token_id < 0 and self.num_usable is None:
             self.num_usable = len(self.drafted)
         token_id = max(0, drawn.token_id)
@@ -93,9 +112,114 @@ class PeekJob(DraftJob):
         super().start()
         self.num_rows = 1
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, rows: Sequence[Drawn]) -> None:
         """Keep the candidates; the drawn token is not appended."""
+        [drawn] = rows
         self.result = drawn.ranked[: self.num_candidates]
+
+
+@dataclass(eq=False)
+class TreeJob(DraftJob):
+    """Commit tokens, then grow a tree of `num_draft_tokens` nodes, in at most `max_depth` forward passes.
+
+    Every pass runs the nodes that are expanded next, all at once: they are the sequence's last tokens, as a
+    tree. The others are never run.
+
+    Attributes:
+        max_depth: longest path, in nodes.
+        calibration: of the draft's candidates.
+        growth: the nodes found so far.
+        nodes: those of the proposal, in its order; set with the result.
+    """
+
+    max_depth: int = 1
+    calibration: Calibration = field(default_factory=Calibration)
+    growth: TreeGrowth = field(init=False)
+    nodes: list[int] = field(init=False, default_factory=list)
+    _open: list[int] = field(init=False, default_factory=lambda: [-1])
+    _num_passes: int = field(init=False, default=0)
+
+    def start(self) -> None:
+        super().start()
+        self.growth = TreeGrowth(self.num_draft_tokens, self.max_depth, self.calibration)
+
+    @property
+    def num_ranked(self) -> int:
+        """Likeliest tokens that it needs of each row: all that may become nodes."""
+        return self.num_candidates
+
+    def rows(self) -> list[Row]:
+        """How to sample after each node that was run."""
+        return _rows_after(self, self.growth, self._open)
+
+    def add(self, rows: Sequence[Drawn]) -> None:
+        """The candidates after the nodes that were run become nodes; the next pass runs the best of them."""
+        if rows[0].token_id < 0 and not self._num_passes:
+            self.result = InternalError("the draft's logits are not finite")
+            return
+        _add_candidates(self.growth, self._open, rows)
+        self._num_passes += 1
+        if self._num_passes < self.max_depth:
+            self._open = self.growth.expand(NUM_EXPANDED)
+        if self._num_passes == self.max_depth or not self._open:
+            self.nodes = self.growth.best()
+            self.result = self.growth.proposal(self.committed_len)
+            return
+        self.num_rows = len(self._open)
+        _append_nodes(self, self.growth, self._open)
+
+
+@dataclass(eq=False)
+class LeavesJob(DraftJob):
+    """Finds what may follow the leaves of a tree: one more pass on its sequence.
+
+    Attributes:
+        growth: of the tree, whose sequence is the job's.
+        leaves: the nodes to expand.
+    """
+
+    growth: TreeGrowth = field(kw_only=True)
+    leaves: Sequence[int] = ()
+
+    def start(self) -> None:
+        """Nothing is committed: the sequence goes on as it is."""
+        self.growth.expanded += self.leaves
+        self.num_rows = len(self.leaves)
+        _append_nodes(self, self.growth, self.leaves)
+
+    @property
+    def num_ranked(self) -> int:
+        """Likeliest tokens that it needs of each row: all of them may follow."""
+        return self.num_candidates
+
+    def rows(self) -> list[Row]:
+        """How to sample after each leaf."""
+        return _rows_after(self, self.growth, self.leaves)
+
+    def add(self, rows: Sequence[Drawn]) -> None:
+        """The candidates become nodes, outside the proposal."""
+        _add_candidates(self.growth, self.leaves, rows)
+        self.result = True
+
+
+def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Row]:
+    committed = job.sequence.tokens[: job.committed_len]
+    return [job._row([*committed, *growth.path_to(node)]) for node in nodes]
+
+
+def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:
+    """Rows whose logits are not finite have none."""
+    for node, drawn in zip(nodes, rows, strict=True):
+        growth.add(node, drawn.ranked, drawn.shares)
+
+
+def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
+    """To the sequence, which holds the expanded nodes in the order of their expansion."""
+    sequence, places = job.sequence, {node: place for place, node in enumerate(growth.expanded)}
+    sequence.tokens.extend(growth.token_ids[node] for node in nodes)
+    parents = [places.get(growth.parents[node], -1) for node in nodes]
+    before = sequence.tree or TokenTree(job.committed_len, ())
+    sequence.tree = before.extended(parents)
 
 
 class Drawn(NamedTuple):
@@ -105,11 +229,13 @@ class Drawn(NamedTuple):
         token_id: -1 where the logits are not finite.
         support: the support it was drawn from; None where tokens are matched.
         ranked: likeliest tokens, best first; the drawn one may be among them.
+        shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone.
     """
 
     token_id: int
     support: Support | None
     ranked: list[int]
+    shares: Sequence[float] = ()
 
 
 class Question(NamedTuple):
@@ -135,10 +261,11 @@ class DraftDecider:
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
+        rows = [job.rows() for job in drafts]
         return Question(
-            [job.row() for job in drafts],
-            [job.vocab_limit for job in drafts],
-            max((job.num_candidates + 1 for job in drafts if job.num_candidates), default=0),
+            [row for of_one in rows for row in of_one],
+            [job.vocab_limit for job, of_one in zip(drafts, rows, strict=True) for _ in of_one],
+            max((job.num_ranked for job in drafts), default=0),
         )
 
     def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
@@ -152,7 +279,7 @@ class DraftDecider:
         found = iter(to_host(*on_device))
         answer: dict[int, Drawn] = {}
         if matched:
-            answer |= zip(matched, _matched(*(next(found) for _ in range(3))), strict=True)
+            answer |= zip(matched, _matched(*(next(found) for _ in range(4))), strict=True)
         if drawn:
             supports = _supports(*(next(found) for _ in range(4)), num_ranked=question.num_ranked)
             answer |= zip(drawn, supports, strict=True)
@@ -161,8 +288,9 @@ class DraftDecider:
     def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        for job, drawn in zip(drafts, answer, strict=True):
-            job.add(drawn)
+        rows = iter(answer)
+        for job in drafts:
+            job.add(list(islice(rows, job.num_rows)))
 
     def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
         """What `_matched` reads; nothing for no rows."""
@@ -171,7 +299,8 @@ class DraftDecider:
         scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
         top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
         token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
-        return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1)]
+        shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
+        return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
     def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
@@ -187,10 +316,11 @@ class DraftDecider:
         return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
 
 
-def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray) -> Iterator[Drawn]:
-    """For rows where tokens are matched; ranked [num_rows, num_ranked] by score, lengths [num_rows]."""
-    for token_id, ids, n in zip(token_ids.tolist(), ranked.tolist(), lengths.tolist(), strict=True):
-        yield Drawn(token_id, None, ids[:n])
+def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray, shares: FloatArray) -> Iterator[Drawn]:
+    """For rows where tokens are matched; ranked and shares [num_rows, num_ranked], best first."""
+    columns = (column.tolist() for column in (token_ids, ranked, lengths, shares))
+    for token_id, ids, n, row_shares in zip(*columns, strict=True):
+        yield Drawn(token_id, None, ids[:n], row_shares[:n])
 
 
 def _supports(

@@ -21,12 +21,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from draft_service.drafter import DraftJob, PeekJob
-from specwire.core import Preparation, Proposal
+from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
+from specwire.core import MAX_TREE_NODES, Preparation, Proposal, SamplingParams
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.errors import SpecwireError
-from specwire.estimate.forecast import NUM_RANKS, Forecast, LikelyOutcome
+from specwire.estimate.calibration import NUM_RANKS, Calibration
+from specwire.estimate.forecast import Forecast
 
 MIN_WORTH = 0.005
 """Outcomes less likely than this are not prepared."""
@@ -50,6 +51,33 @@ class PreparedBranch:
     forward_ns: int
 
 
+class Kind(NamedTuple):
+    """What a proposal is to be.
+
+    Attributes:
+        max_depth: longest path of a tree; 0 for a chain.
+        num_candidates: likeliest tokens to record at each position.
+        calibration: of a tree's candidates.
+    """
+
+    num_draft_tokens: int
+    max_depth: int
+    num_candidates: int
+    calibration: Calibration
+
+    @property
+    def extra_len(self) -> int:
+        """Tokens that its job may add to the sequence."""
+        return min(self.num_draft_tokens, MAX_TREE_NODES) if self.max_depth else self.num_draft_tokens
+
+    def job(self, *args: Any, **fields: Any) -> DraftJob:
+        """Drafts it; arguments as of `Job`."""
+        counts: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "num_candidates": self.num_candidates}
+        if self.max_depth and self.num_draft_tokens:
+            return TreeJob(*args, **fields, **counts, max_depth=self.max_depth, calibration=self.calibration)
+        return DraftJob(*args, **fields, **counts)
+
+
 class DraftAnswer(NamedTuple):
     """The answer to one request.
 
@@ -66,6 +94,13 @@ class DraftAnswer(NamedTuple):
     ahead_ns: int
 
 
+class Likely(NamedTuple):
+    """An outcome of a proposal: the tokens that are committed, and how likely they are."""
+
+    probability: float
+    token_ids: tuple[int, ...]
+
+
 Push = Callable[[int, Sequence[PreparedBranch]], Awaitable[None]]
 """Sends prepared proposals, given the committed length that their paths begin at; likeliest first."""
 
@@ -80,8 +115,8 @@ class Branch:
         peek: the job that finds the candidates after the whole proposal, once it was submitted.
         bonus_worths: worth of each of these candidates, likeliest first.
         outcomes: outcomes of its own proposal without a branch, likeliest last.
-        taken: (num_accepted, next_token) of the outcomes that have a branch, or had one.
-        num_listed: positions whose candidates are in `outcomes`.
+        taken: the tokens of the outcomes that have a branch, or had one.
+        num_listed: rows of candidates that are in `outcomes`.
     """
 
     job: DraftJob
@@ -89,10 +124,10 @@ class Branch:
     path: tuple[int, ...] = ()
     worth: float = 1.0
     pushed: bool = False
-    peek: asyncio.Future[list[int]] | None = None
+    peek: asyncio.Future[Any] | None = None
     bonus_worths: list[float] = field(default_factory=list)
-    outcomes: list[LikelyOutcome] = field(default_factory=list)
-    taken: set[tuple[int, int]] = field(default_factory=set)
+    outcomes: list[Likely] = field(default_factory=list)
+    taken: set[tuple[int, ...]] = field(default_factory=set)
     num_listed: int = 0
 
     @property
@@ -124,17 +159,37 @@ class Branch:
 
     def list_outcomes(self, forecast: Forecast) -> None:
         """List the outcomes again if candidates of another position are known by now."""
-        candidates = self.candidates
-        if self.proposal and len(candidates) > self.num_listed:
-            self.num_listed = len(candidates)
-            likely = forecast.outcomes(len(self.proposal.token_ids), candidates, MIN_WORTH / self.worth)
-            self.outcomes = [o for o in reversed(likely) if (o.num_accepted, o.next_token) not in self.taken]
+        if self.proposal is None:
+            return
+        tree = self.job if isinstance(self.job, TreeJob) else None
+        num_known = len(tree.growth.expanded) + 1 if tree else len(self.candidates)
+        if num_known > self.num_listed:
+            self.num_listed = num_known
+            least = MIN_WORTH / self.worth
+            likely = _of_tree(tree, least) if tree else self._of_chain(forecast, least)
+            self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
-    def take_outcome(self) -> LikelyOutcome:
+    def _of_chain(self, forecast: Forecast, least: float) -> list[Likely]:
+        assert self.proposal is not None
+        drafted = tuple(self.proposal.token_ids)
+        likely = forecast.outcomes(len(drafted), self.candidates, least)
+        return [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in likely]
+
+    def take_outcome(self) -> Likely:
         """Remove the likeliest outcome, to make a branch for it."""
         likely = self.outcomes.pop()
-        self.taken.add((likely.num_accepted, likely.next_token))
+        self.taken.add(likely.token_ids)
         return likely
+
+    def leaves(self) -> list[int]:
+        """Nodes of its tree whose candidates are not known, best first."""
+        if not isinstance(self.job, TreeJob):
+            return []
+        growth = self.job.growth
+        known = set(growth.expanded)
+        room = min(NUM_EXPANDED, MAX_TREE_NODES - len(known))
+        leaves = [node for node in self.job.nodes if node not in known]
+        return [node for node in leaves if growth.worths[node] * self.worth >= MIN_WORTH][:room]
 
     def move_to_root(self, root_path_len: int, root_worth: float) -> None:
         """Measure path and worth from a branch that is the root from now on, given its own path and worth."""
@@ -167,12 +222,18 @@ class Lookahead:
         self._work: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
+    @property
+    def params(self) -> SamplingParams:
+        """Of the stream."""
+        return self._sequence.params
+
     async def draft(
         self,
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
         preparation: Preparation | None,
+        max_depth: int = 0,
     ) -> DraftAnswer:
         """Commit tokens and draft what follows; then work ahead if asked to, until the next request.
 
@@ -181,6 +242,7 @@ class Lookahead:
             token_ids: committed tokens after it.
             num_draft_tokens: wanted; 0 with a preparation when the proposal was pushed before.
             preparation: what to prepare ahead of the next request; None for nothing.
+            max_depth: longest path of a tree; 0 for a chain.
 
         Raises:
             SpecwireError: the request cannot be served.
@@ -195,7 +257,9 @@ class Lookahead:
         ahead_ns = root.job.forward_ns if root else 0
         was_prepared = root is not None and await self._finishes(root)
         if root is None or not was_prepared:
-            root, ahead_ns = self._draft_unprepared(base_len, token_ids, num_draft_tokens, preparation), 0
+            num_candidates = NUM_RANKS if preparation or max_depth else 0
+            kind = Kind(num_draft_tokens, max_depth, num_candidates, self._forecast.calibration)
+            root, ahead_ns = self._draft_unprepared(base_len, token_ids, kind), 0
         self._root = root
         proposal: Proposal | None = await root.future
         if proposal is not None and preparation is not None:
@@ -221,29 +285,18 @@ class Lookahead:
             await asyncio.wait([branch.future])
         return not branch.failed
 
-    def _draft_unprepared(
-        self,
-        base_len: int,
-        token_ids: Sequence[int],
-        num_draft_tokens: int,
-        preparation: Preparation | None,
-    ) -> Branch:
+    def _draft_unprepared(self, base_len: int, token_ids: Sequence[int], kind: Kind) -> Branch:
         """Draft on the stream's own sequence, where nothing was prepared for these tokens."""
-        job = DraftJob(
-            self._sequence,
-            base_len,
-            list(token_ids),
-            num_draft_tokens=num_draft_tokens,
-            vocab_limit=self._vocab_limit,
-            num_candidates=NUM_RANKS if preparation else 0,
-        )
-        return Branch(job, self._engine.submit(job, extra_len=num_draft_tokens))
+        job = kind.job(self._sequence, base_len, list(token_ids), vocab_limit=self._vocab_limit)
+        return Branch(job, self._engine.submit(job, kind.extra_len))
 
     def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens committed after the root's own; None where they do not build on the root."""
         root = self._root
         proposal = root.proposal if root else None
         if root is None or proposal is None or base_len < root.job.committed_len:
+            return None
+        if proposal.parents and base_len > root.job.committed_len:
             return None
         return (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
 
@@ -265,8 +318,12 @@ class Lookahead:
     def _learn(self, path: tuple[int, ...]) -> None:
         """Tell the forecast how the root's round ended, if the path is an outcome of that one round."""
         assert self._root is not None
-        proposal, candidates = self._root.proposal, self._root.candidates
+        proposal = self._root.proposal
         assert proposal is not None
+        if isinstance(self._root.job, TreeJob):
+            self._root.job.growth.learn(path)
+            return
+        candidates = self._root.candidates
         drafted, num_accepted, next_token = tuple(proposal.token_ids), len(path) - 1, path[-1]
         is_outcome = num_accepted <= len(drafted) and path[:-1] == drafted[:num_accepted]
         if is_outcome and num_accepted < len(candidates):
@@ -330,9 +387,12 @@ class Lookahead:
         for branch in (root, *self._branches):
             self._peek(branch)
             branch.list_outcomes(self._forecast)
+        kind = Kind(
+            preparation.num_draft_tokens, preparation.max_depth, NUM_RANKS, self._forecast.calibration
+        )
         worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.worths_to_come]
         while parent := self._next_parent(root, preparation.num_outcomes, worths_to_come):
-            self._add_branch(parent, preparation.num_draft_tokens)
+            self._add_branch(parent, kind)
 
     def _close_failed(self) -> None:
         failed = [branch for branch in self._branches if branch.failed]
@@ -358,6 +418,9 @@ class Lookahead:
         proposal = branch.proposal
         if proposal is None or branch.peek is not None:
             return
+        if isinstance(branch.job, TreeJob):
+            self._peek_at_leaves(branch, branch.job)
+            return
         shares = self._forecast.bonus_probabilities(len(proposal.token_ids))
         branch.bonus_worths = [branch.worth * share for share in shares]
         job = PeekJob(
@@ -371,23 +434,38 @@ class Lookahead:
         if branch.bonus_worths[0] >= MIN_WORTH:
             branch.peek = self._submit(job, 0)
 
-    def _add_branch(self, parent: Branch, num_draft_tokens: int) -> None:
-        worth = parent.next_worth
-        outcome = parent.take_outcome()
-        assert parent.proposal is not None
-        accepted = parent.proposal.token_ids[: outcome.num_accepted]
-        job = DraftJob(
-            self._engine.open_fork(self._sequence),
-            parent.job.committed_len + outcome.num_accepted,
-            [outcome.next_token],
-            num_draft_tokens=num_draft_tokens,
+    def _peek_at_leaves(self, branch: Branch, tree: TreeJob) -> None:
+        leaves = branch.leaves()
+        if not leaves:
+            return
+        branch.bonus_worths = [branch.worth * tree.growth.worths[node] for node in leaves]
+        job = LeavesJob(
+            self._sequence_of(branch),
+            tree.committed_len,
+            [],
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
+            worth=sum(branch.bonus_worths),
+            growth=tree.growth,
+            leaves=leaves,
+        )
+        branch.peek = self._submit(job, len(leaves))
+
+    def _add_branch(self, parent: Branch, kind: Kind) -> None:
+        worth = parent.next_worth
+        token_ids = parent.take_outcome().token_ids
+        # What a fork shares of a tree is its prefix: the path in it is run again.
+        num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
+        job = kind.job(
+            self._engine.open_fork(self._sequence),
+            parent.job.committed_len + num_shared,
+            token_ids[num_shared:],
+            vocab_limit=self._vocab_limit,
             parent=self._sequence_of(parent),
             worth=worth,
         )
-        path = (*parent.path, *accepted, outcome.next_token)
-        self._branches.append(Branch(job, self._submit(job, num_draft_tokens), path, worth))
+        path = (*parent.path, *token_ids)
+        self._branches.append(Branch(job, self._submit(job, kind.extra_len), path, worth))
 
     def _submit(self, job: DraftJob, extra_len: int) -> asyncio.Future[Any]:
         """Submit a background job; its errors are not reported, since the stream works without it."""
@@ -409,3 +487,14 @@ def _result(future: asyncio.Future[Any]) -> Any:
     """None while it is pending, or when it failed."""
     failed = not future.done() or future.cancelled() or future.exception() is not None
     return None if failed else future.result()
+
+
+def _of_tree(job: TreeJob, least: float) -> list[Likely]:
+    """The likely outcomes of a tree, likeliest first: nodes that follow it, or its prefix, outside of it."""
+    growth, inside = job.growth, {-1, *job.nodes}
+    likely = [
+        Likely(worth, tuple(growth.path_to(node)))
+        for node, (worth, parent) in enumerate(zip(growth.worths, growth.parents, strict=True))
+        if worth >= least and parent in inside and node not in inside
+    ]
+    return sorted(likely, key=lambda outcome: -outcome.probability)

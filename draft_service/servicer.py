@@ -65,6 +65,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         request.token_ids,
                         wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
                         preparation,
+                        self._max_depth(request, lookahead.params),
                     )
                     if request.num_draft_tokens or preparation is None:
                         await answers.answer(request, answer, span)
@@ -91,6 +92,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
         asked = wire.preparation_from_proto(request.prepare)
         return dataclasses.replace(asked, num_outcomes=min(asked.num_outcomes, self._max_outcomes))
+
+    def _max_depth(self, request: draft_pb2.DraftRequest, params: SamplingParams) -> int:
+        """Raises:
+        UnsupportedError: a tree for a stream, or from a service, that cannot have one.
+        """
+        for name, depth in (
+            ("max_depth", request.max_depth),
+            ("prepare.max_depth", request.prepare.max_depth),
+        ):
+            wire.check_num_draft_tokens(name, depth)
+            if depth and not self._service.info.trees:
+                raise UnsupportedError(name, depth, "this service drafts chains only")
+            if depth and not params.matches_tokens:
+                raise UnsupportedError(name, depth, f"not under rule {params.rule}")
+        return request.max_depth
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any

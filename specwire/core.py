@@ -140,6 +140,9 @@ class SamplingParams:
     server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
+    max_depth: int | None = None
+    """Longest path of a token tree of `num_draft_tokens` nodes; 0 for chains, None leaves it to the server.
+    Trees need temperature 0 or `Rule.GUMBEL`, and services that have them (`ModelInfo.trees`)."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
     cache_salt: str = ""
@@ -149,6 +152,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._coerce()
         self._check_counts()
+        self._check_depth()
         self._check_warps()
         self._check_penalties()
 
@@ -210,6 +214,17 @@ class SamplingParams:
         _check(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, most)
         for token_id in self.stop_token_ids:
             _check(_is_count(token_id), "stop_token_ids", token_id, "must be token ids")
+
+    def _check_depth(self) -> None:
+        depth = self.max_depth
+        _check(
+            depth is None or (_is_int(depth) and 0 <= depth <= MAX_NUM_DRAFT_TOKENS),
+            "max_depth",
+            depth,
+            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
+        )
+        can_match = self.matches_tokens or self.rule is None
+        _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
 
     def _check_warps(self) -> None:
         t = self.temperature
@@ -320,10 +335,12 @@ class Preparation:
     Attributes:
         num_outcomes: most outcomes to work on at a time.
         num_draft_tokens: to draft for each.
+        max_depth: longest path of a tree; 0 for chains.
     """
 
     num_outcomes: int
     num_draft_tokens: int
+    max_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +445,7 @@ class ModelInfo:
         prepares_outcomes: whether it can prepare proposals before the verdict on the last.
         batch_invariant: whether a token is computed bitwise the same in any batch.
         weights_fingerprint: of config and weights; empty without weights.
+        trees: whether proposals may be trees.
     """
 
     name: str
@@ -443,6 +461,7 @@ class ModelInfo:
     prepares_outcomes: bool = False
     batch_invariant: bool = False
     weights_fingerprint: str = ""
+    trees: bool = False
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

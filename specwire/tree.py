@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specwire.core import MAX_TREE_NODES, IntArray
+from specwire import core
+from specwire.core import MAX_TREE_NODES, IntArray, Proposal
 from specwire.errors import InvalidRequestError
 
 
@@ -79,3 +80,53 @@ def follow(token_ids: Sequence[int], parents: Sequence[int], following: Sequence
             break
         path.append(node)
     return path
+
+
+def within(proposal: Proposal, num_tokens: int, max_depth: int) -> Proposal:
+    """The first tokens of a proposal that are on no longer path.
+
+    Args:
+        num_tokens: most tokens.
+        max_depth: longest path, in tokens.
+    """
+    if not proposal.parents:
+        return proposal.first(min(num_tokens, max_depth))
+    if max(depths(proposal.parents), default=0) < max_depth:
+        return proposal.first(num_tokens)
+    kept = [node for node, depth in enumerate(depths(proposal.parents)) if depth < max_depth]
+    return _selected(proposal, kept, proposal.base_len).first(num_tokens)
+
+
+def num_in_common(proposal: Proposal, following: Sequence[int]) -> int:
+    """How many of the tokens that follow a proposal's prefix it has on a path."""
+    if not proposal.parents:
+        return core.num_in_common(proposal.token_ids, following)
+    return len(follow(proposal.token_ids, proposal.parents, following))
+
+
+def after(proposal: Proposal, following: Sequence[int]) -> Proposal | None:
+    """What is left of a proposal when these tokens follow its prefix; None if it does not have them."""
+    base_len = proposal.base_len + len(following)
+    if not proposal.parents:
+        agrees = list(proposal.token_ids[: len(following)]) == list(following)
+        rest = proposal.token_ids[len(following) :], proposal.supports[len(following) :]
+        return Proposal(base_len, *rest, proposal.source) if agrees else None
+    path = follow(proposal.token_ids, proposal.parents, following)
+    if len(path) < len(following):
+        return None
+    if not path:
+        return proposal
+    words = ancestors(proposal.parents)
+    below = [node for node in range(path[-1] + 1, len(words)) if int(words[node]) >> path[-1] & 1]
+    return _selected(proposal, below, base_len)
+
+
+def _selected(proposal: Proposal, nodes: Sequence[int], base_len: int) -> Proposal:
+    """These nodes of a tree; those whose parent is not among them follow the prefix."""
+    places = {node: place for place, node in enumerate(nodes)}
+    return Proposal(
+        base_len,
+        [proposal.token_ids[node] for node in nodes],
+        source=proposal.source,
+        parents=[places.get(proposal.parents[node], -1) for node in nodes],
+    )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from specwire import tree
 from specwire.core import IntArray, SamplingParams, Verdict
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.serving import StreamSpans
-from specwire.errors import InvalidRequestError
+from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.telemetry import tracing
@@ -59,7 +60,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     def _job(self, sequence: TokenSequence, request: verify_pb2.VerifyRequest) -> VerifyJob:
-        wire.refuse_trees(request.parent_indices, len(request.draft_token_ids))
+        self._check_tree(request.parent_indices, len(request.draft_token_ids), sequence.params)
         wire.check_num_draft_tokens("draft_token_ids", len(request.draft_token_ids))
         vocab_size = self._service.info.vocab_size
         for i, token_id in enumerate(request.draft_token_ids):
@@ -72,8 +73,16 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             request.base_len,
             list(request.token_ids),
             draft_token_ids=list(request.draft_token_ids),
+            parents=list(request.parent_indices),
             supports=_supports(request, sequence.params, vocab_size),
         )
+
+    def _check_tree(self, parents: Sequence[int], num_tokens: int, params: SamplingParams) -> None:
+        tree.check_parents(parents, num_tokens)
+        if parents and not self._service.info.trees:
+            raise UnsupportedError("parent_indices", list(parents), "this service verifies chains only")
+        if parents and not params.matches_tokens:
+            raise UnsupportedError("parent_indices", list(parents), f"not under rule {params.rule}")
 
     def _response(
         self, request: verify_pb2.VerifyRequest, job: VerifyJob, verdict: Verdict, received_ns: int

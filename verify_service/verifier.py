@@ -5,7 +5,7 @@ The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specwire import tree
 from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdict
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -22,6 +23,7 @@ from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
 from specwire.rule.sampling import Row
 from specwire.rule.transfer import to_device, to_host
+from specwire.tree import TokenTree
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)
@@ -32,11 +34,14 @@ class VerifyJob(Job):
     """Commit tokens, then verify draft tokens after them, in one forward pass."""
 
     draft_token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
 
     def start(self) -> None:
         super().start()
         self.sequence.tokens.extend(self.draft_token_ids)
+        if self.parents:
+            self.sequence.tree = TokenTree(self.committed_len, tuple(self.parents))
         self.num_rows = len(self.draft_token_ids) + 1
 
     def case(self) -> Case:
@@ -49,16 +54,18 @@ class VerifyJob(Job):
             committed_len=self.committed_len,
             seed=sequence.seed,
             draft_token_ids=self.draft_token_ids,
+            parents=self.parents,
             supports=self.supports,
         )
 
 
 class Case(NamedTuple):
-    """One sequence's rows: one for each draft position, and one for the position after them.
+    """One sequence's rows: one for the committed prefix, and one for each draft token.
 
     Attributes:
         history: int64, all of its tokens, drafts included; empty where the parameters do not need them.
         committed_len: position of its first row.
+        parents: of the draft tokens in a tree; empty for a chain.
         supports: one for each draft token; empty where tokens are matched.
     """
 
@@ -68,6 +75,7 @@ class Case(NamedTuple):
     committed_len: int
     seed: int
     draft_token_ids: Sequence[int]
+    parents: Sequence[int]
     supports: Sequence[IntArray]
 
     @property
@@ -81,17 +89,39 @@ class Case(NamedTuple):
             Row(
                 params=self.params,
                 prompt_len=self.prompt_len,
-                history=self.history[:position],  # type: ignore[arg-type]
+                history=history,  # type: ignore[arg-type]
                 position=position,
                 seed=self.seed,
                 base_len=self.committed_len,
             )
-            for position in range(self.committed_len, self.committed_len + self.num_rows)
+            for position, history in self._paths()
         ]
+
+    def _paths(self) -> Iterator[tuple[int, IntArray]]:
+        """The position of each row, and the tokens before it."""
+        if not self.parents:
+            for position in range(self.committed_len, self.committed_len + self.num_rows):
+                yield position, self.history[:position]
+            return
+        for node in range(-1, len(self.parents)):
+            path = np.array(tree.path_to(self.parents, node), np.int64)
+            history = self.history
+            if len(history):
+                history = np.concatenate([history[: self.committed_len], history[self.committed_len + path]])
+            yield self.committed_len + len(path), history
 
     def row_supports(self) -> list[IntArray]:
         """The support at each row; empty at the last row, where nothing was proposed."""
         return [*(self.supports or [_NO_IDS] * len(self.draft_token_ids)), _NO_IDS]
+
+    def row_drafts(self) -> list[list[int]]:
+        """The draft tokens that may be accepted at each row."""
+        if not self.parents:
+            return [*([token_id] for token_id in self.draft_token_ids), []]
+        drafts: list[list[int]] = [[] for _ in range(self.num_rows)]
+        for token_id, parent in zip(self.draft_token_ids, self.parents, strict=True):
+            drafts[parent + 1].append(token_id)
+        return drafts
 
 
 class Judged(NamedTuple):
@@ -217,7 +247,7 @@ def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs
         np.unique([t for t in (token_id, *draft, *support) if t >= 0]).astype(np.int64)
         for token_id, draft, support in zip(
             token_ids,
-            [*([t] for t in case.draft_token_ids), []],
+            case.row_drafts(),
             case.row_supports(),
             strict=True,
         )

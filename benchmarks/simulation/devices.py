@@ -24,7 +24,7 @@ from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from specwire.estimate import clock
-from specwire.estimate.forecast import NUM_RANKS
+from specwire.estimate.calibration import NUM_RANKS
 from verify_service.verifier import VerifyJob
 
 _NUM_PAGES = 1 << 18

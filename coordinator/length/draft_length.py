@@ -31,6 +31,8 @@ _CHANGE_RATIO = 1.02
 the last one."""
 _WAIT_RATIO = 0.9
 """A proposal is waited for if it promises at least so many times the rate of plain decoding."""
+DEFAULT_TREE_NODES = 32
+"""Nodes of a tree whose depth alone is given: docs/drafts.md has what 16, 32 and 64 bring."""
 _USUAL_WAITS = 2
 """A wait is not too long within so many times the usual one."""
 
@@ -85,7 +87,8 @@ class _Observer:
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         num_drafted = len(done.proposal.token_ids)
-        self._own.add(num_drafted, done.outcome.num_accepted)
+        if not done.proposal.parents:
+            self._own.add(num_drafted, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
         if self.limit and settled is not None and not done.draft_cost.draft_unavailable:
@@ -95,15 +98,20 @@ class _Observer:
 class FixedLength(_Observer):
     """Always the same length, however long it takes; only whether outcomes are prepared is chosen."""
 
-    def __init__(self, num_draft_tokens: int, shared: SharedMeasurements) -> None:
+    def __init__(self, num_draft_tokens: int, shared: SharedMeasurements, max_depth: int = 0) -> None:
+        """Args:
+        max_depth: longest path of a tree of so many draft tokens; 0 for chains.
+        """
         super().__init__(shared)
-        self.limit = num_draft_tokens
+        self._num_draft_tokens = num_draft_tokens
+        self._max_depth = max_depth if num_draft_tokens else 0
+        self.limit = min(num_draft_tokens, max_depth) if max_depth else num_draft_tokens
 
     def plan(self) -> Plan:
         """See `generation.Planner`."""
         num_outcomes = self._shared.begin_round().num_outcomes if self.limit else 0
         self._settling.enter(None, num_outcomes)
-        return Plan(self.limit, num_outcomes)
+        return Plan(self._num_draft_tokens, num_outcomes, max_depth=self._max_depth)
 
 
 class WithText:

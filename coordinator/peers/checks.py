@@ -100,7 +100,10 @@ def _check_logprobs(verdict: Verdict, proposal: Proposal) -> None:
         return
     if len(verdict.logprobs) != len(verdict.target_token_ids):
         raise InternalError(f"log probabilities of {len(verdict.logprobs)} positions")
-    drafted = [*([token_id] for token_id in proposal.token_ids), []]
+    drafted = [
+        [proposal.token_ids[child] for child in proposal.children(node)]
+        for node in range(-1, len(proposal.token_ids))
+    ]
     for entry, target, draft in zip(verdict.logprobs, verdict.target_token_ids, drafted, strict=True):
         known = set(entry.token_ids.tolist())
         fits = len(entry.values) == len(entry.token_ids) and 0 <= entry.num_top <= len(entry.token_ids)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.prepared import Origin, PreparedProposals
 from coordinator.peers.streams import Call, cost_of
-from specwire.core import Proposal, num_in_common
+from specwire import tree
+from specwire.core import Proposal
 from specwire.errors import InternalError, InvalidRequestError, SpecwireError
 from specwire.estimate import clock
 from specwire.v1 import common_pb2, draft_pb2
@@ -41,7 +42,7 @@ class DraftStream:
         self._check = check
         self._on_answer = on_answer
         self.num_sent_tokens = 0
-        self._last_proposed: Sequence[int] = ()  # after the committed tokens that were sent
+        self._last_proposed = Proposal(0)  # after the committed tokens that were sent
         self._num_requests = self._num_answered = self._num_abandoned = 0
         self._asked: draft_pb2.DraftRequest | None = None
         self._asked_ns = 0
@@ -79,11 +80,11 @@ class DraftStream:
                 raise InternalError(f"the draft answered with nothing that follows {len(committed)} tokens")
             self._arrived.clear()
             await self._arrived.wait()
-        num_prefill_tokens = len(message.token_ids) - num_in_common(message.token_ids, self._last_proposed)
-        self._last_proposed = found.proposal.token_ids
+        num_drafted = tree.num_in_common(self._last_proposed, message.token_ids)
+        self._last_proposed = found.proposal
         answered = self._num_answered == message.request_id
         cost = self._cost if answered else self._cost_of_pushed(found.origin)
-        return found.proposal, replace(cost, num_prefill_tokens=num_prefill_tokens)
+        return found.proposal, replace(cost, num_prefill_tokens=len(message.token_ids) - num_drafted)
 
     def _cost_of_pushed(self, origin: Origin) -> Cost:
         """Of the request that was sent last, which a prepared proposal has made unnecessary.
@@ -110,7 +111,7 @@ class DraftStream:
     ) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
         self._send(committed, message)
-        self._last_proposed = proposal.token_ids
+        self._last_proposed = proposal
 
     def _send(self, committed: Sequence[int], message: draft_pb2.DraftRequest) -> None:
         """In the order of the calls; the receiver learns why a message could not be sent."""

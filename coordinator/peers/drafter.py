@@ -16,7 +16,7 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
-from specwire.core import Preparation, Proposal
+from specwire.core import ModelInfo, Preparation, Proposal
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -106,12 +106,12 @@ class RemoteDrafter:
         replica = self._current.replica if self._current else self._choose(committed)
         if replica is None or replica.info is None:
             return nothing, Cost(outcome=CallOutcome.UNAVAILABLE)
-        num_wanted = min(plan.num_draft_tokens, replica.info.context_len - len(committed))
-        if num_wanted <= 0:
+        plan = _fitted(plan, replica.info, len(committed))
+        if plan.num_draft_tokens <= 0:
             return nothing, Cost()
         started_ns = clock.stopwatch_ns()
         try:
-            proposal, cost = await self._propose_at(replica, committed, num_wanted, plan, parent)
+            proposal, cost = await self._propose_at(replica, committed, plan, parent)
             return replace(proposal, source=replica.info.name), cost
         except SpecwireError as error:
             self._close_after(error, replica)
@@ -121,19 +121,19 @@ class RemoteDrafter:
             return nothing, Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
 
     async def _propose_at(
-        self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, parent: tracing.Span
+        self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """Raises:
         SpecwireError: the stream failed or the draft hangs.
         """
-        prepared = self._take_prepared(committed, num_wanted, plan)
+        prepared = self._take_prepared(committed, plan)
         if prepared is not None:
             return prepared
         if self._is_late:
             return Proposal(len(committed)), Cost()
         with span_around(self._tracer, "draft", replica.address, parent) as span:
             self._check_alive()
-            proposal, cost = await self._request(replica, committed, num_wanted, plan, span.traceparent)
+            proposal, cost = await self._request(replica, committed, plan, span.traceparent)
             describe(span, proposal, cost)
         return proposal, cost
 
@@ -165,9 +165,7 @@ class RemoteDrafter:
 
     # --- one proposal ---------------------------------------------------------------------------------
 
-    def _take_prepared(
-        self, committed: Sequence[int], num_wanted: int, plan: Plan
-    ) -> tuple[Proposal, Cost] | None:
+    def _take_prepared(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
         """A proposal that has arrived already, if any; the draft works on from it."""
         if self._current is None:
             return None
@@ -175,7 +173,7 @@ class RemoteDrafter:
         found = stream.prepared.take(committed)
         if found is None:
             return None
-        proposal, origin = found.proposal.first(num_wanted), found.origin
+        proposal, origin = plan.limit(found.proposal), found.origin
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
             message = draft_pb2.DraftRequest(prepare=preparation)
@@ -206,7 +204,7 @@ class RemoteDrafter:
             raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
 
     async def _request(
-        self, replica: Replica, committed: Sequence[int], num_wanted: int, plan: Plan, traceparent: str
+        self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str
     ) -> tuple[Proposal, Cost]:
         """Raises:
         SpecwireError: the stream failed.
@@ -217,11 +215,12 @@ class RemoteDrafter:
         stream = self._current.stream
         message = draft_pb2.DraftRequest(
             open=self._opening if is_new else None,
-            num_draft_tokens=num_wanted,
+            num_draft_tokens=plan.num_draft_tokens,
+            max_depth=plan.max_depth,
             traceparent=traceparent,
             prepare=_preparation(replica, plan),
         )
-        expected_s = replica.costs.bound((num_wanted, len(committed) - stream.num_sent_tokens)) / 1e9
+        expected_s = replica.costs.bound((plan.num_steps, len(committed) - stream.num_sent_tokens)) / 1e9
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
@@ -235,8 +234,9 @@ class RemoteDrafter:
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
-            replica.costs.add((len(found.token_ids), cost.num_prefill_tokens), max(1, cost.wall_ns))
-        return found.first(num_wanted), cost
+            num_steps = len(found.token_ids) if plan.max_depth == 0 else plan.max_depth
+            replica.costs.add((num_steps, cost.num_prefill_tokens), max(1, cost.wall_ns))
+        return plan.limit(found), cost
 
     def _open_stream(self, replica: Replica, committed: Sequence[int]) -> _OpenStream:
         call = replica.open_stream(self._deadline_s, self._headers)
@@ -274,4 +274,12 @@ def _preparation(replica: Replica, plan: Plan) -> draft_pb2.Preparation | None:
     """What the draft prepares during the verify pass, if the plan asks for it and the replica can."""
     if not plan.num_outcomes or replica.info is None or not replica.info.prepares_outcomes:
         return None
-    return wire.preparation_to_proto(Preparation(plan.num_outcomes, plan.num_draft_tokens))
+    return wire.preparation_to_proto(Preparation(plan.num_outcomes, plan.num_draft_tokens, plan.max_depth))
+
+
+def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
+    """The plan as this draft can follow it: chains where it has no trees, no more than its context holds."""
+    if plan.max_depth and not draft.trees:
+        plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
+    room = max(0, draft.context_len - committed_len)
+    return replace(plan, num_draft_tokens=min(plan.num_draft_tokens, room))

@@ -68,7 +68,7 @@ def check_version(info: ModelInfo) -> None:
 
 _SAME = (
     *("name", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_len", "dtype"),
-    *("eos_token_ids", "batch_invariant"),
+    *("eos_token_ids", "batch_invariant", "trees"),
 )
 """What a text depends on: a generation may begin at one replica and continue at another."""
 

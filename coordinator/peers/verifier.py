@@ -173,6 +173,7 @@ class RemoteVerifier:
             base_len=base_len,
             token_ids=committed[base_len:],
             draft_token_ids=proposal.token_ids,
+            parent_indices=proposal.parents,
             support_token_ids=[wire.ids_to_bytes(support.token_ids) for support in proposal.supports],
             traceparent=traceparent,
         )

@@ -430,6 +430,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         address=config.address,
         num_draft_tokens=config.num_draft_tokens,
         num_outcomes=config.num_outcomes,
+        max_depth=config.max_depth,
         speculative_config=config.coordinator_speculation,
         rule=config.rule,
         grace_s=config.grace_s,

@@ -9,7 +9,7 @@ from typing import Any
 
 from specwire.config.fields import AUTO
 from specwire.config.flags import flag_name
-from specwire.config.services import RULES, parse_num_draft_tokens
+from specwire.config.services import RULES, parse_max_depth, parse_num_draft_tokens
 from specwire.core import SamplingParams
 
 
@@ -41,8 +41,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams) if f.name in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
-    if "num_draft_tokens" in values:
-        values["num_draft_tokens"] = parse_num_draft_tokens(values["num_draft_tokens"])
+    for name, parse in (("num_draft_tokens", parse_num_draft_tokens), ("max_depth", parse_max_depth)):
+        if name in values:
+            values[name] = parse(values[name])
     if values.get("rule") == AUTO:
         del values["rule"]
     return SamplingParams(**values)
@@ -79,6 +80,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"action": "store_true", "help": "continue past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
+    "max_depth": {"metavar": "N|auto", "help": "longest path of a token tree; 0 for chains"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
     "logprobs": {
         "type": int,

@@ -57,6 +57,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft, else block"
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
+MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
 NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must have a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must send one"
@@ -93,6 +94,11 @@ def parse_num_draft_tokens(value: str) -> int | None:
         ConfigError: naming the flag and the value.
     """
     return parse_count("num_draft_tokens", value, MAX_NUM_DRAFT_TOKENS)
+
+
+def parse_max_depth(value: str) -> int | None:
+    """The longest path of a tree; None for `auto`. Errors as for `parse_num_draft_tokens`."""
+    return parse_count("max_depth", value, MAX_NUM_DRAFT_TOKENS)
 
 
 def parse_num_outcomes(value: str) -> int | None:
@@ -293,6 +299,7 @@ class CoordinatorConfig(ServiceConfig):
     draft_address: str = option("", f"where the draft service is: {ADDRESSES_HELP}; empty decodes plainly")
     verify_address: str = option("127.0.0.1:7072", f"where the verify service is: {ADDRESSES_HELP}")
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
     speculative_config: str = speculative_config_option()
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
@@ -352,6 +359,11 @@ class CoordinatorConfig(ServiceConfig):
         return parse_num_draft_tokens(self.num_draft_tokens)
 
     @property
+    def fixed_max_depth(self) -> int | None:
+        """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
+        return parse_max_depth(self.max_depth)
+
+    @property
     def ngram(self) -> NgramConfig | None:
         """Drafts from the text itself; None for none."""
         return parse_speculative_config(self.speculative_config)
@@ -390,6 +402,7 @@ class StackConfig(CheckedConfig):
         "", "HOST:PORT for OpenAI's API and the page; empty serves neither", check=check_address
     )
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
     draft_rtt_ms: float = option(

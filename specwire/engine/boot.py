@@ -157,6 +157,7 @@ def _model_info(config: ModelServiceConfig, source: str, description: dict[str, 
         tokenizer_source=name if tokenizer else "",
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
+        trees=not config.batch_invariant,
         weights_fingerprint="" if is_emulated else weights_fingerprint(_directory(source)),
         **description,  # type: ignore[arg-type]
     )

@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specwire.estimate.calibration import NUM_RANKS, Calibration
+
 NUM_POSITIONS = 16
 """Positions at which acceptance is measured; later ones are extrapolated from the last."""
-NUM_RANKS = 8
-"""Candidates at each position that are counted."""
 
 PRIOR_ACCEPTANCE = 0.75
 _PRIOR_LOG_ODDS = float(np.log(PRIOR_ACCEPTANCE / (1 - PRIOR_ACCEPTANCE)))
@@ -218,6 +218,7 @@ class SharedForecast:
         self.acceptance = SharedAcceptance()
         self.recovered = RankCounts(_PRIOR_RECOVERED)
         self.bonus = RankCounts(_PRIOR_BONUS)
+        self.candidates = Calibration()
 
 
 class Forecast:
@@ -226,6 +227,11 @@ class Forecast:
     def __init__(self, shared: SharedForecast) -> None:
         self._shared = shared
         self._own = OwnAcceptance(shared.acceptance)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the candidates of trees."""
+        return self._shared.candidates
 
     def add(self, num_drafted: int, num_accepted: int, rank: int | None) -> None:
         """A round ended; `rank` is the next token's place among the candidates, None if it was not one."""

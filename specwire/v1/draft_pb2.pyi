@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("open", "request_id", "base_len", "token_ids", "num_draft_tokens", "traceparent", "prepare")
+    __slots__ = ("open", "request_id", "base_len", "token_ids", "num_draft_tokens", "traceparent", "prepare", "max_depth")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class DraftRequest(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     open: _common_pb2.OpenSequence
     request_id: int
     base_len: int
@@ -23,15 +24,18 @@ class DraftRequest(_message.Message):
     num_draft_tokens: int
     traceparent: str
     prepare: Preparation
-    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prepare: _Optional[_Union[Preparation, _Mapping]] = ...) -> None: ...
+    max_depth: int
+    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prepare: _Optional[_Union[Preparation, _Mapping]] = ..., max_depth: _Optional[int] = ...) -> None: ...
 
 class Preparation(_message.Message):
-    __slots__ = ("num_outcomes", "num_draft_tokens")
+    __slots__ = ("num_outcomes", "num_draft_tokens", "max_depth")
     NUM_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     num_outcomes: int
     num_draft_tokens: int
-    def __init__(self, num_outcomes: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    max_depth: int
+    def __init__(self, num_outcomes: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("request_id", "base_len", "incarnation", "timings", "proposals", "num_cached_tokens", "begun_ahead", "last_request_id", "last_request_age_ns", "traceparent")

@@ -69,6 +69,7 @@ def generate_request(
             ignore_eos=params.ignore_eos,
         ),
         num_draft_tokens=params.num_draft_tokens,
+        max_depth=params.max_depth,
         credit_tokens=credit_tokens,
         report_progress=report_progress,
         cache_salt=params.cache_salt,
@@ -157,8 +158,9 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     fields = sampling_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
-    if request.HasField("num_draft_tokens"):
-        fields["num_draft_tokens"] = request.num_draft_tokens
+    for name in ("num_draft_tokens", "max_depth"):
+        if request.HasField(name):
+            fields[name] = getattr(request, name)
     return SamplingParams(
         **fields,
         stop=tuple(stops.stop),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specwire import tree
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     MAX_NUM_OUTCOMES,
@@ -26,7 +27,7 @@ from specwire.core import (
     Support,
     Verdict,
 )
-from specwire.errors import InvalidRequestError, UnsupportedError
+from specwire.errors import InvalidRequestError
 from specwire.v1 import common_pb2, draft_pb2, verify_pb2
 
 RULES = {
@@ -154,7 +155,9 @@ def check_num_draft_tokens(name: str, value: int) -> int:
 def preparation_to_proto(preparation: Preparation) -> draft_pb2.Preparation:
     """Field by field."""
     return draft_pb2.Preparation(
-        num_outcomes=preparation.num_outcomes, num_draft_tokens=preparation.num_draft_tokens
+        num_outcomes=preparation.num_outcomes,
+        num_draft_tokens=preparation.num_draft_tokens,
+        max_depth=preparation.max_depth,
     )
 
 
@@ -164,21 +167,14 @@ def preparation_from_proto(message: draft_pb2.Preparation) -> Preparation:
     for name, limit in limits.items():
         if not 1 <= getattr(message, name) <= limit:
             raise InvalidRequestError(f"prepare.{name}", getattr(message, name), f"must lie in [1, {limit}]")
-    return Preparation(message.num_outcomes, message.num_draft_tokens)
-
-
-def refuse_trees(parent_indices: Sequence[int], num_tokens: int) -> None:
-    """Trees are in the contract, but no service announces CAPABILITY_TREES yet."""
-    if parent_indices and len(parent_indices) != num_tokens:
-        raise InvalidRequestError("parent_indices", len(parent_indices), f"must be none or {num_tokens}")
-    if any(parent != i - 1 for i, parent in enumerate(parent_indices)):
-        raise UnsupportedError("parent_indices", list(parent_indices), "only chains are served")
+    max_depth = check_num_draft_tokens("prepare.max_depth", message.max_depth)
+    return Preparation(message.num_outcomes, message.num_draft_tokens, max_depth)
 
 
 def proposal_to_proto(
     proposal: Proposal, path: Sequence[int] = (), *, num_tokens: int = 0, support_len: int = 0
 ) -> draft_pb2.Proposal:
-    """A chain with its supports, and the outcome that it was prepared for.
+    """A chain with its supports or a tree, and the outcome that it was prepared for.
 
     Args:
         num_tokens, support_len: tokens and entries of each support that a proposal with supports is padded
@@ -190,7 +186,9 @@ def proposal_to_proto(
         num_missing = max(0, num_tokens - len(token_ids))
         token_ids += [_NO_TOKEN] * num_missing
         supports += [_support_to_proto(_NO_SUPPORT, support_len)] * num_missing
-    return draft_pb2.Proposal(token_ids=token_ids, prefix_token_ids=path, supports=supports)
+    return draft_pb2.Proposal(
+        token_ids=token_ids, parent_indices=proposal.parents, prefix_token_ids=path, supports=supports
+    )
 
 
 def _support_to_proto(support: Support, length: int) -> draft_pb2.Support:
@@ -202,19 +200,21 @@ def _support_to_proto(support: Support, length: int) -> draft_pb2.Support:
 
 
 def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
-    """A chain with its supports.
+    """A chain with its supports, or a tree.
 
     Raises:
-        UnsupportedError: a tree.
-        InvalidRequestError: supports whose number or lengths do not match the token ids.
+        InvalidRequestError: supports whose number or lengths do not match the token ids; parents that are no
+            tree, or one with supports.
     """
-    refuse_trees(message.parent_indices, len(message.token_ids))
-    token_ids = list(message.token_ids)
+    token_ids, parents = list(message.token_ids), list(message.parent_indices)
+    tree.check_parents(parents, len(token_ids))
+    if parents and message.supports:
+        raise InvalidRequestError("supports", len(message.supports), "must be none in a tree")
     num_tokens = token_ids.index(_NO_TOKEN) if _NO_TOKEN in token_ids else len(token_ids)
     if message.supports and len(message.supports) != len(token_ids):
         raise InvalidRequestError("supports", len(message.supports), "must be one for each draft token")
     supports = [_support_from_proto(support) for support in message.supports[:num_tokens]]
-    return Proposal(base_len, token_ids[:num_tokens], supports)
+    return Proposal(base_len, token_ids[:num_tokens], supports, parents=parents)
 
 
 def _support_from_proto(message: draft_pb2.Support) -> Support:
@@ -287,6 +287,7 @@ def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
 _CAPABILITIES = {
     "prepares_outcomes": common_pb2.CAPABILITY_PREPARED_OUTCOMES,
     "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,
+    "trees": common_pb2.CAPABILITY_TREES,
 }
 _MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in _CAPABILITIES]
 

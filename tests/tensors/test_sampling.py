@@ -363,6 +363,6 @@ def test_top_logprobs() -> None:
 def test_the_targets_numbers_are_those_of_the_round(rule: Rule, base: int) -> None:
     """A function of what the request says, so another replica draws the same."""
     params = SamplingParams(rule=rule)
-    case = Case(params, 3, np.empty(0, np.int64), 7, 5, [1, 2], [np.array([1]), np.array([2])])
+    case = Case(params, 3, np.empty(0, np.int64), 7, 5, [1, 2], [], [np.array([1]), np.array([2])])
     drawn = uniforms_for(case.rows(), Purpose.TARGET, torch.device("cpu"))
     assert drawn.tolist() == uniforms(5, Purpose.TARGET, [7, 8, 9], base).tolist()

@@ -111,8 +111,8 @@ class TestHowMuch:
 
     def test_the_last_round_of_a_generation(self) -> None:
         plan = Plan(5, num_outcomes=8, patience_s=1.0, num_text_tokens=9)
-        assert plan.within(9) is plan
-        assert plan.within(3) == Plan(3, patience_s=1.0, num_text_tokens=3)
+        assert plan.within(9, 9) is plan
+        assert plan.within(3, 9) == Plan(3, patience_s=1.0, num_text_tokens=3)
 
     def test_expected_tokens(self) -> None:
         assert expected_tokens(0.5, 3) == [1, 1.5, 1.75, 1.875]

@@ -1,0 +1,105 @@
+"""A token tree that grows best first: the nodes that the target most likely reaches. Pure.
+
+    worth(node) = probability that the target follows the path to it
+                = worth(parent) · probability of its token after the path
+
+Each forward pass of the draft *expands* nodes: its candidates there become their children. The tree that is
+proposed is the best `num_nodes` of all nodes found; since no child is worth more than its parent, it is
+connected. Source: Li et al. 2024 (EAGLE-2, arXiv 2406.16858), sections 4.1 and 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specwire import tree
+from specwire.core import MAX_TREE_NODES, Proposal
+from specwire.estimate.calibration import Calibration
+
+
+class TreeGrowth:
+    """Nodes found so far, in the order in which they were found: parents come before their children.
+
+    Attributes:
+        token_ids, parents, depths, worths: by node; -1 is the prefix.
+        expanded: the nodes that were expanded, in order, the prefix not among them.
+    """
+
+    def __init__(self, num_nodes: int, max_depth: int, calibration: Calibration) -> None:
+        """Args:
+        num_nodes: of the tree that is proposed.
+        max_depth: longest path, in nodes.
+        calibration: of this kind of streams.
+        """
+        self._num_nodes = num_nodes
+        self._max_depth = max_depth
+        self._calibration = calibration
+        self._shares: dict[int, tuple[int, Sequence[float]]] = {}
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.worths: list[float] = []
+        self.expanded: list[int] = []
+
+    def add(self, node: int, token_ids: Sequence[int], shares: Sequence[float]) -> None:
+        """The candidates after a node, or after the prefix (-1), which has been expanded.
+
+        Args:
+            token_ids: best first.
+            shares: how likely they are by the draft's scores alone.
+        """
+        self._shares[node] = len(self.token_ids), shares
+        probabilities = self._calibration.probabilities(shares)
+        worth, depth = (self.worths[node], self.depths[node] + 1) if node >= 0 else (1.0, 0)
+        for token_id, probability in zip(token_ids, probabilities, strict=True):
+            self.token_ids.append(token_id)
+            self.parents.append(node)
+            self.depths.append(depth)
+            self.worths.append(worth * probability)
+
+    def learn(self, following: Sequence[int]) -> None:
+        """The target went on with these tokens: each is compared with the candidates at its position."""
+        node = -1
+        for token_id in following:
+            if node not in self._shares:
+                return
+            first, shares = self._shares[node]
+            token_ids = self.token_ids[first : first + len(shares)]
+            rank = token_ids.index(token_id) if token_id in token_ids else None
+            self._calibration.add(shares, rank)
+            if rank is None:
+                return
+            node = first + rank
+
+    def path_to(self, node: int) -> list[int]:
+        """The tokens from the prefix to a node, its own included; none for -1."""
+        return [self.token_ids[each] for each in tree.path_to(self.parents, node)]
+
+    def best(self) -> list[int]:
+        """The best `num_nodes` nodes, best first: a child comes after its parent."""
+        order = sorted(range(len(self.worths)), key=lambda node: -self.worths[node])  # stable
+        return order[: self._num_nodes]
+
+    def expand(self, width: int) -> list[int]:
+        """The best nodes of the tree that are not expanded, which counts them as expanded.
+
+        Args:
+            width: most of them.
+        """
+        known = set(self.expanded)
+        room = min(width, MAX_TREE_NODES - len(known))
+        open_nodes = [
+            node for node in self.best() if node not in known and self.depths[node] + 1 < self._max_depth
+        ]
+        self.expanded += open_nodes[:room]
+        return open_nodes[:room]
+
+    def proposal(self, base_len: int) -> Proposal:
+        """The best nodes as a tree."""
+        nodes = self.best()
+        places = {node: place for place, node in enumerate(nodes)}
+        return Proposal(
+            base_len,
+            [self.token_ids[node] for node in nodes],
+            parents=[places.get(self.parents[node], -1) for node in nodes],
+        )
