@@ -72,10 +72,11 @@ class Kind(NamedTuple):
 
     def job(self, *args: Any, **fields: Any) -> DraftJob:
         """Drafts it; arguments as of `Job`."""
-        counts: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "num_candidates": self.num_candidates}
-        if self.max_depth and self.num_draft_tokens:
-            return TreeJob(*args, **fields, **counts, max_depth=self.max_depth, calibration=self.calibration)
-        return DraftJob(*args, **fields, **counts)
+        fields |= {"num_draft_tokens": self.num_draft_tokens, "num_candidates": self.num_candidates}
+        if not (self.max_depth and self.num_draft_tokens):
+            return DraftJob(*args, **fields)
+        fields |= {"max_depth": self.max_depth, "calibration": self.calibration}
+        return TreeJob(*args, **fields)
 
 
 class DraftAnswer(NamedTuple):

@@ -12,7 +12,9 @@ Source: Miao et al. 2023 (arXiv 2305.09781), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -130,3 +132,54 @@ def _selected(proposal: Proposal, nodes: Sequence[int], base_len: int) -> Propos
         source=proposal.source,
         parents=[places.get(proposal.parents[node], -1) for node in nodes],
     )
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """The last tokens of a sequence as a tree: node i is its token `start + i`.
+
+    A node's position is that of a token in its own path, so siblings share one:
+
+        index      0 1 2 3 | 4 5 6 7      start = 4, parents = -1 -1 0 2
+        position   0 1 2 3 | 4 4 5 6
+
+    Attributes:
+        start: tokens before the tree, which every node follows.
+        parents: see `check_parents`.
+    """
+
+    start: int
+    parents: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence up to the last node."""
+        return self.start + len(self.parents)
+
+    def extended(self, parents: Iterable[int]) -> TokenTree:
+        """The tree with more nodes after those it has; `parents` are the new ones' alone."""
+        return TokenTree(self.start, (*self.parents, *parents))
+
+    def positions(self, first: int, last: int) -> IntArray:
+        """int64 [last - first], the positions of tokens [first, last) of the sequence."""
+        index = np.arange(first, last, dtype=np.int64)
+        index[max(0, self.start - first) :] = self.start + self._of(self._depths, first, last)
+        return index
+
+    def words(self, first: int, last: int) -> IntArray:
+        """int64 [last - first], the nodes that tokens [first, last) see (`ancestors`); 0 before the tree."""
+        words = np.zeros(last - first, dtype=np.int64)
+        words[max(0, self.start - first) :] = self._of(self._ancestors, first, last)
+        return words
+
+    def _of(self, nodes: IntArray, first: int, last: int) -> IntArray:
+        """The entries of those nodes that are tokens [first, last) of the sequence."""
+        return nodes[max(0, first - self.start) : max(0, last - self.start)]
+
+    @cached_property
+    def _depths(self) -> IntArray:
+        return np.array(depths(self.parents), dtype=np.int64)
+
+    @cached_property
+    def _ancestors(self) -> IntArray:
+        return ancestors(self.parents)

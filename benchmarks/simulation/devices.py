@@ -221,7 +221,7 @@ class GreedyDrafts:
                 likely = wrong + likely if len(wrong) < _NUM_LIKELY else wrong
             others = [(likely[-1] + k) % vocab_size for k in range(1, NUM_RANKS + 2)]  # as good as impossible
             likely += [token_id for token_id in others if token_id not in likely]
-            job.add(Drawn(likely[0], None, likely[: NUM_RANKS + 1]))
+            job.add([Drawn(likely[0], None, likely[: NUM_RANKS + 1])])
 
 
 class GreedyVerdicts:

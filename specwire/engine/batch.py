@@ -14,8 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specwire.core import IntArray
-from specwire.engine.cache.kv_cache import PageCopy, PagePool, Run, SequenceCache
+from specwire.engine.cache.copies import SlotCopies
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache
 from specwire.errors import ContextLengthError, InvalidRequestError
+from specwire.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,16 @@ class Feed:
     """What one sequence contributes to a forward pass.
 
     Attributes:
-        cache: the sequence; the tokens go to positions `cache.length` and on.
+        cache: the sequence; the tokens follow those that it holds.
         token_ids: at least one; a list or an int64 array.
         num_rows: logits are wanted after each of the last `num_rows` tokens; 0 only fills the cache.
+        tree: of the sequence, if it has one; a pass may contain some of its nodes, or none.
     """
 
     cache: SequenceCache
     token_ids: Sequence[int] | IntArray
     num_rows: int = 1
+    tree: TokenTree | None = None
 
 
 class Segment(NamedTuple):
@@ -42,6 +46,7 @@ class Segment(NamedTuple):
         cache_len: tokens in its cache, those of the row included.
         runs: the slots of its cache, in token order.
         pages: its page table.
+        tree: the tree that tokens of the row are in, if any are.
     """
 
     query_offset: int
@@ -49,6 +54,31 @@ class Segment(NamedTuple):
     cache_len: int
     runs: Sequence[Run]
     pages: Sequence[int]
+    tree: TokenTree | None = None
+
+    @property
+    def first_query(self) -> int:
+        """Its first token in the row, as an index in the sequence."""
+        return self.cache_len - self.num_query
+
+    @property
+    def num_common(self) -> int:
+        """Tokens of its cache that come before all of its tokens in the row, and on the path of each."""
+        return self.first_query if self.tree is None else min(self.first_query, self.tree.start)
+
+    @property
+    def positions(self) -> IntArray:
+        """int64 [num_query], of its tokens in the row."""
+        if self.tree is None:
+            return np.arange(self.first_query, self.cache_len, dtype=np.int64)
+        return self.tree.positions(self.first_query, self.cache_len)
+
+    @property
+    def words(self) -> IntArray:
+        """int64 [num_query], the nodes of the tree that its tokens in the row see, see `TokenTree.words`."""
+        if self.tree is None:
+            return np.zeros(self.num_query, dtype=np.int64)
+        return self.tree.words(self.first_query, self.cache_len)
 
 
 class Batch(NamedTuple):
@@ -58,7 +88,7 @@ class Batch(NamedTuple):
         token_ids, positions, slots: int64 [num_tokens].
         segments: the sequences in row order; their `num_query` add up to num_tokens.
         rows: indices in the packed row whose logits are wanted.
-        copies: page copies, in this order, before any slot is written.
+        copies: slots to copy before any is written.
     """
 
     token_ids: IntArray
@@ -66,7 +96,12 @@ class Batch(NamedTuple):
     slots: IntArray
     segments: list[Segment]
     rows: list[int]
-    copies: list[PageCopy]
+    copies: SlotCopies | None = None
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether any token is a node of a tree."""
+        return any(segment.tree is not None for segment in self.segments)
 
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
@@ -86,7 +121,7 @@ class Batch(NamedTuple):
                     )
                 )
         rows = [row - start for row in self.rows if start <= row < end]
-        copies = self.copies if start == 0 else []
+        copies = self.copies if start == 0 else None
         return Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
 
 
@@ -103,8 +138,6 @@ class Packer:
         self.pool = pool
         self._num_embeddings = num_embeddings
         self._context_len = context_len
-        # Kept over failed passes: the page tables already refer to the copies.
-        self._copies: list[PageCopy] = []
 
     @contextmanager
     def packed(self, feeds: Sequence[Feed]) -> Iterator[Batch]:
@@ -125,10 +158,6 @@ class Packer:
                 feed.cache.truncate(length)
             raise
 
-    def forget_copies(self) -> None:
-        """Drop pending copies, since the pages to copy are lost."""
-        self._copies.clear()
-
     def _check(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> None:
         for feed, token_ids in zip(feeds, tokens, strict=True):
             if token_ids.ndim != 1 or token_ids.size == 0:
@@ -141,28 +170,32 @@ class Packer:
                 raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {token_ids.size}]")
             if feed.cache.pool is not self.pool:
                 raise InvalidRequestError("cache", feed.cache, "belongs to another runner")
-            new_len = feed.cache.length + token_ids.size
-            if self._context_len is not None and new_len > self._context_len:
-                raise ContextLengthError(
-                    "token_ids", new_len, f"the model's context is {self._context_len} tokens"
-                )
+            self._check_length(feed, feed.cache.length + token_ids.size)
         if len({id(feed.cache) for feed in feeds}) != len(feeds):
             raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
 
+    def _check_length(self, feed: Feed, new_len: int) -> None:
+        """Siblings share a position, so a tree may have more tokens than the context has positions."""
+        tree, num_positions = feed.tree, new_len
+        if tree is not None and new_len > tree.start:
+            if new_len > tree.end:
+                raise InvalidRequestError("token_ids", new_len, f"beyond the tree, which ends at {tree.end}")
+            num_positions = int(tree.positions(tree.start, new_len).max()) + 1
+        if self._context_len is not None and num_positions > self._context_len:
+            raise ContextLengthError(
+                "token_ids", num_positions, f"the model's context is {self._context_len} tokens"
+            )
+
     def _pack(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> Batch:
         rows: list[int] = []
-        slots, positions, segments, end = [], [], [], 0
+        slots, segments, end = [], [], 0
         for feed, token_ids in zip(feeds, tokens, strict=True):
             cache, num_query = feed.cache, token_ids.size
-            appended = cache.append(num_query)
-            if appended.copy is not None:
-                self._copies.append(appended.copy)
-            slots.append(appended.slots)
-            positions.append(np.arange(cache.length - num_query, cache.length))
-            segments.append(Segment(end, num_query, cache.length, cache.runs(), cache.pages))
+            slots.append(cache.append(num_query))
+            tree = feed.tree if feed.tree is not None and cache.length > feed.tree.start else None
+            segments.append(Segment(end, num_query, cache.length, cache.runs(), cache.pages, tree))
             end += num_query
             rows.extend(range(end - feed.num_rows, end))
-        copies, self._copies = self._copies, []
-        return Batch(
-            np.concatenate(tokens), np.concatenate(positions), np.concatenate(slots), segments, rows, copies
-        )
+        positions = np.concatenate([segment.positions for segment in segments])
+        copies = self.pool.copies.take()
+        return Batch(np.concatenate(tokens), positions, np.concatenate(slots), segments, rows, copies)

@@ -197,14 +197,16 @@ class EmulatedRunner:
 
     def _append(self, feeds: Sequence[Feed]) -> tuple[IntArray, IntArray]:
         """Append to the caches; returns the position of each row and the token before it, int64 [n]."""
-        positions: list[int] = []
-        tokens: list[int] = []
+        positions: list[IntArray] = []
+        tokens: list[IntArray] = []
         for feed in feeds:
             feed.cache.append(len(feed.token_ids))
-            for i in range(feed.num_rows, 0, -1):
-                positions.append(feed.cache.length - i + 1)
-                tokens.append(int(feed.token_ids[-i]))
-        return np.array(positions, np.int64), np.array(tokens, np.int64)
+            first, last = feed.cache.length - feed.num_rows, feed.cache.length
+            before = feed.tree.positions(first, last) if feed.tree else np.arange(first, last, dtype=np.int64)
+            positions.append(before + 1)
+            tokens.append(np.asarray(feed.token_ids[len(feed.token_ids) - feed.num_rows :], np.int64))
+        self.pool.copies.forget()  # there is nothing to copy
+        return np.concatenate(positions), np.concatenate(tokens)
 
     def end_step(self) -> None:
         """Sleep for the rest of the step's emulated time."""

@@ -54,7 +54,7 @@ class StepExecutor:
         self._counts.add_pass(sum(len(feed.token_ids) for feed in feeds))
         if self._prefix_sharing:
             for job in jobs:
-                job.sequence.cache.remember(job.sequence.tokens)
+                job.sequence.cache.remember(job.sequence.chain)
         if ready:
             self._decider.apply(ready, answer)
         self._runner.end_step()

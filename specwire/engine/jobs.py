@@ -16,6 +16,7 @@ from specwire.errors import (
     RequestCancelledError,
 )
 from specwire.estimate import clock
+from specwire.tree import TokenTree, follow
 
 _MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was skipped leaves a few more."""
@@ -31,6 +32,7 @@ class TokenSequence:
     cache   ├── computed ──────────┤                     cache.length <= len(tokens)
 
     Attributes:
+        tree: set while the last tokens, as many as it has nodes, are a tree.
         is_fork: it belongs to the stream of another sequence.
         answered_ns: when its last job ended; 0 before the first one.
         turnaround_ns: time from there to the arrival of the next job, as last measured.
@@ -41,6 +43,7 @@ class TokenSequence:
     cache: SequenceCache
     order: int
     tokens: list[int] = field(default_factory=list)
+    tree: TokenTree | None = None
     is_fork: bool = False
     closed: bool = False
     answered_ns: int = 0
@@ -52,41 +55,61 @@ class TokenSequence:
         assert self.params.seed is not None
         return self.params.seed
 
+    @property
+    def chain(self) -> list[int]:
+        """The tokens before the tree, each of which follows the one before it; all of them without a tree."""
+        return self.tokens if self.tree is None else self.tokens[: self.tree.start]
+
     def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
         """Roll back to `base_len` tokens, then commit `token_ids` after them.
 
-        Tokens that the sequence already holds, such as accepted drafts, stay in its cache. The exception is
-        the last committed token: its logits are needed for the next draft position, so it is run again.
+        Tokens that the sequence already holds, such as accepted drafts, stay in its cache; those of a tree
+        move together there. The exception is the last committed token: its logits are needed for the next
+        draft position, so it is run again.
 
         Raises:
-            PrefixMismatchError: fewer than `base_len` tokens are held; nothing is changed.
+            PrefixMismatchError: fewer than `base_len` tokens are held before a tree; nothing is changed.
         """
-        if base_len > len(self.tokens):
-            raise PrefixMismatchError(base_len, len(self.tokens))
-        num_kept = base_len + num_in_common(self.tokens[base_len:], token_ids)
+        chain = self.chain
+        if base_len > len(chain):
+            raise PrefixMismatchError(base_len, len(chain))
+        num_kept = base_len + num_in_common(chain[base_len:], token_ids)
+        if self.tree is not None and num_kept == len(chain):
+            num_kept += self._keep_path(self.tree, token_ids[num_kept - base_len :])
         self.tokens[base_len:] = token_ids
+        self.tree = None
         self.cache.truncate(min(self.cache.length, num_kept, len(self.tokens) - 1))
+
+    def _keep_path(self, tree: TokenTree, following: Sequence[int]) -> int:
+        """Drop the computed nodes that are not on the path along these tokens; returns how many there are."""
+        num_computed = self.cache.length - tree.start
+        path = follow(self.tokens[tree.start :], tree.parents, following)
+        kept = [node for node in path if node < num_computed]
+        if num_computed > 0:
+            self.cache.keep(tree.start, kept)
+        return len(kept)
 
     def fork_from(self, parent: TokenSequence, length: int) -> None:
         """Become the first `length` tokens of `parent`, and share its pages.
 
         Raises:
-            PrefixMismatchError: it holds fewer.
+            PrefixMismatchError: it holds fewer before its tree.
             RequestCancelledError: it was closed.
         """
         if parent.closed:
             raise RequestCancelledError("the sequence to fork was closed")
-        if length > len(parent.tokens):
-            raise PrefixMismatchError(length, len(parent.tokens))
+        chain = parent.chain
+        if length > len(chain):
+            raise PrefixMismatchError(length, len(chain))
         self.cache.release()
         self.cache = parent.cache.fork()
         self.cache.truncate(min(self.cache.length, length))
-        self.tokens = parent.tokens[:length]
+        self.tokens, self.tree = chain[:length], None
 
     def replace_with_fork(self, fork: TokenSequence) -> None:
-        """Take over a fork's tokens and cache; the fork is closed."""
+        """Take over a fork's tokens, tree and cache; the fork is closed."""
         self.cache.release()
-        self.tokens, self.cache = fork.tokens, fork.cache
+        self.tokens, self.tree, self.cache = fork.tokens, fork.tree, fork.cache
         fork.closed = True
 
 

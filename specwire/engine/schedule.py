@@ -134,12 +134,14 @@ class Scheduler:
     def _reuse_prefix(self, job: Job) -> int:
         """Fill an empty cache with the known pages of its tokens; returns how many tokens were found.
 
-        The rows whose logits are wanted are always run, and at least one token is.
+        The rows whose logits are wanted are always run, at least one token is, and nodes of a tree are.
         """
         sequence = job.sequence
         if not self._prefix_sharing or sequence.cache.length:
             return 0
-        return sequence.cache.reuse_prefix(sequence.tokens, len(sequence.tokens) - max(1, job.num_rows))
+        chain = sequence.chain
+        num_tokens = min(len(chain), len(sequence.tokens) - max(1, job.num_rows))
+        return sequence.cache.reuse_prefix(chain, num_tokens)
 
     def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Set[int]) -> bool:
         """Free pages by evicting the caches of other sequences, youngest first; they run their tokens again.
@@ -162,8 +164,8 @@ class Scheduler:
 
 def _next_feed(job: Job, budget: int) -> Feed | None:
     """The job's next feed within the budget: all its tokens, or a chunk before the rows that need logits."""
-    pending = job.pending
+    sequence, pending = job.sequence, job.pending
     if len(pending) <= budget:
-        return Feed(job.sequence.cache, pending, job.num_rows)
+        return Feed(sequence.cache, pending, job.num_rows, sequence.tree)
     size = min(budget, len(pending) - job.num_rows)
-    return Feed(job.sequence.cache, pending[:size], 0) if size > 0 else None
+    return Feed(sequence.cache, pending[:size], 0, sequence.tree) if size > 0 else None

@@ -1,7 +1,7 @@
 """How likely the draft's candidates are the target's, given what the draft's own scores say. Pure.
 
-A draft is surer, or less sure, of its candidates than it should be. So it is counted how often a candidate was
-the target's token, by its rank and by ranges of the share that the draft gives it.
+A draft is surer, or less sure, of its candidates than it should be. So it is counted how often a candidate
+was the target's token, by its rank and by ranges of the share that the draft gives it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Calibration:
         """
         ranks, ranges = np.arange(len(shares)), np.searchsorted(_EDGES, shares, side="right")
         right = self._right[ranks, ranges] + _PRIOR_WEIGHT * _MIDDLES[ranges]
-        return (right / (self._judged[ranks, ranges] + _PRIOR_WEIGHT)).tolist()
+        found: list[float] = (right / (self._judged[ranks, ranges] + _PRIOR_WEIGHT)).tolist()
+        return found
 
     def add(self, shares: Sequence[float], rank: int | None) -> None:
         """The target has decided at a position; `rank` is None where no candidate was its token."""

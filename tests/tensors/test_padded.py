@@ -241,7 +241,7 @@ def test_a_row_is_split_without_losing_a_token() -> None:
         for i, (offset, num, cache_len) in enumerate(zip(offsets, lengths, cached, strict=False))
     ]
     numbers = np.arange(sum(lengths))
-    row = Batch(numbers, numbers + 1000, numbers + 2000, segments, [2, 92, 93, 133], [])
+    row = Batch(numbers, numbers + 1000, numbers + 2000, segments, [2, 92, 93, 133])
     parts = row.split(INVARIANT_TOKENS)
     assert [len(part.token_ids) for part in parts] == [64, 64, 6]
     assert np.concatenate([part.slots for part in parts]).tolist() == row.slots.tolist()
@@ -261,7 +261,7 @@ def test_a_row_is_split_without_losing_a_token() -> None:
 def _row(lengths: list[int], num_pages: int = 1) -> Batch:
     segments = [Segment(0, length, length, (), [0] * num_pages) for length in lengths]
     numbers = np.zeros(sum(lengths), dtype=np.int64)
-    return Batch(numbers, numbers, numbers, segments, [], [])
+    return Batch(numbers, numbers, numbers, segments, [])
 
 
 def test_sizes_of_buckets() -> None:

@@ -8,16 +8,17 @@ import time
 import numpy as np
 import pytest
 
-from specwire.engine.cache.kv_cache import IntegrityError, PageCopy, PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import IntegrityError, PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
+from tests.support.slot_memory import do_copies
 
 
 def test_slots_follow_the_page_table() -> None:
     pool = PagePool(8, 4)
     sequence = pool.new_sequence()
     first, second = sequence.append(3), sequence.append(6)
-    assert first.slots.dtype == np.int64
-    assert [*first.slots, *second.slots] == list(range(9))
+    assert first.dtype == np.int64
+    assert [*first, *second] == list(range(9))
     assert sequence.length == 9
     assert sequence.num_pages == pool.num_held_pages == 3
     assert sequence.runs() == [Run(0, 9)]
@@ -55,7 +56,7 @@ def test_exhaustion_changes_nothing() -> None:
         one.append(3)
     assert (one.length, one.num_pages, pool.num_free_pages) == (6, 2, 0)
     pool.check_integrity()
-    assert one.append(2).slots.size == 2  # what is left of its own page
+    assert one.append(2).size == 2  # what is left of its own page
     two.release()
     one.append(3)
     pool.check_integrity()
@@ -69,12 +70,15 @@ def test_fork_shares_until_the_first_write() -> None:
     assert pool.num_held_pages == 2
     assert child.pages_needed(1) == 1
     shared_page = parent.pages[1]
-    appended = child.append(1)
-    assert appended.copy == PageCopy(shared_page, child.pages[1], 2)
+    slots, copies = child.append(1), pool.copies.take()
+    assert copies is not None
+    assert copies.src.tolist() == [shared_page * 4, shared_page * 4 + 1]
+    assert copies.dst.tolist() == [child.pages[1] * 4, child.pages[1] * 4 + 1]
     assert child.pages[0] == parent.pages[0]
     assert child.pages[1] != shared_page
-    assert appended.slots.tolist() == [child.pages[1] * 4 + 2]
-    assert parent.append(1).copy is None, "the last holder writes in place"
+    assert slots.tolist() == [child.pages[1] * 4 + 2]
+    parent.append(1)
+    assert pool.copies.take() is None, "the last holder writes in place"
     pool.check_integrity()
 
 
@@ -83,7 +87,8 @@ def test_full_pages_are_never_copied() -> None:
     parent = pool.new_sequence()
     parent.append(8)
     child = parent.fork()
-    assert child.append(1).copy is None
+    child.append(1)
+    assert pool.copies.take() is None
     assert parent.pages == child.pages[:2]
 
 
@@ -97,7 +102,8 @@ def test_copy_on_write_that_does_not_fit_changes_nothing() -> None:
     assert (child.length, child.pages) == (2, parent.pages)
     pool.check_integrity()
     parent.release()
-    assert child.append(1).copy is None
+    child.append(1)
+    assert pool.copies.take() is None
 
 
 def test_release_is_idempotent_and_final() -> None:
@@ -199,12 +205,10 @@ def _random_operation(
 
 def _append(sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, int]) -> None:
     try:
-        slots, copy = sequence.append(len(new))
+        slots = sequence.append(len(new))
     except ResourceExhaustedError:
         return
-    if copy is not None:
-        for i in range(copy.num_tokens):
-            memory[copy.dst_page * 4 + i] = memory[copy.src_page * 4 + i]
+    do_copies(sequence.pool, memory)
     memory.update(zip(slots.tolist(), new, strict=True))
     tokens.extend(new)
 

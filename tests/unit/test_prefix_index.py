@@ -10,6 +10,7 @@ import pytest
 from specwire.engine.cache.kv_cache import IntegrityError, PagePool, SequenceCache
 from specwire.engine.cache.prefix import ROOT, page_digest, root
 from specwire.errors import InternalError, ResourceExhaustedError
+from tests.support.slot_memory import do_copies
 
 SIZE = 4
 
@@ -104,7 +105,8 @@ def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written()
     sequence.truncate(6)
     assert pool.num_cached_pages == 1
     assert found(pool, tokens) == 12, "nothing was overwritten yet"
-    assert sequence.append(1).copy is None
+    sequence.append(1)
+    assert pool.copies.take() is None
     pool.check_integrity()
     assert (found(pool, tokens), pool.num_cached_pages) == (4, 0)
     sequence.append(1)
@@ -117,9 +119,10 @@ def test_a_rollback_into_a_page_that_others_read_copies_it() -> None:
     tokens = list(range(8))
     first, second = filled(pool, tokens), filled(pool, tokens)
     second.truncate(6)
-    copy = second.append(1).copy
-    assert copy is not None
-    assert (copy.src_page, copy.num_tokens) == (first.pages[1], 2)
+    second.append(1)
+    copies = pool.copies.take()
+    assert copies is not None
+    assert copies.src.tolist() == [first.pages[1] * SIZE, first.pages[1] * SIZE + 1]
     pool.check_integrity()
     assert found(pool, tokens) == 8
 
@@ -251,12 +254,10 @@ def _append(
     sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
 ) -> None:
     try:
-        slots, copy = sequence.append(len(new))
+        slots = sequence.append(len(new))
     except ResourceExhaustedError:
         return
-    if copy is not None:
-        for i in range(copy.num_tokens):
-            memory[copy.dst_page * SIZE + i] = memory[copy.src_page * SIZE + i]
+    do_copies(sequence.pool, memory)
     for slot, token in zip(slots.tolist(), new, strict=True):
         tokens.append(token)
         memory[slot] = tuple(tokens)

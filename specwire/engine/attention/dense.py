@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specwire.engine.attention.varlen import BlockTables
+from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 _MAX_GATHERED_KEYS = 1 << 17
@@ -39,13 +40,15 @@ class DenseStep:
 
     Attributes:
         tables: the segments; the layout has `max_query` queries and `max_keys` keys for each.
-        positions: int64 [num_tokens], each token's index in its own sequence.
+        positions: int64 [num_tokens], each token's position in its own sequence.
         page_size: slots in a page.
+        words: int64 [num_tokens], the nodes that each token sees, see `TokenTree`; None without trees.
     """
 
     tables: BlockTables
     positions: Tensor
     page_size: int
+    words: Tensor | None = None
     _rows: Tensor = field(init=False)
     _slots: Tensor = field(init=False)
     _places: Tensor = field(init=False)
@@ -93,15 +96,24 @@ class DenseStep:
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """Additive, [num_segments, 1, group * max_query, max_keys]; every row sees at least one key."""
         if (window, group) not in self._masks:
-            query_position = self.positions[self._rows][:, :, None]
-            key_position = torch.arange(self.max_keys, device=self.positions.device)
-            hidden = key_position > query_position
-            if window is not None:
-                hidden |= key_position <= query_position - window
+            hidden = self._hidden(window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             mask = mask.masked_fill_(hidden, -torch.inf).repeat(1, group, 1)
             self._masks[window, group] = mask[:, None]
         return self._masks[window, group]
+
+    def _hidden(self, window: int | None) -> Tensor:
+        """bool [num_segments, max_query, max_keys]."""
+        positions, keys = (
+            self.positions[self._rows],
+            torch.arange(self.max_keys, device=self.positions.device),
+        )
+        if self.words is not None:
+            return unseen_keys(positions, self.words[self._rows], keys, window)
+        hidden = keys > positions[:, :, None]
+        if window is not None:
+            hidden |= keys <= positions[:, :, None] - window
+        return hidden
 
 
 def _weights(rows: Tensor, keys: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

@@ -9,19 +9,21 @@ the layer's pages, and each sequence attends to its own pages only.
     layer's slots  [ b b b . | a a a a a a . . | c c c c ]
 
 On a CPU the pages are read in place (`views.py`); on CUDA by torch's varlen kernel (`varlen.py`), or by plain
-operations over gathered pages (`dense.py`).
+operations over gathered pages (`dense.py`), which a step with a tree always takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from specwire.core import IntArray
 from specwire.engine.attention import dense, varlen, views
 from specwire.engine.batch import Segment
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
@@ -83,12 +85,22 @@ class PackedBatch:
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         if query.is_cuda:
-            variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
+            variant = self._variant(layer, query.shape[1], scoring)
             if variant is not None and (variant.paged or self._can_gather()):
                 return self._varlen_step().attend(variant, layer, query, scoring)
             if self._can_gather():
                 return self._dense_step().attend(layer, query, scoring)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+
+    @cached_property
+    def _has_trees(self) -> bool:
+        return any(segment.tree is not None for segment in self.segments)
+
+    def _variant(self, layer: LayerCache, num_query_heads: int, scoring: Scoring) -> varlen.Variant | None:
+        """How torch's kernel attends in this step; None where it cannot: it knows chains only."""
+        if self._has_trees:
+            return None
+        return varlen.find_variant(layer, self.page_size, num_query_heads, scoring)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         """The read plan for layers like this one; made once a step for each kind."""
@@ -116,12 +128,14 @@ class PackedBatch:
 
     def _dense_step(self) -> dense.DenseStep:
         if self._dense is None:
-            self._dense = dense.DenseStep(self._tables(), self._positions(), self.page_size)
+            positions = self._of_all(segment.positions for segment in self.segments)
+            words = self._of_all(segment.words for segment in self.segments) if self._has_trees else None
+            self._dense = dense.DenseStep(self._tables(), positions, self.page_size, words)
         return self._dense
 
-    def _positions(self) -> Tensor:
-        parts = [np.arange(s.cache_len - s.num_query, s.cache_len) for s in self.segments]
-        return to_device(np.concatenate(parts), self.slots.device)
+    def _of_all(self, parts: Iterable[IntArray]) -> Tensor:
+        """The row's numbers on the device, from those of each segment."""
+        return to_device(np.concatenate(list(parts)), self.slots.device)
 
 
 def paged_attention(

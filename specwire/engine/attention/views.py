@@ -3,6 +3,7 @@
     sequence in one run              queries ──▶ fused kernel
     sequence in several runs         queries ──▶ fused kernel for each run ──▶ merge by the parts' weights
     runs that several sequences share: the queries of all of them in one call, which reads the keys once
+    sequence that ends in a tree     the runs are cut before it, so that only its own keys need a mask
 
 Parts merge exactly: with out_i and lse_i (the logarithm of the sum of exponentials) of each run's keys, the
 whole is sum(softmax(lse)_i * out_i), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135) and, for shared
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
@@ -108,7 +110,8 @@ def plan_reads(
     plan, split = ReadPlan(), []
     for segment in segments:
         view = _View.of(segment, window)
-        if fused and len(view.runs) == 1:
+        in_one = len(view.runs) == 1 and (segment.tree is None or keys.device.type != "cpu")
+        if fused and in_one:
             plan.whole.append(view.whole(window, group, keys))
         elif fused and keys.device.type == "cpu":
             split.append(view)
@@ -132,7 +135,7 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, segment: Segment, window: int | None) -> _View:
-        first_key = 0 if window is None else max(0, segment.cache_len - segment.num_query - window + 1)
+        first_key = 0 if window is None else max(0, segment.num_common - window + 1)
         return cls(segment, first_key, segment.runs if first_key == 0 else _skip(segment.runs, first_key))
 
     @property
@@ -147,11 +150,14 @@ class _View(NamedTuple):
     def is_causal(self, window: int | None) -> bool:
         """Queries and keys are the same tokens, and no window excludes any."""
         num_query, cache_len = self.segment.num_query, self.segment.cache_len
-        return 1 < num_query == cache_len and (window is None or cache_len <= window)
+        is_chain = self.segment.tree is None
+        return is_chain and 1 < num_query == cache_len and (window is None or cache_len <= window)
 
     def mask(self, window: int | None, group: int, keys: Tensor) -> Tensor | None:
-        """[group * num_query or num_query, num_keys]; None for a single query, which sees all of them."""
+        """[group * num_query or num_query, num_keys]; None for a single query that sees all of them."""
         num_query = self.segment.num_query
+        if self.segment.tree is not None:
+            return _tree_mask(self.segment, self.first_key, window, group, keys)
         return None if num_query == 1 else _mask(num_query, self.num_keys, window, group, keys)
 
     def whole(self, window: int | None, group: int, keys: Tensor) -> Read:
@@ -166,13 +172,23 @@ class _View(NamedTuple):
         return ScoredRead(self.rows, self.runs, mask)
 
     def parts(self, window: int | None, group: int, keys: Tensor) -> list[Read]:
+        if self.segment.tree is not None and window is None and self.first_key < self.segment.num_common:
+            return self._tree_parts(group, keys)
         mask = self.mask(window, group, keys)
         ends = list(accumulate(run.num_tokens for run in self.runs))
         return [self._part(run, end, window, mask) for run, end in zip(self.runs, ends, strict=True)]
 
+    def _tree_parts(self, group: int, keys: Tensor) -> list[Read]:
+        """All queries see all keys before the tree and before themselves; only the rest needs a mask."""
+        cut = self.segment.num_common
+        rest = _View(self.segment, cut, _skip(self.runs, cut - self.first_key))
+        seen_by_all = [Read(self.rows, run) for run in _take(self.runs, cut - self.first_key)]
+        return [*seen_by_all, *rest.parts(None, group, keys)]
+
     def _part(self, run: Run, end: int, window: int | None, mask: Tensor | None) -> Read:
-        start, num_query = end - run.num_tokens, self.segment.num_query
-        before_all = end <= self.num_keys - num_query + 1
+        start = end - run.num_tokens
+        # The first token of a chain sees its own key, and so do all others.
+        before_all = self.first_key + end <= self.segment.num_common + (self.segment.tree is None)
         inside_window = window is None or start >= self.num_keys - window
         if mask is None or (before_all and inside_window):
             return Read(self.rows, run)
@@ -212,6 +228,16 @@ def _places(rows: Sequence[slice | Tensor]) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
 
 
+def _take(runs: Sequence[Run], num_tokens: int) -> list[Run]:
+    """The first `num_tokens` tokens of the runs."""
+    taken = []
+    for run in runs:
+        if num_tokens > 0:
+            taken.append(Run(run.start_slot, min(num_tokens, run.num_tokens)))
+        num_tokens -= run.num_tokens
+    return taken
+
+
 def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
     """The runs without their first `num_tokens` tokens."""
     kept = []
@@ -233,6 +259,17 @@ def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: T
     capacity = max(256, 1 << (num_keys - 1).bit_length())
     template = _mask_template(num_query, capacity, window, group, keys.dtype, keys.device)
     return template[:, capacity - num_keys :]
+
+
+def _tree_mask(segment: Segment, first_key: int, window: int | None, group: int, keys: Tensor) -> Tensor:
+    """Additive mask as `_mask`, for the keys from `first_key` on; without a window all see the first ones."""
+    first = first_key if window is not None else max(first_key, segment.num_common)
+    positions, words = torch.from_numpy(segment.positions), torch.from_numpy(segment.words)
+    unseen = unseen_keys(positions, words, torch.arange(first, segment.cache_len), window)
+    mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+    stacked = group if segment.num_query <= _MAX_STACKED_QUERIES else 1
+    mask = torch.nn.functional.pad(mask, (first - first_key, 0)).repeat(stacked, 1)
+    return mask.to(keys.device, keys.dtype)
 
 
 def _build_mask(
@@ -288,7 +325,7 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor
     """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result likewise."""
     keys, values = _keys_and_values(layer, read.run)
     num_query, num_kv_heads, group, _ = query.shape
-    if num_query == 1:
+    if num_query == 1 and read.mask is None:
         # All keys are seen, and the group's heads are already the kernel's query rows.
         return _sdpa(query, keys, values, scale=scale)
     if read.is_causal or num_query > _MAX_STACKED_QUERIES:

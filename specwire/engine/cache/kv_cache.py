@@ -3,7 +3,8 @@
 A *page* is `page_size` consecutive *slots*; a slot holds the keys and values of one token in every
 layer. A sequence owns an ordered table of pages, token i of it lies in slot
 `pages[i // page_size] * page_size + i % page_size`. Pages are counted by reference, so forks of a
-sequence share what they have in common; the first write into a shared, partly filled page copies it.
+sequence share what they have in common; the first write into a shared, partly filled page copies it. This
+copy, and the moves of tokens that are kept (`keep`), are pending until the next pass.
 
 The allocator keeps the pages of one sequence physically contiguous where it can, because attention
 reads each contiguous run as a view:
@@ -21,7 +22,6 @@ Nothing here is thread-safe; one engine loop owns a pool.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specwire.core import IntArray
+from specwire.engine.cache.copies import PendingCopies
+from specwire.engine.cache.free_pages import FreeIntervals
 from specwire.engine.cache.prefix import ROOT, PrefixIndex, page_digest
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
 
@@ -49,78 +51,6 @@ class Run(NamedTuple):
     num_tokens: int
 
 
-class PageCopy(NamedTuple):
-    """The first `num_tokens` slots of `src_page` must be copied to `dst_page` before anything is written."""
-
-    src_page: int
-    dst_page: int
-    num_tokens: int
-
-
-class Appended(NamedTuple):
-    """The result of `SequenceCache.append`.
-
-    Attributes:
-        slots: int64 [num_tokens], slots of the new tokens.
-        copy: a page to copy first, None in most cases.
-    """
-
-    slots: IntArray
-    copy: PageCopy | None
-
-
-class _FreeIntervals:
-    """Free pages as maximal intervals, with access to the largest one.
-
-    Every operation is O(log n) amortised: intervals are found by either end, and the heap by size keeps stale
-    entries until they reach the top or outnumber the current ones.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self.ends: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        self._by_size: list[tuple[int, int]] = []
-        self._insert(0, num_pages)
-
-    def _insert(self, start: int, end: int) -> None:
-        if start == end:
-            return
-        self.ends[start] = end
-        self._starts[end] = start
-        if len(self._by_size) > 64 + 4 * len(self.ends):
-            self._by_size = [(s - e, s) for s, e in self.ends.items()]
-            heapq.heapify(self._by_size)
-        else:
-            heapq.heappush(self._by_size, (start - end, start))
-
-    def _remove(self, start: int) -> int:
-        end = self.ends.pop(start)
-        del self._starts[end]
-        return end
-
-    def largest(self) -> tuple[int, int]:
-        """The largest interval as (start, end). Must not be called when nothing is free."""
-        while True:
-            negative_size, start = self._by_size[0]
-            if self.ends.get(start) == start - negative_size:
-                return start, start - negative_size
-            heapq.heappop(self._by_size)
-
-    def take(self, start: int, begin: int, end: int) -> None:
-        """Cut pages [begin, end) out of the interval that starts at `start`."""
-        old_end = self._remove(start)
-        self._insert(start, begin)
-        self._insert(end, old_end)
-
-    def give(self, page: int) -> None:
-        """Add one page, merging it with its neighbours."""
-        start = self._starts.get(page, page)
-        if start != page:
-            self._remove(start)
-        end = self._remove(page + 1) if page + 1 in self.ends else page + 1
-        self._insert(start, end)
-
-
 class PagePool:
     """A fixed number of pages with reference counts.
 
@@ -130,6 +60,7 @@ class PagePool:
 
     Attributes:
         num_shared_pages: of the held pages, those that more than one sequence holds.
+        copies: what the next pass of any sequence copies before it writes.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -141,7 +72,8 @@ class PagePool:
         self._references = [0] * num_pages
         self._num_free = num_pages
         self.num_shared_pages = 0
-        self._free = _FreeIntervals(num_pages)
+        self.copies = PendingCopies()
+        self._free = FreeIntervals(num_pages)
         self._index = PrefixIndex()
         self._tables: dict[int, SequenceCache] = {}
 
@@ -295,6 +227,10 @@ class PagePool:
         if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
             raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
         self._check_free(held)
+        if stale := {
+            slot // self.page_size for slot in self.copies.slots if self._index.knows(slot // self.page_size)
+        }:
+            raise IntegrityError(f"pages {sorted(stale)[:8]} are findable before their copies are done")
 
     def _check_free(self, held: Counter[int]) -> None:
         free = [page for start, end in self._free.ends.items() for page in range(start, end)]
@@ -365,11 +301,11 @@ class SequenceCache:
         """True when the next token would be written into a shared page."""
         return self.length % self._pool.page_size != 0 and self._pool.is_shared(self._pages[-1])
 
-    def append(self, num_tokens: int) -> Appended:
+    def append(self, num_tokens: int) -> IntArray:
         """Make room for `num_tokens` more tokens and count them as held.
 
         Returns:
-            The slots of the new tokens, and the page copy to do before they are written.
+            The slots of the new tokens, int64 [num_tokens]; a page copy may be pending.
 
         Raises:
             ResourceExhaustedError: the pool is full; nothing has changed then.
@@ -382,9 +318,8 @@ class SequenceCache:
         new_pages = self._pool.allocate(
             self.pages_needed(num_tokens), self._pages[-1] if self._pages else None
         )
-        copy = None
         if num_tokens > 0 and self._must_copy():
-            copy = self._copy_on_write(new_pages)
+            self._copy_on_write(new_pages)
         elif num_tokens > 0 and self.length % self._pool.page_size:
             self._pool.forget(
                 self._pages[-1]
@@ -393,15 +328,46 @@ class SequenceCache:
             self._push(page)
         slots = self.slots(self.length, self.length + num_tokens)
         self.length += num_tokens
-        return Appended(slots, copy)
+        return slots
 
-    def _copy_on_write(self, new_pages: list[int]) -> PageCopy:
+    def _copy_on_write(self, new_pages: list[int]) -> None:
         """Replace the shared last page by the first new one."""
+        size = self._pool.page_size
         src_page = self._pop()
         self._pool.drop([src_page])
         dst_page = new_pages.pop(0)
         self._push(dst_page)
-        return PageCopy(src_page, dst_page, self.length % self._pool.page_size)
+        num_tokens = self.length % size
+        src, dst = (range(page * size, page * size + num_tokens) for page in (src_page, dst_page))
+        self._pool.copies.add(src, dst)
+
+    def keep(self, start: int, kept: Sequence[int]) -> None:
+        """Of the tokens from `start` on keep some, side by side: `start + kept[i]` becomes `start + i`.
+
+        Pages that others read stay as they are: the tokens that would move into one, and all after them, are
+        dropped.
+
+        Args:
+            kept: increasing, at least 0.
+
+        Raises:
+            InvalidRequestError: a token is not held.
+        """
+        size, num_kept = self._pool.page_size, len(kept)
+        if kept and start + kept[-1] >= self.length:
+            raise InvalidRequestError(
+                "kept", kept, f"only {self.length - start} tokens are held from {start}"
+            )
+        in_place = next((i for i, index in enumerate(kept) if index != i), num_kept)
+        if in_place < num_kept:
+            touched = self._pages[(start + in_place) // size : (start + kept[-1]) // size + 1]
+            if any(map(self._pool.is_shared, touched)):
+                num_kept = in_place
+            else:
+                held = self.slots(start, self.length)
+                moved = slice(in_place, num_kept)
+                self._pool.copies.add(held[list(kept[moved])].tolist(), held[moved].tolist())
+        self.truncate(start + num_kept)
 
     def _push(self, page: int) -> None:
         self._pages.append(page)
@@ -452,9 +418,10 @@ class SequenceCache:
         """Make the complete pages known; their keys and values must have been computed.
 
         Args:
-            token_ids: the tokens of this sequence, at least `length` of them.
+            token_ids: the first tokens of this sequence, each following the one before it; pages beyond them
+                stay unknown.
         """
-        num_complete = self.length // self._pool.page_size
+        num_complete = min(self.length, len(token_ids)) // self._pool.page_size
         if len(self._digests) < num_complete:
             self._digests.extend(self._names(token_ids, num_complete))
             self._pool.remember(self.root, self._digests, self._pages)

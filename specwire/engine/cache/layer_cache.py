@@ -45,7 +45,7 @@ class LayerCache:
         self.keys.index_copy_(0, slots, key[0].transpose(0, 1))
         self.values.index_copy_(0, slots, value[0].transpose(0, 1))
 
-    def copy(self, src_slot: int, dst_slot: int, num_tokens: int) -> None:
-        """Copy consecutive tokens to other slots that do not overlap them."""
-        for pages in (self.keys, self.values):
-            pages[dst_slot : dst_slot + num_tokens] = pages[src_slot : src_slot + num_tokens]
+    def copy(self, src: Tensor, dst: Tensor) -> None:
+        """Copy tokens to other slots, all at once: int64 [n] each."""
+        for slots in (self.keys, self.values):
+            slots.index_copy_(0, dst, slots[src])

@@ -97,7 +97,7 @@ class GroupRunner:
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
         """See `device.Runner`: all ranks are restarted."""
-        self._packer.forget_copies()
+        self.pool.copies.forget()
         self._group.end()
         started_s = time.monotonic()
         for left in reversed(range(_STARTS)):

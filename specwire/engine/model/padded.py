@@ -40,12 +40,14 @@ class Bucket(NamedTuple):
         num_segments: sequences.
         max_query: maximum tokens of one sequence.
         num_pages: maximum pages of one sequence.
+        has_trees: some sequences end in trees, whose attention copies the keys.
     """
 
     num_tokens: int
     num_segments: int
     max_query: int
     num_pages: int
+    has_trees: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class Buckets:
         query_size = _at_least(QUERY_SIZES, max_query)
         if num_tokens is None or num_tokens > self.max_tokens or num_segments is None or query_size is None:
             return None
-        num_pages = self._pages_for(max(len(segment.pages) for segment in row.segments))
-        bucket = Bucket(num_tokens, num_segments, min(query_size, num_tokens), num_pages)
+        most_pages, has_trees = max(len(segment.pages) for segment in row.segments), row.has_trees
+        num_pages = self._pages_for(most_pages, gathers=self.gathers or has_trees)
+        bucket = Bucket(num_tokens, num_segments, min(query_size, num_tokens), num_pages, has_trees)
         return bucket if self._allows(bucket) else None
 
     @property
@@ -90,7 +93,7 @@ class Buckets:
         """The buckets of a single stream: decoding, and verifying up to 15 draft tokens."""
         if self.batch_invariant:
             return [self.invariant]
-        num_pages = self._pages_for(1)
+        num_pages = self._pages_for(1, gathers=self.gathers)
         return [
             Bucket(num_tokens, 1, min(num_tokens, max_query), num_pages)
             for num_tokens, max_query in ((16, 64), (8, 8), (4, 8), (2, 8), (1, 1))
@@ -102,11 +105,12 @@ class Buckets:
 
     def _allows(self, bucket: Bucket) -> bool:
         max_keys = bucket.num_pages * self.page_size
-        return not self.gathers or dense.fits(bucket.num_segments, bucket.max_query, max_keys)
+        gathers = self.gathers or bucket.has_trees
+        return not gathers or dense.fits(bucket.num_segments, bucket.max_query, max_keys)
 
-    def _pages_for(self, num_pages: int) -> int:
+    def _pages_for(self, num_pages: int, *, gathers: bool) -> int:
         """Wide page tables cost little in a kernel, but much if keys are copied: sizes grow by 8, or by 2."""
-        size, factor = (1, 2) if self.gathers else (16, 8)
+        size, factor = (1, 2) if gathers else (16, 8)
         while size < num_pages:
             size *= factor
         return min(size, max(self.max_pages, num_pages))
@@ -121,9 +125,11 @@ class _Parts:
     """Named views of a step's block of numbers, int64 [size(bucket)]."""
 
     def __init__(self, block: Tensor, bucket: Bucket) -> None:
-        num_tokens, num_segments = bucket.num_tokens, bucket.num_segments
-        self.token_ids, self.positions, self.slots, self.rows = block[: 4 * num_tokens].view(4, -1)
-        tables = block[4 * num_tokens :].view(torch.int32)
+        num_lines, num_segments = _num_lines(bucket), bucket.num_segments
+        lines = block[: num_lines * bucket.num_tokens].view(num_lines, -1)
+        self.token_ids, self.positions, self.slots, self.rows = lines[:4]
+        self.words = lines[4] if bucket.has_trees else None
+        tables = block[num_lines * bucket.num_tokens :].view(torch.int32)
         ends = np.cumsum([num_segments + 1, num_segments, num_segments * bucket.num_pages]).tolist()
         self.query_offsets = tables[: ends[0]]
         self.cache_lens = tables[ends[0] : ends[1]]
@@ -133,7 +139,12 @@ class _Parts:
     def size(bucket: Bucket) -> int:
         """Length of the block, in int64."""
         num_int32 = 1 + bucket.num_segments * (2 + bucket.num_pages)
-        return 4 * bucket.num_tokens + -(-num_int32 // 2)
+        return _num_lines(bucket) * bucket.num_tokens + -(-num_int32 // 2)
+
+
+def _num_lines(bucket: Bucket) -> int:
+    """Numbers of each token: its id, position and slot, a row, and the nodes that it sees."""
+    return 4 + bucket.has_trees
 
 
 class StepInputs:
@@ -185,6 +196,10 @@ class StepInputs:
         offsets, cache_lens, pages = (
             part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)
         )
+        if host.words is not None:
+            words = host.words.numpy()
+            words[:] = 0
+            words[:num_tokens] = np.concatenate([segment.words for segment in segments])
         offsets[0] = 0
         offsets[1 : num + 1] = [segment.query_offset + segment.num_query for segment in segments]
         offsets[num + 1 :] = num_tokens
@@ -215,14 +230,17 @@ class TabledBatch:
     ) -> Tensor:
         """See `attention.Attend`."""
         layer = self.layers[module]
-        layer.write(self.inputs.on_device.slots, key, value)
-        variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
+        parts = self.inputs.on_device
+        layer.write(parts.slots, key, value)
+        variant = None
+        if parts.words is None:  # the kernel knows chains only
+            variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
         if variant is not None:
             if self._varlen is None:
                 self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
             return self._varlen.attend(variant, layer, query, scoring)
         if self._dense is None:
-            self._dense = dense.DenseStep(self._tables(), self.inputs.on_device.positions, self.page_size)
+            self._dense = dense.DenseStep(self._tables(), parts.positions, self.page_size, parts.words)
         return self._dense.attend(layer, query, scoring)
 
     def _tables(self) -> BlockTables:

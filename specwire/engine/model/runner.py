@@ -222,9 +222,12 @@ class ModelRunner:
         Raises:
             InvalidRequestError, ContextLengthError, ResourceExhaustedError: see `Packer.packed`. After any
                 error all caches have the lengths they had before.
+            UnsupportedError: a tree where rows are to be bitwise independent of others.
         """
         if not feeds:
             return torch.empty(0, self.vocab_size)
+        if self._batch_invariant and any(feed.tree is not None for feed in feeds):
+            raise UnsupportedError("tree", "given", "--batch-invariant runs chains only")
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
 
@@ -236,10 +239,10 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
-        size = self.pool.page_size
-        for copy in batch.copies:
+        if batch.copies is not None:
+            src, dst = (to_device(slots, self.device) for slots in batch.copies)
             for layer in self._layers.values():
-                layer.copy(copy.src_page * size, copy.dst_page * size, copy.num_tokens)
+                layer.copy(src, dst)
         return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 
     def _run_invariant(self, batch: Batch) -> Tensor:

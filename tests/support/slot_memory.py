@@ -1,0 +1,16 @@
+"""A plain model of the memory behind a page pool: a dict from slots to what they hold."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from specwire.engine.cache.kv_cache import PagePool
+
+Content = TypeVar("Content")
+
+
+def do_copies(pool: PagePool, memory: dict[int, Content]) -> None:
+    """What the next pass does first."""
+    if (copies := pool.copies.take()) is not None:
+        contents = [memory[slot] for slot in copies.src.tolist()]
+        memory.update(zip(copies.dst.tolist(), contents, strict=True))
