@@ -135,6 +135,12 @@ class Round:
         return self.proposal.source in METHODS
 
     @property
+    def num_steps(self) -> int:
+        """Draft tokens one after another: the longest path of the proposal."""
+        parents = self.proposal.parents
+        return 1 + max(tree.depths(parents)) if parents else len(self.proposal.token_ids)
+
+    @property
     def emitted(self) -> list[tuple[int, Fate]]:
         """Committed tokens with their fates: accepted ones, then the recovered or bonus token."""
         last = Fate.RECOVERED if self._refused else Fate.BONUS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.admission import Admission
-from coordinator.length.measurements import SharedMeasurements
+from coordinator.length.shapes import SharedShapes
 from coordinator.peers.pool import Pool
 from coordinator.tally import Tally
 from coordinator.totals import Totals
@@ -19,7 +19,7 @@ class CoordinatorSnapshot(NamedTuple):
 
     totals: Totals
     admission: Admission
-    measured: SharedMeasurements
+    shapes: SharedShapes
     verify: Pool
     draft: Pool
     config: CoordinatorConfig
@@ -202,25 +202,32 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens",
         "Draft tokens in the latest rounds that had any, on the average.",
-        lambda now: now.measured.chosen.num_draft_tokens,
+        lambda now: now.shapes.chosen.num_draft_tokens,
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "specwire_chosen_tree_nodes",
+        "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other choices "
+        "are those of their depth.",
+        lambda now: now.shapes.num_nodes,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
-        lambda now: now.measured.chosen.cap,
+        lambda now: now.shapes.chosen.cap,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_outcomes",
         "Outcomes of a round that the draft prepares for.",
-        lambda now: now.measured.chosen.num_outcomes,
+        lambda now: now.shapes.chosen.num_outcomes,
     ),
     Metric(
         MetricKind.COUNTER,
         "specwire_trials_total",
-        "Trials of another cap or another number of outcomes that have begun.",
-        lambda now: now.measured.chosen.num_trials,
+        "Trials of another cap, number of outcomes or shape of proposals that have begun.",
+        lambda now: now.shapes.chosen.num_trials,
     ),
     # peers
     Metric(

@@ -16,7 +16,7 @@ from coordinator.drafts.ngram import NgramDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
-from coordinator.length.measurements import SharedMeasurements
+from coordinator.length.shapes import AdaptiveShape, SharedShapes
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
@@ -63,17 +63,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-        self._measured = SharedMeasurements(
-            lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes
-        )
-        self._parser = RequestParser(config, verify.info, tokenizer, lambda: self._measured.draft_is_far)
+        self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
+        self._parser = RequestParser(config, verify.info, tokenizer, lambda: self._shapes.chains.draft_is_far)
         self._num_finished = 0
         self.totals = Totals()
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
-            self.totals, self._admission, self._measured, self._verify, self._draft, self._config
+            self.totals, self._admission, self._shapes, self._verify, self._draft, self._config
         )
         return Group(metrics.TABLE, lambda: now, {"model_name": self._verify.info.name})
 
@@ -217,11 +215,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return WithText(model, num_text_tokens)
 
     def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
+        if num_draft_tokens is None and max_depth is None and self._draft_has_trees():
+            return AdaptiveShape(self._shapes)
         if num_draft_tokens is None and not max_depth:
-            return AdaptiveLength(self._measured)
-        if num_draft_tokens is None:
-            num_draft_tokens = DEFAULT_TREE_NODES
-        return FixedLength(num_draft_tokens, self._measured, max_depth or 0)
+            return AdaptiveLength(self._shapes.chains)
+        if max_depth:
+            num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
+            return FixedLength(num_nodes, self._shapes.of_fixed(num_nodes), max_depth)
+        return FixedLength(num_draft_tokens or 0, self._shapes.chains)
+
+    def _draft_has_trees(self) -> bool:
+        info = self._draft.info
+        return info is not None and info.trees
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any

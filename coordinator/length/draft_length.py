@@ -86,13 +86,17 @@ class _Observer:
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
-        num_drafted = len(done.proposal.token_ids)
-        if not done.proposal.parents:
-            self._own.add(num_drafted, done.outcome.num_accepted)
+        self.learn(done, elapsed_ns, may_try=True)
+
+    def learn(self, done: Round, elapsed_ns: int, *, may_try: bool) -> None:
+        """As `observe`; the round counts in trials where `may_try`."""
+        self._own.add(done.num_steps, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
-        if self.limit and settled is not None and not done.draft_cost.draft_unavailable:
-            self._shared.add_settled(*settled, min(num_drafted, MAX_CHOSEN), elapsed_ns)
+        if not may_try or settled is None or done.draft_cost.draft_unavailable:
+            return
+        if self.limit:
+            self._shared.add_settled(*settled, min(done.num_steps, MAX_CHOSEN), elapsed_ns)
 
 
 class FixedLength(_Observer):

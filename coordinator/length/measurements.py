@@ -78,24 +78,30 @@ class Chosen(NamedTuple):
 class SharedMeasurements:
     """Learns from the rounds of all streams of a coordinator. Times in nanoseconds.
 
+    Attributes:
+        is_warming_up: whether costs and acceptance are not known well enough to choose by.
+
     Args:
         num_streams: that run now.
         num_outcomes: to prepare for; None finds out what pays.
+        num_nodes: of a tree, whose depth is meant by draft tokens here; 0 for chains.
     """
 
-    def __init__(self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0) -> None:
-        self.acceptance, self.costs = SharedAcceptance(), RoundCosts()
+    def __init__(
+        self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0, num_nodes: int = 0
+    ) -> None:
+        self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes)
         self._num_streams = num_streams
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
-        self._is_warming_up = True
+        self.is_warming_up = True
         self._num_rounds = self._num_proposals = self._refresh_at = 0
         self._prospects: Prospects
 
     def begin_round(self) -> Options:
         """Options for a round of any stream."""
-        if self._is_warming_up:
+        if self.is_warming_up:
             length = WARMUP_LENGTHS[self._num_proposals % len(WARMUP_LENGTHS)]
             return Options(WARMUP_LENGTHS[-1], self.num_outcomes, warmup_length=length)
         num_streams = self._num_streams()
@@ -119,14 +125,14 @@ class SharedMeasurements:
         self._num_rounds += 1
         self._num_proposals += bool(done.proposal.token_ids)
         self.costs.add(done, prepares=self.num_outcomes > 0)
-        if self._is_warming_up:
+        if self.is_warming_up:
             # To prepare takes work, which a draft that answers quickly need not do.
             self._outcomes.first = self._outcome_options[-1 if self.costs.is_draft_slower(_SLOW_SHARE) else 0]
             self._end_warmup()
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
-        if self._is_warming_up:
+        if self.is_warming_up:
             return
         num_streams = self._num_streams()
         caps, outcomes = self._caps.enter(num_streams), self._outcomes.enter(num_streams)
@@ -146,9 +152,15 @@ class SharedMeasurements:
     @property
     def num_outcomes(self) -> int:
         """Outcomes to prepare for at present."""
-        if self._is_warming_up:
+        if self.is_warming_up:
             return self._outcome_options[0]
         return self._outcomes.look(self._num_streams()).option
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether another cap or number of outcomes is tried at present."""
+        num_streams = self._num_streams()
+        return self._caps.look(num_streams).on_trial or self._outcomes.look(num_streams).on_trial
 
     @property
     def chosen(self) -> Chosen:
@@ -160,7 +172,7 @@ class SharedMeasurements:
     @property
     def draft_is_far(self) -> bool:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
-        if self._is_warming_up or not self._outcomes.look(self._num_streams()).best:
+        if self.is_warming_up or not self._outcomes.look(self._num_streams()).best:
             return False
         return self.costs.is_draft_slower(_SLOW_SHARE)
 
@@ -172,7 +184,7 @@ class SharedMeasurements:
         if self._num_proposals >= num_enough:
             best = best_length(self.acceptance.tokens(), self._round_times())
             self._caps.first = next(cap for cap in CAPS if cap >= max(best, MIN_FIRST_CAP))
-            self._is_warming_up = False
+            self.is_warming_up = False
 
     def _decide_cap(self, caps: Level, num_streams: int) -> None:
         if caps.on_trial:
@@ -196,7 +208,7 @@ class SharedMeasurements:
         costs, prepares = self.costs, self.num_outcomes > 0
         hit_rate = costs.request_hits.rate if prepares else None
         times = [costs.round_ns(n, hit_rate) for n in range(MAX_CHOSEN + 1)]
-        if self._is_warming_up:
+        if self.is_warming_up:
             return times
         caps = self._caps.look(self._num_streams())
         times[0] = caps.arms[0].rate.round_ns or times[0]

@@ -47,7 +47,11 @@ class RoundCosts:
         request_hits: hit rate of rounds that requested one, with or without success.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int = 0) -> None:
+        """Args:
+        num_nodes: of trees, whose depth is meant by draft tokens here; 0 for chains.
+        """
+        self._num_nodes = num_nodes
         self.mean_drafted = 0.0
         self.proposal_hits, self.request_hits = HitRate(), HitRate()
         self._draft = CostModel(2)  # by number of draft tokens and of prefill tokens
@@ -58,7 +62,7 @@ class RoundCosts:
 
     def add(self, done: Round, *, prepares: bool) -> None:
         """A round of any stream; `prepares` where outcomes are prepared at present."""
-        num_drafted, cost = len(done.proposal.token_ids), done.draft_cost
+        num_drafted, cost = done.num_steps, done.draft_cost
         is_hit = cost.is_hit
         if num_drafted:
             self.mean_drafted += _RATE * (num_drafted - self.mean_drafted)
@@ -126,7 +130,8 @@ class RoundCosts:
         return max(0.0, self.proposal_ns(num_draft_tokens + 1) - self._pass_ns(num_draft_tokens))
 
     def _pass_ns(self, num_draft_tokens: int) -> float:
-        """A pass of the usual batch in which every stream has so many draft tokens."""
+        """A pass of the usual batch in which every stream has so many draft tokens, or trees so deep."""
         load = self._load
-        per_sequence = load.sequence_ns + load.token_ns * (num_draft_tokens + 1)
+        num_tokens = self._num_nodes if self._num_nodes and num_draft_tokens else num_draft_tokens
+        per_sequence = load.sequence_ns + load.token_ns * (num_tokens + 1)
         return load.base_ns + self._mean_sequences * per_sequence

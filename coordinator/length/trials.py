@@ -53,6 +53,10 @@ _NUM_ENTRY_OPTIONS = 3
 """From 0, so many of the smallest options are candidates: one draft token may not be worth the wait."""
 
 
+Tokens = Sequence[float] | Mapping[int, float]
+"""That a round commits, by number of draft tokens, or by another number that tells kinds of rounds apart."""
+
+
 @dataclass
 class Rate:
     """Rounds by number of draft tokens, and the time of all of them; recent rounds count more."""
@@ -61,7 +65,7 @@ class Rate:
     time_ns: float = 0.0
     rounds: float = 0.0
 
-    def tokens_per_ns(self, tokens: Sequence[float]) -> float:
+    def tokens_per_ns(self, tokens: Tokens) -> float:
         """Rate where n draft tokens bring a round tokens[n]; 0 before the first round."""
         total = sum(rounds * tokens[n] for n, rounds in self.drafted.items())
         return total / self.time_ns if self.time_ns else 0.0
@@ -161,7 +165,7 @@ class Level:
             self.num_trials += 1
             self._switch(option)
 
-    def end_trial(self, num_streams: int, tokens: Sequence[float], *, adopt: float, keep: float) -> None:
+    def end_trial(self, num_streams: int, tokens: Tokens, *, adopt: float, keep: float) -> None:
         """Keep the better option, once the trial is long enough for the difference that it shows.
 
         Args:

@@ -1,0 +1,143 @@
+"""Chains or token trees, and of how many nodes: what brings the most tokens a second, found by trials.
+
+Trees are for streams whose tokens are matched. Each shape has measurements of its own, since a tree commits
+more tokens with as many passes of the draft, and its verify pass has more tokens; the number of draft tokens
+that is chosen there (`draft_length.py`) is the depth of a tree. A trial of a shape begins with its own warm-up,
+whose rounds are not counted. Pure: no clock, no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from coordinator.generation import Plan, Round
+from coordinator.length.draft_length import AdaptiveLength
+from coordinator.length.measurements import ADOPT_RATIO, KEEP_RATIO, MAX_CHOSEN, Chosen, SharedMeasurements
+from coordinator.length.trials import Level, Settling, Trials
+
+CHAIN = 0
+SHAPES = (CHAIN, 16, 32, 64)
+"""Nodes of trees; 0 for chains."""
+_TREE_GAIN = 1.25
+"""Tokens a round of a tree over a chain's, before one was tried: of 32 nodes, with the embedded pair."""
+
+
+class SharedShapes:
+    """What all streams of a coordinator learn together.
+
+    Attributes:
+        chains: measurements of chains, which streams that have no trees use as well.
+    """
+
+    def __init__(self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0) -> None:
+        """Args:
+        num_streams, num_outcomes: as of `SharedMeasurements`.
+        """
+        self._num_streams = num_streams
+        self._measured = {
+            nodes: SharedMeasurements(num_streams, num_outcomes=num_outcomes, num_nodes=nodes)
+            for nodes in SHAPES
+        }
+        self.chains = self._measured[CHAIN]
+        self._trials = Trials(SHAPES, CHAIN)
+
+    def of(self, num_nodes: int) -> SharedMeasurements:
+        """The measurements of a shape."""
+        return self._measured[num_nodes]
+
+    def of_fixed(self, num_nodes: int) -> SharedMeasurements:
+        """Of trees whose size is fixed: as of the smallest shape that has as many nodes."""
+        return self._measured[next(nodes for nodes in SHAPES[1:] if nodes >= num_nodes)]
+
+    def begin_round(self) -> int:
+        """The shape of a round of any stream that may have trees."""
+        return CHAIN if self.chains.is_warming_up else self._trials.enter(self._num_streams()).option
+
+    @property
+    def chosen(self) -> Chosen:
+        """The latest choices, of the shape at present, and trials of all."""
+        chosen = self._measured[self.num_nodes].chosen
+        within = sum(measured.chosen.num_trials for measured in self._measured.values())
+        return chosen._replace(num_trials=within + self._trials.num_trials)
+
+    @property
+    def num_nodes(self) -> int:
+        """The shape at present, for metrics."""
+        return self._trials.look(self._num_streams()).option
+
+    def may_try_lengths(self) -> bool:
+        """Whether trials within a shape may go on: two at a time could not tell what made the difference."""
+        return not self._trials.look(self._num_streams()).on_trial
+
+    def add_settled(self, num_nodes: int, num_steps: int, elapsed_ns: int) -> None:
+        """A round of a settled stream, its draft tokens one after another, and its time."""
+        measured = self._measured[num_nodes]
+        num_streams = self._num_streams()
+        level = self._trials.enter(num_streams)
+        if self.chains.is_warming_up or measured.is_warming_up or measured.is_on_trial:
+            return
+        if not level.add(num_nodes, num_streams, _key(num_nodes, num_steps), elapsed_ns):
+            return
+        if level.on_trial:
+            level.end_trial(num_streams, self._tokens(), adopt=ADOPT_RATIO, keep=KEEP_RATIO)
+        else:
+            level.begin_trial(num_streams, self._expected(level))
+
+    def _tokens(self) -> dict[int, float]:
+        """That a round of each shape and number of steps commits."""
+        return {
+            _key(nodes, steps): tokens
+            for nodes, measured in self._measured.items()
+            for steps, tokens in enumerate(measured.acceptance.tokens()[: MAX_CHOSEN + 1])
+        }
+
+    def _expected(self, level: Level) -> dict[int, float]:
+        """Modelled rates: tokens of a tree by `_TREE_GAIN`, and its pass by the measured cost of its tokens."""
+        prospects = self.chains.refresh()
+        usual = max(1, self.chains.costs.usual_length)
+        plain = prospects.tokens[usual] / prospects.round_times[usual]
+        expected = {CHAIN: plain}
+        for nodes in SHAPES[1:]:
+            more_ns = self.chains.costs.unwaited_ns(nodes) - self.chains.costs.unwaited_ns(usual)
+            expected[nodes] = _TREE_GAIN * prospects.tokens[usual] / (prospects.round_times[usual] + more_ns)
+        return expected
+
+
+class AdaptiveShape:
+    """A planner for a stream that may have trees."""
+
+    limit = MAX_CHOSEN
+
+    def __init__(self, shared: SharedShapes) -> None:
+        self._shared = shared
+        self._lengths: dict[int, AdaptiveLength] = {}
+        self._settling = Settling()
+        self._num_nodes = CHAIN
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        self._num_nodes = nodes = self._shared.begin_round()
+        self._settling.enter(nodes, 0)
+        plan = self._length().plan()
+        if nodes == CHAIN or plan.num_draft_tokens == 0:
+            return plan
+        return replace(plan, num_draft_tokens=nodes, max_depth=plan.num_draft_tokens)
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """See `generation.Planner`."""
+        is_settled = self._settling.settled is not None
+        self._length().learn(done, elapsed_ns, may_try=self._shared.may_try_lengths())
+        if is_settled and not done.draft_cost.draft_unavailable:
+            self._shared.add_settled(self._num_nodes, min(done.num_steps, MAX_CHOSEN), elapsed_ns)
+
+    def _length(self) -> AdaptiveLength:
+        nodes = self._num_nodes
+        if nodes not in self._lengths:
+            self._lengths[nodes] = AdaptiveLength(self._shared.of(nodes))
+        return self._lengths[nodes]
+
+
+def _key(num_nodes: int, num_steps: int) -> int:
+    """Of a kind of rounds, for `Rate`."""
+    return num_nodes * (MAX_CHOSEN + 1) + num_steps
