@@ -15,10 +15,15 @@ from specwire import SamplingParams
 from specwire.engine.attention import varlen
 from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.counts import StepCounts
+from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
-from specwire.engine.jobs import TokenSequence
+from specwire.engine.executor import StepExecutor
+from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
+from specwire.engine.replies import Replies
+from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.tree import TokenTree, path_to
 from tests.support.tiny_models import CONTEXT_LEN, EXTRA_FAMILIES, FAMILIES, VOCAB_SIZE, WINDOW, build
@@ -269,6 +274,60 @@ def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pyt
     num_run, logits = rounds.verify()
     assert num_run == 1
     _assert_close(logits, _alone("llama", [committed])[0][-1:])
+
+
+class _Steps:
+    """The scheduler and the executor of one engine, with a budget that is smaller than a tree."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.logits = runner, torch.empty(0)
+        options = {"max_num_tokens": 24, "max_prefill_tokens": 24, "prefix_sharing": True}
+        self.sequences: list[TokenSequence] = []
+        self.scheduler = Scheduler(self.sequences, **options)  # type: ignore[arg-type]
+        decider = LogitsDecider(self._consume)
+        self.executor = StepExecutor(runner, decider, Replies(), StepCounts(), prefix_sharing=True)
+
+    def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
+        """Open a sequence with these tokens, and run them."""
+        cache = self.runner.new_sequence()
+        sequence = TokenSequence(SamplingParams(seed=1), 1, cache, len(self.sequences), list(token_ids), tree)
+        self.sequences.append(sequence)
+        self.found = self.go_on(sequence)
+        return sequence
+
+    def go_on(self, sequence: TokenSequence) -> int:
+        """Run what the cache lacks; the tokens that were found instead."""
+        job = Job(sequence, len(sequence.tokens), [], num_rows=1)
+        while not job.done:
+            self.executor.run(self.scheduler.plan([job], 0))
+        return job.num_cached_tokens
+
+    def _consume(self, jobs: list[Job], logits: Tensor) -> None:
+        jobs[0].result, self.logits = True, logits
+
+
+def test_only_committed_tokens_name_pages() -> None:
+    """A tree that is split by the budget, and preempted, leaves nothing behind that a chain could find."""
+    steps, drawn = _Steps(_runner("llama")), Drawn.of(40, seed=7)
+    expected, flat = _expected("llama", drawn)[-1:], drawn.token_ids
+    sequence = steps.run(flat, drawn.tree)
+    _assert_close(steps.logits, expected)
+    sequence.cache.truncate(0)
+    assert 0 < steps.go_on(sequence) <= PREFIX_LEN
+    _assert_close(steps.logits, expected)
+    steps.run(flat)
+    assert 0 < steps.found <= PREFIX_LEN
+    _assert_close(steps.logits, _alone("llama", [flat])[0][-1:])
+    committed = [*drawn.path(drawn.leaves[-1]), *[2] * 8]
+    sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+    steps.go_on(sequence)
+    steps.run(committed)
+    assert steps.found > PREFIX_LEN, "what was kept and moved is known once it is committed"
+    _assert_close(steps.logits, _alone("llama", [committed])[0][-1:])
+    for one in steps.sequences:
+        one.cache.release()
+    steps.runner.pool.check_integrity()
+    assert steps.runner.pool.num_held_pages == 0
 
 
 # --- limits -----------------------------------------------------------------------------------------------

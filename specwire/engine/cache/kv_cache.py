@@ -237,12 +237,9 @@ class PagePool:
         if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
             raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
         self._check_free(held)
-        if stale := {
-            slot // self.page_size
-            for slot in self.copies.sources
-            if self._index.knows(slot // self.page_size)
-        }:
-            raise IntegrityError(f"pages {sorted(stale)[:8]} are findable before their copies are done")
+        unfinished = {slot // self.page_size for slot in self.copies.sources}
+        if findable := [page for page in unfinished if self._index.knows(page)]:
+            raise IntegrityError(f"pages {findable[:8]} are findable before their copies are done")
 
     def _check_free(self, held: Counter[int]) -> None:
         free = [page for start, end in self._free.ends.items() for page in range(start, end)]
