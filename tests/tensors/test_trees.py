@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from specwire import SamplingParams
-from specwire.engine.attention import varlen
-from specwire.engine.batch import Batch, Feed
-from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.attention import varlen, views
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.cache.kv_cache import Run, SequenceCache
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.counts import StepCounts
 from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
@@ -172,6 +174,34 @@ def test_dense_and_recorded_steps_know_trees(family: str) -> None:
             _assert_close(both[:-3], _expected(family, drawn))
             _assert_close(both[-3:], _alone(family, [other.token_ids])[0][-3:])
     assert runner.num_graphs >= 2
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
+    """In parts and by scores as on a CPU, in one call as on other devices, and over gathered pages."""
+    generator = torch.Generator().manual_seed(0)
+    drawn, scoring = Drawn.of(20, seed=4), Scoring(0.4, window)
+    num_keys = drawn.tree.end
+    layer = LayerCache(*(torch.randn(44, 2, 8, generator=generator) for _ in range(2)))
+    for num_query in (1, 6, 21, 25):
+        query = torch.randn(1, 4, num_query, 8, generator=generator)
+        segment = Segment(0, num_query, num_keys, [Run(0, num_keys)], list(range(11)), drawn.tree)
+        view, in_parts = (
+            views._View.of(segment, window),
+            views.plan_reads([segment], window, 2, True, layer.keys),
+        )
+        assert in_parts.merge is not None
+        packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), [segment], {}, page_size=4)
+        found = [packed._dense_step().attend(layer, query, scoring)] + [
+            views.view_attention(plan, layer, query, scoring)
+            for plan in (
+                in_parts,
+                views.ReadPlan(whole=[view.whole(window, 2, layer.keys)]),
+                views.ReadPlan(scored=[view.scored(window, 2, layer.keys)]),
+            )
+        ]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_the_paged_kernel_never_sees_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
