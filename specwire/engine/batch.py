@@ -15,7 +15,7 @@ import numpy as np
 
 from specwire.core import IntArray
 from specwire.engine.cache.copies import SlotCopies
-from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, first_tokens
 from specwire.errors import ContextLengthError, InvalidRequestError
 from specwire.tree import TokenTree
 
@@ -115,9 +115,11 @@ class Batch(NamedTuple):
             last = min(segment.query_offset + segment.num_query, end)
             if first < last:
                 left = segment.query_offset + segment.num_query - last
+                cache_len = segment.cache_len - left
+                runs = first_tokens(segment.runs, cache_len) if left else segment.runs
                 segments.append(
                     segment._replace(
-                        query_offset=first - start, num_query=last - first, cache_len=segment.cache_len - left
+                        query_offset=first - start, num_query=last - first, cache_len=cache_len, runs=runs
                     )
                 )
         rows = [row - start for row in self.rows if start <= row < end]

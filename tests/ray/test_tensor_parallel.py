@@ -30,6 +30,7 @@ from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
 from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
+from specwire.tree import TokenTree
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
@@ -195,7 +196,7 @@ class TestFourRanks:
 
 
 def _history(runner: Any) -> list[np.ndarray]:
-    """Logits of two sequences that share a prefix, after a rollback, a fork and a copy on write."""
+    """Logits of two sequences that share a prefix, after a rollback, a fork, a copy on write, and a tree."""
     found = []
     with runner.new_sequence() as first, runner.new_sequence() as other:
         found.append(runner.run([Feed(first, PROMPT, 40), Feed(other, PROMPT[:9], 1)], 0, all_logits))
@@ -205,6 +206,11 @@ def _history(runner: Any) -> list[np.ndarray]:
             found.append(runner.run(feeds, 0, all_logits))
         assert runner.run([Feed(first, [9], 0)], None, all_logits) is None
         found.append(runner.run([Feed(first, [8, 3], 2)], 0, all_logits))
+        tree = TokenTree(first.length, (-1, -1, 0, 1, 2))
+        found.append(runner.run([Feed(first, [4, 5, 6, 7, 8], 5, tree), Feed(other, [4])], 0, all_logits))
+        first.keep(tree.start, [1, 3])
+        found.append(runner.run([Feed(other, [9])], 0, all_logits))
+        found.append(runner.run([Feed(first, [6])], 0, all_logits))
     return found
 
 

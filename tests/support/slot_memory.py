@@ -9,6 +9,11 @@ from specwire.engine.cache.kv_cache import PagePool
 Content = TypeVar("Content")
 
 
+def after_copies(pool: PagePool, memory: dict[int, Content]) -> dict[int, Content]:
+    """What the memory holds once the pending copies are done."""
+    return memory | {dst: memory[src] for dst, src in pool.copies.sources.items()}
+
+
 def do_copies(pool: PagePool, memory: dict[int, Content]) -> None:
     """What the next pass does first."""
     if (copies := pool.copies.take()) is not None:

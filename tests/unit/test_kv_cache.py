@@ -10,7 +10,7 @@ import pytest
 
 from specwire.engine.cache.kv_cache import IntegrityError, PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
-from tests.support.slot_memory import do_copies
+from tests.support.slot_memory import after_copies, do_copies
 
 
 def test_slots_follow_the_page_table() -> None:
@@ -157,17 +157,46 @@ def test_a_large_pool_is_cheap() -> None:
     assert mean_us < 500, f"{mean_us:.0f} µs an append, some 10 µs on an idle machine"
 
 
+def test_tokens_that_are_kept_move_together() -> None:
+    pool = PagePool(8, 4)
+    sequence = pool.new_sequence()
+    slots = sequence.append(11).tolist()
+    sequence.keep(2, [0, 1, 4, 8])
+    copies = pool.copies.take()
+    assert copies is not None
+    assert (copies.src.tolist(), copies.dst.tolist()) == ([slots[6], slots[10]], [slots[4], slots[5]])
+    assert (sequence.length, pool.num_held_pages) == (6, 2)
+    pool.check_integrity()
+    with pytest.raises(InvalidRequestError, match="only 4 tokens are held from 2"):
+        sequence.keep(2, [0, 4])
+
+
+@pytest.mark.parametrize(("kept", "num_left"), [([0, 1, 4], 4), ([1, 2], 2), ([0, 1, 2, 3], 6), ([], 2)])
+def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: int) -> None:
+    pool = PagePool(8, 4)
+    sequence = pool.new_sequence()
+    sequence.append(11)
+    with sequence.fork():
+        sequence.keep(2, kept)
+        assert (sequence.length, pool.copies.take()) == (num_left, None)
+        pool.check_integrity()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories(seed: int) -> None:
-    """The cache against a plain model of it: what was written to a slot is still there when it is read."""
+    """The cache against a plain model of it: what was written to a slot is still there when it is read.
+
+    Copies stay pending over any number of operations, until the next append.
+    """
     rng, pool = random.Random(seed), PagePool(24, 4)
     memory: dict[int, int] = {}
     live: list[tuple[SequenceCache, list[int]]] = []
     for step in range(1500):
         _random_operation(rng, pool, live, memory, step)
         pool.check_integrity()
+        seen = after_copies(pool, memory)
         for sequence, tokens in live:
-            assert [memory[slot] for slot in sequence.slots(0, sequence.length)] == tokens
+            assert [seen[slot] for slot in sequence.slots(0, sequence.length)] == tokens
             spelled = [s + i for s, n in sequence.runs() for i in range(n)]
             assert spelled == sequence.slots(0, sequence.length).tolist()
     for sequence, _ in live:
@@ -183,7 +212,7 @@ def _random_operation(
     memory: dict[int, int],
     step: int,
 ) -> None:
-    action = rng.choice(["new", "append", "append", "append", "truncate", "fork", "release"])
+    action = rng.choice(["new", "append", "append", "append", "truncate", "keep", "fork", "release"])
     if action == "new" or not live:
         live.append((pool.new_sequence(), []))
         return
@@ -196,6 +225,12 @@ def _random_operation(
         length = rng.randint(0, sequence.length)
         sequence.truncate(length)
         del tokens[length:]
+    elif action == "keep":
+        start = rng.randint(0, sequence.length)
+        kept = sorted(rng.sample(range(sequence.length - start), rng.randint(0, sequence.length - start)))
+        sequence.keep(start, kept)
+        assert sequence.length <= start + len(kept)
+        tokens[start:] = [tokens[start + i] for i in kept][: sequence.length - start]
     elif action == "fork":
         live.append((sequence.fork(), tokens.copy()))
     else:

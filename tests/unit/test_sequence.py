@@ -8,6 +8,7 @@ from specwire import SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import PrefixMismatchError
+from specwire.tree import TokenTree
 
 HELD = [1, 2, 3, 4, 5, 6]
 
@@ -37,6 +38,44 @@ def test_what_still_holds_stays_computed(
     sequence.rebase(3, committed)
     assert sequence.tokens == HELD[:3] + committed
     assert sequence.cache.length == num_computed
+
+
+@pytest.mark.parametrize(
+    ("committed", "num_run"),
+    [
+        ([4, 6, 9], 1),  # the path 4, 6 has moved together
+        ([4, 6], 1),  # the last token always runs again
+        ([5, 6], 1),  # 6 follows 4 alone
+        ([5, 7, 8, 9], 2),  # 8 was not computed
+        ([9], 1),
+        ([], 1),
+    ],
+)
+def test_of_a_tree_the_committed_path_stays_computed(committed: list[int], num_run: int) -> None:
+    """Three tokens, then 4 ── 6 and 5 ── 7 ── 8, all but the last of them computed."""
+    cache = PagePool(num_pages=4, page_size=4).new_sequence()
+    cache.append(7)
+    tree = TokenTree(3, (-1, -1, 0, 1, 3))
+    sequence = TokenSequence(SamplingParams(seed=1), 3, cache, 0, [1, 2, 3, 4, 5, 6, 7, 8], tree)
+    with pytest.raises(PrefixMismatchError):
+        sequence.rebase(4, [6])
+    fork = TokenSequence(SamplingParams(seed=1), 3, cache.pool.new_sequence(), 1)
+    with pytest.raises(PrefixMismatchError):
+        fork.fork_from(sequence, 4)
+    assert (sequence.tree, cache.length) == (tree, 7)
+    sequence.rebase(2, [3, *committed])
+    assert (sequence.tokens, sequence.tree) == ([1, 2, 3, *committed], None)
+    assert len(sequence.tokens) - cache.length == num_run
+    cache.pool.check_integrity()
+
+
+def test_a_fork_of_a_sequence_with_a_tree_has_what_precedes_it() -> None:
+    cache = PagePool(num_pages=4, page_size=4).new_sequence()
+    cache.append(5)
+    sequence = TokenSequence(SamplingParams(seed=1), 3, cache, 0, [1, 2, 3, 4, 5], TokenTree(3, (-1, -1)))
+    fork = TokenSequence(SamplingParams(seed=1), 3, cache.pool.new_sequence(), 1)
+    fork.fork_from(sequence, 3)
+    assert (fork.tokens, fork.tree, fork.cache.length) == ([1, 2, 3], None, 3)
 
 
 def test_more_than_is_held_changes_nothing(sequence: TokenSequence) -> None:

@@ -9,6 +9,7 @@ from specwire import tree
 from specwire.core import Outcome, Proposal, SamplingParams, Verdict
 from specwire.errors import InternalError, InvalidRequestError
 from specwire.rule.acceptance import accept
+from specwire.tree import TokenTree
 
 #   0 ── 2 ── 4        two children of the prefix, and so on
 #     └─ 3
@@ -28,6 +29,16 @@ def test_the_last_of_64_nodes_fills_the_word() -> None:
     words = tree.ancestors(range(-1, 63))
     assert words.dtype == np.int64
     assert words[63] == -1
+
+
+def test_a_sequence_may_end_in_a_tree() -> None:
+    whole = TokenTree(3, tuple(PARENTS[:4])).extended(PARENTS[4:])
+    assert (whole, whole.end) == (TokenTree(3, tuple(PARENTS)), 9)
+    assert whole.positions(0, 9).tolist() == [0, 1, 2, 3, 3, 4, 4, 5, 4]
+    for first in range(10):
+        for last in range(first, 10):
+            assert whole.positions(first, last).tolist() == whole.positions(0, 9)[first:last].tolist()
+            assert whole.words(first, last).tolist() == [0, 0, 0, *tree.ancestors(PARENTS)][first:last]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
-from specwire.engine.cache.kv_cache import Run
+from specwire.engine.cache.kv_cache import Run, first_tokens
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.private import flash_attention_with_lse
 
@@ -182,7 +182,7 @@ class _View(NamedTuple):
         """All queries see all keys before the tree and before themselves; only the rest needs a mask."""
         cut = self.segment.num_common
         rest = _View(self.segment, cut, _skip(self.runs, cut - self.first_key))
-        seen_by_all = [Read(self.rows, run) for run in _take(self.runs, cut - self.first_key)]
+        seen_by_all = [Read(self.rows, run) for run in first_tokens(self.runs, cut - self.first_key)]
         return [*seen_by_all, *rest.parts(None, group, keys)]
 
     def _part(self, run: Run, end: int, window: int | None, mask: Tensor | None) -> Read:
@@ -226,16 +226,6 @@ def _merge_table(rows: list[Tensor], parts: list[Read]) -> Tensor:
 def _places(rows: Sequence[slice | Tensor]) -> Tensor:
     """Slices and indices as one tensor of indices."""
     return torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
-
-
-def _take(runs: Sequence[Run], num_tokens: int) -> list[Run]:
-    """The first `num_tokens` tokens of the runs."""
-    taken = []
-    for run in runs:
-        if num_tokens > 0:
-            taken.append(Run(run.start_slot, min(num_tokens, run.num_tokens)))
-        num_tokens -= run.num_tokens
-    return taken
 
 
 def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:

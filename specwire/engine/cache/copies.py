@@ -23,31 +23,29 @@ class PendingCopies:
     They hold for the pages as they were when each was added: a copy from the destination of an earlier one
     is a copy from that one's source, and the last copy to a slot wins. A page may change hands before the
     pass, since copies come before all writes.
+
+    Attributes:
+        sources: the slot that each destination is copied from. Not to be modified.
     """
 
     def __init__(self) -> None:
-        self._sources: dict[int, int] = {}
-
-    @property
-    def slots(self) -> Iterable[int]:
-        """The destinations."""
-        return self._sources.keys()
+        self.sources: dict[int, int] = {}
 
     def add(self, src: Iterable[int], dst: Iterable[int]) -> None:
         """Copy slots `src` to slots `dst`, all at once, after all copies added before."""
-        sources = [self._sources.get(slot, slot) for slot in src]
-        self._sources.update(zip(dst, sources, strict=True))
+        sources = [self.sources.get(slot, slot) for slot in src]
+        self.sources.update(zip(dst, sources, strict=True))
 
     def take(self) -> SlotCopies | None:
         """All of them, which are then no longer pending; None without any."""
-        if not self._sources:
+        if not self.sources:
             return None
-        num = len(self._sources)
-        src = np.fromiter(self._sources.values(), np.int64, num)
-        dst = np.fromiter(self._sources.keys(), np.int64, num)
-        self._sources.clear()
+        num = len(self.sources)
+        src = np.fromiter(self.sources.values(), np.int64, num)
+        dst = np.fromiter(self.sources.keys(), np.int64, num)
+        self.sources.clear()
         return SlotCopies(src, dst)
 
     def forget(self) -> None:
         """Drop them, since what the slots held is lost."""
-        self._sources.clear()
+        self.sources.clear()

@@ -51,6 +51,16 @@ class Run(NamedTuple):
     num_tokens: int
 
 
+def first_tokens(runs: Iterable[Run], num_tokens: int) -> list[Run]:
+    """The runs of the first `num_tokens` tokens."""
+    some = []
+    for run in runs:
+        if num_tokens > 0:
+            some.append(Run(run.start_slot, min(num_tokens, run.num_tokens)))
+        num_tokens -= run.num_tokens
+    return some
+
+
 class PagePool:
     """A fixed number of pages with reference counts.
 
@@ -227,10 +237,9 @@ class PagePool:
         if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
             raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
         self._check_free(held)
-        if stale := {
-            slot // self.page_size for slot in self.copies.slots if self._index.knows(slot // self.page_size)
-        }:
-            raise IntegrityError(f"pages {sorted(stale)[:8]} are findable before their copies are done")
+        unfinished = {slot // self.page_size for slot in self.copies.sources}
+        if findable := [page for page in unfinished if self._index.knows(page)]:
+            raise IntegrityError(f"pages {findable[:8]} are findable before their copies are done")
 
     def _check_free(self, held: Counter[int]) -> None:
         free = [page for start, end in self._free.ends.items() for page in range(start, end)]

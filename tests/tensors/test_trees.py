@@ -1,0 +1,407 @@
+"""A tree in one packed pass: each node has the logits that transformers computes for its path alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from specwire import SamplingParams
+from specwire.engine.attention import varlen, views
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.cache.kv_cache import Run, SequenceCache
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.counts import StepCounts
+from specwire.engine.device import LogitsDecider
+from specwire.engine.emulated import EmulatedModel, EmulatedRunner
+from specwire.engine.executor import StepExecutor
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.model.graphs import EagerReplay
+from specwire.engine.model.runner import ModelRunner
+from specwire.engine.replies import Replies
+from specwire.engine.schedule import Scheduler
+from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.tree import TokenTree, path_to
+from tests.support.tiny_models import CONTEXT_LEN, EXTRA_FAMILIES, FAMILIES, VOCAB_SIZE, WINDOW, build
+from tests.tensors.test_padded import Traced
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PREFIX_LEN = WINDOW + 7
+TOLERANCE = 2e-5
+_KINDS_OF_ATTENTION = ("llama", "gemma3", "gpt_oss")
+
+
+class Drawn(NamedTuple):
+    """A random tree behind a random prefix; `token_ids` are those of both."""
+
+    token_ids: list[int]
+    tree: TokenTree
+
+    @classmethod
+    def of(cls, num_nodes: int, seed: int) -> Drawn:
+        """Some branches are deeper than the window, so that it cuts through the tree."""
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(3, VOCAB_SIZE) for _ in range(PREFIX_LEN + num_nodes)]
+        parents = tuple(rng.randint(max(-1, node - 4), node - 1) for node in range(num_nodes))
+        return cls(token_ids, TokenTree(PREFIX_LEN, parents))
+
+    @property
+    def leaves(self) -> list[int]:
+        return sorted(set(range(len(self.tree.parents))) - set(self.tree.parents))
+
+    def path(self, node: int) -> list[int]:
+        """The prefix and the nodes up to this one, as tokens."""
+        nodes = path_to(self.tree.parents, node)
+        return [*self.token_ids[:PREFIX_LEN], *(self.token_ids[PREFIX_LEN + i] for i in nodes)]
+
+
+@functools.cache
+def _model(family: str) -> Any:
+    return build(family)
+
+
+@functools.cache
+def _reference_model(family: str) -> Any:
+    model = build(family)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@torch.inference_mode()
+def _alone(family: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """transformers' own eager logits of each text, from scratch."""
+    longest = max(map(len, texts))
+    padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    logits = _reference_model(family)(input_ids=padded, use_cache=False).logits
+    return [of_one[: len(text)] for of_one, text in zip(logits, texts, strict=True)]
+
+
+def _expected(family: str, drawn: Drawn) -> Tensor:
+    """[1 + num_nodes, vocab_size] after the prefix and after each node, every path run alone."""
+    of_leaves = _alone(family, [drawn.path(leaf) for leaf in drawn.leaves])
+    rows: dict[int, Tensor] = {}
+    for leaf, logits in zip(drawn.leaves, of_leaves, strict=True):
+        for depth, node in enumerate([-1, *path_to(drawn.tree.parents, leaf)]):
+            rows[node] = logits[PREFIX_LEN - 1 + depth]
+    return torch.stack([rows[node] for node in sorted(rows)])
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _runner(family: str, **options: Any) -> ModelRunner:
+    return ModelRunner(_model(family), **{"num_pages": 128, "page_size": 4} | options)
+
+
+def _feed(cache: SequenceCache, drawn: Drawn, end: int | None = None, tree: TokenTree | None = None) -> Feed:
+    """The tokens that the cache lacks, up to `end`; rows for the prefix's last token and all nodes."""
+    token_ids = drawn.token_ids[cache.length : end]
+    num_rows = min(len(token_ids), cache.length + len(token_ids) - PREFIX_LEN + 1)
+    return Feed(cache, token_ids, max(0, num_rows), tree or drawn.tree)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXTRA_FAMILIES])
+def test_a_node_has_the_logits_of_its_own_path(family: str) -> None:
+    """Trees beside a chain, in one pass, in two, and together with a prompt in pieces."""
+    runner = _runner(family)
+    for seed, num_nodes in enumerate((16, 32, 63)):
+        drawn, other = Drawn.of(num_nodes, seed), Drawn.of(5, 90 + seed)
+        expected, chain = _expected(family, drawn), other.token_ids
+        with runner.new_sequence() as cache, runner.new_sequence() as beside, runner.new_sequence() as grown:
+            runner.forward([Feed(cache, drawn.token_ids[: PREFIX_LEN - 1], 0), Feed(beside, chain[:9], 0)])
+            both = runner.forward([_feed(cache, drawn), Feed(beside, chain[9:], 5)])
+            _assert_close(both[:-5], expected)
+            _assert_close(both[-5:], _alone(family, [chain])[0][-5:])
+            ends = (7, PREFIX_LEN + 3, PREFIX_LEN + 4, None)  # of a pass: one has a single node
+            rows = [runner.forward([_feed(grown, drawn, end)]) for end in ends]
+            _assert_close(torch.cat(rows), expected)
+    runner.pool.check_integrity()
+    assert runner.pool.num_held_pages == 0
+
+
+@pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
+def test_over_scattered_pages(family: str) -> None:
+    """Every page lies apart, so the tree itself is read in parts, of which a node may see none."""
+    runner, drawn = _runner(family), Drawn.of(30, seed=3)
+    blockers = [runner.new_sequence() for _ in range(runner.pool.num_pages)]
+    for blocker in blockers:
+        blocker.append(1)
+    for blocker in blockers:
+        if blocker.pages[0] % 2:
+            blocker.release()
+    with runner.new_sequence() as cache:
+        runner.forward([_feed(cache, drawn, PREFIX_LEN - 1)])
+        _assert_close(runner.forward([_feed(cache, drawn)]), _expected(family, drawn))
+        assert len(cache.runs()) == cache.num_pages
+
+
+@pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
+def test_a_word_that_is_wrong_gives_other_logits(family: str) -> None:
+    """The negative control: one node follows its parent's sibling instead."""
+    runner, drawn = _runner(family), Drawn.of(8, seed=0)
+    parents = (-1, -1, 0, 1, 0, 3, 2, 2)
+    right, wrong = (
+        Drawn(drawn.token_ids, TokenTree(PREFIX_LEN, changed))
+        for changed in (parents, (*parents[:4], 1, *parents[5:]))
+    )
+    with runner.new_sequence() as cache:
+        found = runner.forward([_feed(cache, right, tree=wrong.tree)])
+    expected = _expected(family, right)
+    others = [row for row in range(9) if row != 5]
+    _assert_close(found[others], expected[others])
+    assert (found[5] - expected[5]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
+def test_dense_and_recorded_steps_know_trees(family: str) -> None:
+    """Steps of one size with and without trees: the recorded ones are replayed, on other numbers."""
+    replay = EagerReplay() if family == "gpt_oss" else Traced()
+    runner = _runner(family, replay=replay, page_size=16, num_pages=32)
+    for seed in range(4):
+        drawn, other = Drawn.of(15, seed), Drawn.of(3, 50 + seed)
+        with runner.new_sequence() as cache, runner.new_sequence() as beside:
+            runner.forward([_feed(cache, drawn, PREFIX_LEN - 1)])
+            runner.forward([Feed(beside, other.token_ids[:-3], 0)])
+            both = runner.forward([_feed(cache, drawn), Feed(beside, other.token_ids[-3:], 3)])
+            _assert_close(both[:-3], _expected(family, drawn))
+            _assert_close(both[-3:], _alone(family, [other.token_ids])[0][-3:])
+    assert runner.num_graphs >= 2
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
+    """In parts and by scores as on a CPU, in one call as on other devices, and over gathered pages."""
+    generator = torch.Generator().manual_seed(0)
+    drawn, scoring = Drawn.of(20, seed=4), Scoring(0.4, window)
+    num_keys = drawn.tree.end
+    layer = LayerCache(*(torch.randn(44, 2, 8, generator=generator) for _ in range(2)))
+    for num_query in (1, 6, 21, 25):
+        query = torch.randn(1, 4, num_query, 8, generator=generator)
+        segment = Segment(0, num_query, num_keys, [Run(0, num_keys)], list(range(11)), drawn.tree)
+        view, in_parts = (
+            views._View.of(segment, window),
+            views.plan_reads([segment], window, 2, True, layer.keys),
+        )
+        assert in_parts.merge is not None
+        packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), [segment], {}, page_size=4)
+        found = [packed._dense_step().attend(layer, query, scoring)] + [
+            views.view_attention(plan, layer, query, scoring)
+            for plan in (
+                in_parts,
+                views.ReadPlan(whole=[view.whole(window, 2, layer.keys)]),
+                views.ReadPlan(scored=[view.scored(window, 2, layer.keys)]),
+            )
+        ]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_paged_kernel_never_sees_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, drawn = _runner("llama", replay=EagerReplay(), page_size=16, num_pages=32), Drawn.of(15, seed=0)
+    with runner.new_sequence() as cache:
+        runner.forward([_feed(cache, drawn, PREFIX_LEN - 1)])
+        monkeypatch.setattr(varlen, "find_variant", lambda *_: pytest.fail("it knows chains only"))
+        _assert_close(runner.forward([_feed(cache, drawn)]), _expected("llama", drawn))
+
+
+# --- rollback ---------------------------------------------------------------------------------------------
+
+
+class _Rounds:
+    """Rounds of one sequence with a tree each, as a service runs them."""
+
+    def __init__(self, runner: ModelRunner, drawn: Drawn) -> None:
+        self.runner = runner
+        self.sequence = TokenSequence(SamplingParams(seed=1), 1, runner.new_sequence(), 0)
+        self.propose(drawn)
+        self.verify()
+
+    def propose(self, drawn: Drawn) -> None:
+        self.sequence.tokens, self.sequence.tree = list(drawn.token_ids), drawn.tree
+
+    def verify(self) -> tuple[int, Tensor]:
+        """Run what the cache lacks; the number of these tokens, and the logits after the last one."""
+        sequence = self.sequence
+        pending = sequence.tokens[sequence.cache.length :]
+        feed = Feed(sequence.cache, pending, 1, sequence.tree)
+        return len(pending), self.runner.forward([feed])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accepted_nodes_are_not_run_again(family: str) -> None:
+    """Along every path, with a token that the tree has not: one token is run, and its logits are right."""
+    runner, drawn = _runner(family), Drawn.of(20, seed=5)
+    for leaf in drawn.leaves[::3]:
+        rounds, committed = _Rounds(runner, drawn), [*drawn.path(leaf), 2]
+        sequence = rounds.sequence
+        sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+        assert (sequence.tokens, sequence.tree) == (committed, None)
+        num_run, logits = rounds.verify()
+        assert num_run == 1
+        _assert_close(logits, _alone(family, [committed])[0][-1:])
+        runner.pool.check_integrity()
+        sequence.cache.release()
+    assert runner.pool.num_held_pages == 0
+
+
+def test_what_is_run_again() -> None:
+    """The last committed token, nodes that were not computed, and those that a shared page holds."""
+    runner, drawn = _runner("llama"), Drawn.of(20, seed=5)
+    path, start = drawn.path(drawn.leaves[-1]), PREFIX_LEN
+    depth = len(path) - start
+    assert depth >= 4
+    for committed, num_computed, shared, num_wanted in (
+        ([*path[:start], 2], None, False, 1),
+        (path, None, False, 1),
+        ([*path[: start + 2], 2], start + 1, False, None),
+        ([*path, 2], start, False, depth + 1),
+        ([*path, 2], start - 3, False, depth + 4),
+        ([*path[: start - 2], 2], None, False, 1),
+        ([*path, 2], None, True, None),
+    ):
+        rounds = _Rounds(runner, drawn)
+        sequence = rounds.sequence
+        sequence.cache.truncate(num_computed or sequence.cache.length)
+        fork = sequence.cache.fork() if shared else None
+        sequence.rebase(start - 4, committed[start - 4 :])
+        num_run, logits = rounds.verify()
+        _assert_close(logits, _alone("llama", [committed])[0][-1:])
+        assert num_wanted in (None, num_run)
+        if shared:
+            assert num_run > 1
+        for cache in (sequence.cache, *([fork] if fork else [])):
+            cache.release()
+    runner.pool.check_integrity()
+    assert runner.pool.num_held_pages == 0
+
+
+def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pass of another sequence does them, even if an earlier one found no room, or failed."""
+    runner, drawn = _runner("llama", num_pages=24), Drawn.of(20, seed=5)
+    rounds, committed = _Rounds(runner, drawn), [*drawn.path(drawn.leaves[-1]), 2]
+    doomed = _Rounds(runner, drawn)
+    rounds.sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+    doomed.sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+    doomed.sequence.cache.release()
+    with runner.new_sequence() as other:
+        with pytest.raises(Exception, match="full"):
+            runner.forward([Feed(other, [5] * 200, 0)])
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_logits", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                runner.forward([Feed(other, [5] * 40, 0)])
+        text = [5, 6, 7] * 13
+        found = runner.forward([Feed(other, text, 1)])  # over pages that the released sequence had
+        _assert_close(found, _alone("llama", [text])[0][-1:])
+    num_run, logits = rounds.verify()
+    assert num_run == 1
+    _assert_close(logits, _alone("llama", [committed])[0][-1:])
+
+
+class _Steps:
+    """The scheduler and the executor of one engine, with a budget that is smaller than a tree."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.logits = runner, torch.empty(0)
+        options = {"max_num_tokens": 24, "max_prefill_tokens": 24, "prefix_sharing": True}
+        self.sequences: list[TokenSequence] = []
+        self.scheduler = Scheduler(self.sequences, **options)  # type: ignore[arg-type]
+        decider = LogitsDecider(self._consume)
+        self.executor = StepExecutor(runner, decider, Replies(), StepCounts(), prefix_sharing=True)
+
+    def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
+        """Open a sequence with these tokens, and run them."""
+        cache = self.runner.new_sequence()
+        sequence = TokenSequence(SamplingParams(seed=1), 1, cache, len(self.sequences), list(token_ids), tree)
+        self.sequences.append(sequence)
+        self.found = self.go_on(sequence)
+        return sequence
+
+    def go_on(self, sequence: TokenSequence) -> int:
+        """Run what the cache lacks; the tokens that were found instead."""
+        job = Job(sequence, len(sequence.tokens), [], num_rows=1)
+        while not job.done:
+            self.executor.run(self.scheduler.plan([job], 0))
+        return job.num_cached_tokens
+
+    def _consume(self, jobs: list[Job], logits: Tensor) -> None:
+        jobs[0].result, self.logits = True, logits
+
+
+def test_only_committed_tokens_name_pages() -> None:
+    """A tree that is split by the budget, and preempted, leaves nothing behind that a chain could find."""
+    steps, drawn = _Steps(_runner("llama")), Drawn.of(40, seed=7)
+    expected, flat = _expected("llama", drawn)[-1:], drawn.token_ids
+    sequence = steps.run(flat, drawn.tree)
+    _assert_close(steps.logits, expected)
+    sequence.cache.truncate(0)
+    assert 0 < steps.go_on(sequence) <= PREFIX_LEN
+    _assert_close(steps.logits, expected)
+    steps.run(flat)
+    assert 0 < steps.found <= PREFIX_LEN
+    _assert_close(steps.logits, _alone("llama", [flat])[0][-1:])
+    committed = [*drawn.path(drawn.leaves[-1]), *[2] * 8]
+    sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+    steps.go_on(sequence)
+    steps.run(committed)
+    assert steps.found > PREFIX_LEN, "what was kept and moved is known once it is committed"
+    _assert_close(steps.logits, _alone("llama", [committed])[0][-1:])
+    for one in steps.sequences:
+        one.cache.release()
+    steps.runner.pool.check_integrity()
+    assert steps.runner.pool.num_held_pages == 0
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_siblings_share_a_position_at_the_end_of_the_context() -> None:
+    runner, start = _runner("llama", num_pages=256), CONTEXT_LEN - 1
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, [5] * start, 0)])
+        runner.forward([Feed(cache, [5, 6, 7], 3, TokenTree(start, (-1, -1, -1)))])
+        cache.truncate(start)
+        with pytest.raises(ContextLengthError):
+            runner.forward([Feed(cache, [5, 6, 7], 3, TokenTree(start, (-1, -1, 0)))])
+        with pytest.raises(InvalidRequestError, match="beyond the tree"):
+            runner.forward([Feed(cache, [5, 6, 7], 3, TokenTree(start, (-1, -1)))])
+        assert cache.length == start
+
+
+def test_where_rows_must_not_depend_on_others_trees_are_refused() -> None:
+    runner, drawn = _runner("llama", batch_invariant=True), Drawn.of(8, seed=0)
+    with runner.new_sequence() as cache:
+        with pytest.raises(UnsupportedError, match="--batch-invariant"):
+            runner.forward([_feed(cache, drawn)])
+        assert cache.length == 0
+
+
+def test_a_batch_is_split_in_the_middle_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, drawn = _runner("gemma3"), Drawn.of(30, seed=2)
+
+    def in_pieces(batch: Batch) -> Tensor:
+        return torch.cat([runner._run_packed(part) for part in batch.split(16)])
+
+    monkeypatch.setattr(runner, "_run", in_pieces)
+    with runner.new_sequence() as cache:
+        _assert_close(runner.forward([_feed(cache, drawn)]), _expected("gemma3", drawn))
+
+
+def test_an_emulated_device_emits_at_a_nodes_own_position() -> None:
+    model = EmulatedModel(step_ms=0.0)
+    runner, drawn = EmulatedRunner(model, num_pages=16, page_size=16), Drawn.of(20, seed=1)
+    with runner.new_sequence() as cache, runner.new_sequence() as alone:
+        found = runner.forward([_feed(cache, drawn)])
+        for node in (-1, *drawn.leaves):
+            path = drawn.path(node)
+            expected = runner.forward([Feed(alone, path, 1)])
+            assert torch.equal(found[node + 1], expected[0])
+            alone.truncate(0)
