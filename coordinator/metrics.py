@@ -207,8 +207,8 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_tree_nodes",
-        "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other choices "
-        "are those of their depth.",
+        "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other "
+        "choices are those of their depth.",
         lambda now: now.shapes.num_nodes,
     ),
     Metric(

@@ -2,8 +2,8 @@
 
 Trees are for streams whose tokens are matched. Each shape has measurements of its own, since a tree commits
 more tokens with as many passes of the draft, and its verify pass has more tokens; the number of draft tokens
-that is chosen there (`draft_length.py`) is the depth of a tree. A trial of a shape begins with its own warm-up,
-whose rounds are not counted. Pure: no clock, no network.
+that is chosen there (`draft_length.py`) is the depth of a tree. A trial of a shape begins with a warm-up of
+its own, whose rounds are not counted. Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SharedShapes:
         }
 
     def _expected(self, level: Level) -> dict[int, float]:
-        """Modelled rates: tokens of a tree by `_TREE_GAIN`, and its pass by the measured cost of its tokens."""
+        """Modelled rates: tokens of a tree by `_TREE_GAIN`, its pass by the measured cost of its tokens."""
         prospects = self.chains.refresh()
         usual = max(1, self.chains.costs.usual_length)
         plain = prospects.tokens[usual] / prospects.round_times[usual]
