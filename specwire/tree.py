@@ -23,8 +23,8 @@ from specwire.core import MAX_TREE_NODES, IntArray, Proposal
 from specwire.errors import InvalidRequestError
 
 
-def check_parents(parents: Sequence[int], num_tokens: int) -> None:
-    """Refuse parents that are no tree of this many tokens.
+def checked_parents(parents: Sequence[int], num_tokens: int) -> list[int]:
+    """The parents of this many tokens; none for those of a chain.
 
     Raises:
         InvalidRequestError: their number is neither 0 nor that of the tokens, there are over 64, or one does
@@ -37,6 +37,7 @@ def check_parents(parents: Sequence[int], num_tokens: int) -> None:
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise InvalidRequestError(f"parent_indices[{node}]", parent, f"must lie in [-1, {node})")
+    return [] if all(parent == node - 1 for node, parent in enumerate(parents)) else list(parents)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -145,7 +146,7 @@ class TokenTree:
 
     Attributes:
         start: tokens before the tree, which every node follows.
-        parents: see `check_parents`.
+        parents: see `checked_parents`.
     """
 
     start: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     def _job(self, sequence: TokenSequence, request: verify_pb2.VerifyRequest) -> VerifyJob:
-        self._check_tree(request.parent_indices, len(request.draft_token_ids), sequence.params)
+        parents = self._parents(request, sequence.params)
         wire.check_num_draft_tokens("draft_token_ids", len(request.draft_token_ids))
         vocab_size = self._service.info.vocab_size
         for i, token_id in enumerate(request.draft_token_ids):
@@ -73,16 +73,17 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             request.base_len,
             list(request.token_ids),
             draft_token_ids=list(request.draft_token_ids),
-            parents=list(request.parent_indices),
+            parents=parents,
             supports=_supports(request, sequence.params, vocab_size),
         )
 
-    def _check_tree(self, parents: Sequence[int], num_tokens: int, params: SamplingParams) -> None:
-        tree.check_parents(parents, num_tokens)
+    def _parents(self, request: verify_pb2.VerifyRequest, params: SamplingParams) -> list[int]:
+        parents = tree.checked_parents(request.parent_indices, len(request.draft_token_ids))
         if parents and not self._service.info.trees:
-            raise UnsupportedError("parent_indices", list(parents), "this service verifies chains only")
+            raise UnsupportedError("parent_indices", parents, "this service verifies chains only")
         if parents and not params.matches_tokens:
-            raise UnsupportedError("parent_indices", list(parents), f"not under rule {params.rule}")
+            raise UnsupportedError("parent_indices", parents, f"not under rule {params.rule}")
+        return parents
 
     def _response(
         self, request: verify_pb2.VerifyRequest, job: VerifyJob, verdict: Verdict, received_ns: int

@@ -206,8 +206,8 @@ def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
         InvalidRequestError: supports whose number or lengths do not match the token ids; parents that are no
             tree, or one with supports.
     """
-    token_ids, parents = list(message.token_ids), list(message.parent_indices)
-    tree.check_parents(parents, len(token_ids))
+    token_ids = list(message.token_ids)
+    parents = tree.checked_parents(message.parent_indices, len(token_ids))
     if parents and message.supports:
         raise InvalidRequestError("supports", len(message.supports), "must be none in a tree")
     num_tokens = token_ids.index(_NO_TOKEN) if _NO_TOKEN in token_ids else len(token_ids)

@@ -137,6 +137,12 @@ RANGES: dict[str, tuple[Any, str]] = {
     "OpenSequence.prompt_len": (verify(open=opened(prompt_len=2**31 - 1)), "prompt_len"),
     "OpenSequence.vocab_limit": (draft(open=opened(vocab_limit=-1)), "vocab_limit"),
     "DraftRequest.base_len": (draft(base_len=-1), "base_len"),
+    "GenerateRequest.max_depth": (generation(max_depth=65), "max_depth"),
+    "DraftRequest.max_depth": (draft(max_depth=65), "max_depth"),
+    "Preparation.max_depth": (
+        draft(prepare={"num_outcomes": 1, "num_draft_tokens": 1, "max_depth": 65}),
+        "prepare",
+    ),
     "DraftRequest.num_draft_tokens": (draft(num_draft_tokens=65), "num_draft_tokens"),
     "Preparation.num_outcomes": (draft(prepare={"num_outcomes": 65, "num_draft_tokens": 1}), "prepare"),
     "Preparation.num_draft_tokens": (draft(prepare={"num_outcomes": 1, "num_draft_tokens": 65}), "prepare"),

@@ -54,7 +54,7 @@ def test_a_sequence_may_end_in_a_tree() -> None:
 )
 def test_what_is_no_tree_is_refused(parents: list[int], num_tokens: int, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
-        tree.check_parents(parents, num_tokens)
+        tree.checked_parents(parents, num_tokens)
 
 
 @pytest.mark.parametrize(

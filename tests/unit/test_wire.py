@@ -20,7 +20,7 @@ from specwire.completion import (
     Usage,
 )
 from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
-from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
+from specwire.errors import InvalidRequestError, SpecwireError
 from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
@@ -42,6 +42,7 @@ EVERYTHING = SamplingParams(
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
     num_draft_tokens=0,
+    max_depth=3,
     logprobs=0,
     cache_salt="s",
 )
@@ -73,7 +74,7 @@ class TestSamplingParams:
 
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
-        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens"}
+        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens", "max_depth"}
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
             assert getattr(opened, field.name) == getattr(expected, field.name)
@@ -138,9 +139,13 @@ class TestProposals:
             assert support.probs.tobytes() == self.SUPPORT.probs.tobytes()
 
     def test_refusals(self) -> None:
-        tree = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[-1, -1])
-        with pytest.raises(UnsupportedError, match="only chains"):
-            wire.proposal_from_proto(tree, 0)
+        late = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[1, -1])
+        with pytest.raises(InvalidRequestError, match=r"parent_indices\[0\]"):
+            wire.proposal_from_proto(late, 0)
+        support = draft_pb2.Support(token_ids=b"\0" * 4, probs=b"\0" * 4)
+        judged = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[-1, -1], supports=[support, support])
+        with pytest.raises(InvalidRequestError, match="must be none in a tree"):
+            wire.proposal_from_proto(judged, 0)
         support = draft_pb2.Support(token_ids=b"\0" * 8, probs=b"\0" * 4)
         with pytest.raises(InvalidRequestError, match="one for each token id"):
             wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1], supports=[support]), 0)
