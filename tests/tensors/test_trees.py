@@ -112,7 +112,7 @@ def _feed(cache: SequenceCache, drawn: Drawn, end: int | None = None, tree: Toke
 def test_a_node_has_the_logits_of_its_own_path(family: str) -> None:
     """Trees beside a chain, in one pass, in two, and together with a prompt in pieces."""
     runner = _runner(family)
-    for seed, num_nodes in enumerate((16, 32, 63)):
+    for seed, num_nodes in enumerate((16, 32, 63, 64)):
         drawn, other = Drawn.of(num_nodes, seed), Drawn.of(5, 90 + seed)
         expected, chain = _expected(family, drawn), other.token_ids
         with runner.new_sequence() as cache, runner.new_sequence() as beside, runner.new_sequence() as grown:

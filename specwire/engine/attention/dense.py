@@ -104,10 +104,8 @@ class DenseStep:
 
     def _hidden(self, window: int | None) -> Tensor:
         """bool [num_segments, max_query, max_keys]."""
-        positions, keys = (
-            self.positions[self._rows],
-            torch.arange(self.max_keys, device=self.positions.device),
-        )
+        positions = self.positions[self._rows]
+        keys = torch.arange(self.max_keys, device=positions.device)
         if self.words is not None:
             return unseen_keys(positions, self.words[self._rows], keys, window)
         hidden = keys > positions[:, :, None]

@@ -21,12 +21,11 @@ def unseen_keys(positions: Tensor, words: Tensor, keys: Tensor, window: int | No
     """
     bit = torch.arange(MAX_TREE_NODES, device=words.device)
     seen = words[..., None] >> bit & 1
-    start = positions + 1 - seen.sum(-1)
-    before = keys < start[..., None]
-    nodes = seen.bool()
+    start = (positions + 1 - seen.sum(-1))[..., None]
+    in_prefix = keys < start
+    nodes, prefix = seen.bool(), in_prefix
     if window is not None:
-        nodes &= seen.flip(-1).cumsum(-1).flip(-1) <= window  # its own path, from each node on
-        before &= keys > positions[..., None] - window
-    nodes = torch.nn.functional.pad(nodes, (0, 1))  # a key past the tree's last node is hidden
-    place = (keys - start[..., None]).clamp(0, MAX_TREE_NODES)
-    return ~torch.where(keys < start[..., None], before, nodes.gather(-1, place))
+        nodes = nodes & (seen.flip(-1).cumsum(-1).flip(-1) <= window)  # nodes of its path, from each on
+        prefix = prefix & (keys > positions[..., None] - window)
+    nodes = torch.nn.functional.pad(nodes, (0, 1))  # no token sees a key after the last node
+    return ~torch.where(in_prefix, prefix, nodes.gather(-1, (keys - start).clamp(0, MAX_TREE_NODES)))
