@@ -18,7 +18,7 @@ from specwire.config.services import DraftConfig
 from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.estimate.calibration import Calibration
+from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.rule import sampling
 from specwire.rule.random import Purpose
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
@@ -208,9 +208,9 @@ def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:
-    """Rows whose logits are not finite have none."""
+    """Rows whose logits are not finite have none; others may have more than a job asked for."""
     for node, drawn in zip(nodes, rows, strict=True):
-        growth.add(node, drawn.ranked, drawn.shares)
+        growth.add(node, drawn.ranked[:NUM_RANKS], drawn.shares[:NUM_RANKS])
 
 
 def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:

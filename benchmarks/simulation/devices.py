@@ -11,15 +11,16 @@ import contextlib
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import SHARPNESS, DraftJob, Drawn
 from specwire.core import IntArray, Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider
-from specwire.engine.emulated import EmulatedModel, EmulatedRunner
+from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
@@ -200,6 +201,15 @@ class VirtualEngine(Engine):
             self._end_step(step, started_ns)
 
 
+def _shares(num_likely: int) -> list[float]:
+    """[NUM_RANKS + 1] as of the real draft, where only so many tokens are likely."""
+    weights = PROBS[:num_likely] ** SHARPNESS
+    return [*(weights / weights.sum()).tolist(), *[0.0] * (NUM_RANKS + 1 - num_likely)]
+
+
+_SHARES = [_shares(n) if n else [] for n in range(_NUM_LIKELY + 1)]
+
+
 class GreedyDrafts:
     """As `Drafter.consume` under greedy decoding, from the emulated law's numbers instead of its logits."""
 
@@ -207,21 +217,27 @@ class GreedyDrafts:
         self._model = model
 
     def consume(self, jobs: Sequence[Job], rows: Any) -> None:
-        """One draft token for each job."""
+        """The likely tokens at each row."""
         vocab_size = self._model.vocab_size
         half = vocab_size // 2
         first = self._model.likeliest(*rows).tolist()
         agrees = self._model.agrees(*rows).tolist()
         num_wrong = self._model.num_wrong(*rows).tolist() if self._model.runner_up else [half] * len(first)
-        for i, job in enumerate(jobs):
-            assert isinstance(job, DraftJob)
+        drawn = []
+        for i in range(len(first)):
             likely = [(first[i] + k) % half for k in range(_NUM_LIKELY)]
+            num_first = _NUM_LIKELY
             if not agrees[i]:
                 wrong = [token_id + half for token_id in likely[: num_wrong[i]]]
+                num_first = len(wrong)
                 likely = wrong + likely if len(wrong) < _NUM_LIKELY else wrong
             others = [(likely[-1] + k) % vocab_size for k in range(1, NUM_RANKS + 2)]  # as good as impossible
             likely += [token_id for token_id in others if token_id not in likely]
-            job.add([Drawn(likely[0], None, likely[: NUM_RANKS + 1])])
+            drawn.append(Drawn(likely[0], None, likely[: NUM_RANKS + 1], _SHARES[num_first]))
+        rows = iter(drawn)
+        for job in jobs:
+            assert isinstance(job, DraftJob)
+            job.add(list(islice(rows, job.num_rows)))
 
 
 class GreedyVerdicts:

@@ -47,6 +47,7 @@ class Setting:
         target, draft: costs of a pass of each.
         num_draft_tokens: a round; `auto` lets the coordinators choose.
         num_outcomes: to prepare for; `auto` lets them find out.
+        max_depth: longest path of token trees, 0 for chains; `auto` lets them find out.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
         num_drafts: draft services, which the streams of all groups take in turn; 0 for none.
@@ -60,6 +61,7 @@ class Setting:
     draft: StepCost
     num_draft_tokens: str = "auto"
     num_outcomes: str = "auto"
+    max_depth: str = "auto"
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     num_groups: int = 1
@@ -90,6 +92,7 @@ class _Service:
             vocab_size=model.vocab_size,
             context_len=model.context_len,
             prepares_outcomes=True,
+            trees=True,
         )
         self.service = ModelService(self.engine, runner, self.info, _UNLIMITED)
 
@@ -168,6 +171,7 @@ class Group:
             verify_address="127.0.0.1:1",
             num_draft_tokens=setting.num_draft_tokens,
             num_outcomes=setting.num_outcomes,
+            max_depth=setting.max_depth,
             max_running=_UNLIMITED,
         )
         info = drafts[0].info if drafts else None

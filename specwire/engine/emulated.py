@@ -35,7 +35,8 @@ from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError
 
-_PROBS = np.array([0.4, 0.3, 0.2, 0.1])
+PROBS = np.array([0.4, 0.3, 0.2, 0.1])
+"""Of the likely tokens, at every position."""
 _NEVER = -1e9
 _OVERSLEEP_RATE = 0.1
 _MAX_OVERSLEEP_S = 0.0005
@@ -131,15 +132,15 @@ class EmulatedModel:
         """Log probabilities [n, vocab_size] of the tokens at `positions`, given the ones before."""
         half = self.vocab_size // 2
         start = self.likeliest(positions, tokens_before)
-        token_ids = (start[:, None] + np.arange(len(_PROBS))) % half
-        log_probs = np.log(_PROBS).astype(np.float32)
+        token_ids = (start[:, None] + np.arange(len(PROBS))) % half
+        log_probs = np.log(PROBS).astype(np.float32)
         out = np.full((len(positions), self.vocab_size), _NEVER, dtype=np.float32)
         np.put_along_axis(out, token_ids, log_probs[None], axis=1)
         wrong = np.flatnonzero(~self.agrees(positions, tokens_before))
         num_wrong = self.num_wrong(positions, tokens_before) if self.runner_up else None
         for row in wrong:
-            num = len(_PROBS) if num_wrong is None else int(num_wrong[row])
-            if num >= len(_PROBS):
+            num = len(PROBS) if num_wrong is None else int(num_wrong[row])
+            if num >= len(PROBS):
                 out[row] = _NEVER
             out[row] += _BEHIND
             out[row, token_ids[row, :num] + half] = log_probs[:num]
