@@ -88,7 +88,7 @@ class Batch(NamedTuple):
         token_ids, positions, slots: int64 [num_tokens].
         segments: the sequences in row order; their `num_query` add up to num_tokens.
         rows: indices in the packed row whose logits are wanted.
-        copies: slots to copy before any is written.
+        copies: slots to copy before any is written; None without any.
     """
 
     token_ids: IntArray
@@ -146,7 +146,8 @@ class Packer:
         """The batch of these feeds, at least one; an error in the body restores the lengths of all caches.
 
         Raises:
-            InvalidRequestError: an empty feed, a token outside the vocabulary, a sequence given twice.
+            InvalidRequestError: an empty feed, a token outside the vocabulary or after the last node of the
+                tree, a sequence given twice.
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
         """

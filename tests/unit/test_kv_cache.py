@@ -171,6 +171,16 @@ def test_tokens_that_are_kept_move_together() -> None:
         sequence.keep(2, [0, 4])
 
 
+def test_a_lost_device_has_nothing_to_copy() -> None:
+    pool = PagePool(8, 4)
+    sequence = pool.new_sequence()
+    sequence.append(6)
+    sequence.keep(2, [3])
+    sequence.truncate(0)
+    pool.forget_all()
+    assert pool.copies.take() is None
+
+
 @pytest.mark.parametrize(("kept", "num_left"), [([0, 1, 4], 4), ([1, 2], 2), ([0, 1, 2, 3], 6), ([], 2)])
 def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: int) -> None:
     pool = PagePool(8, 4)

@@ -165,12 +165,13 @@ def test_the_http_front_is_loaded_by_its_command_alone() -> None:
 
 
 def test_the_books_know_no_device() -> None:
-    for name in ("batch", "jobs", "cache/kv_cache", "cache/prefix", "schedule"):
+    cache = ("cache/copies", "cache/free_pages", "cache/kv_cache", "cache/prefix")
+    for name in ("batch", "jobs", *cache, "schedule"):
         assert "torch" not in packages(imports(ROOT / f"specwire/engine/{name}.py")), name
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
-    for name in ("rule/acceptance", "rule/sampling", "core", "errors"):
+    for name in ("rule/acceptance", "rule/sampling", "core", "errors", "tree"):
         found = packages(imports(ROOT / f"specwire/{name}.py"))
         assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
 

@@ -108,12 +108,13 @@ def plan_reads(
         fused: see `can_fuse`.
     """
     plan, split = ReadPlan(), []
+    can_split = fused and keys.device.type == "cpu"
     for segment in segments:
         view = _View.of(segment, window)
-        in_one = len(view.runs) == 1 and (segment.tree is None or keys.device.type != "cpu")
-        if fused and in_one:
+        is_cut = can_split and segment.tree is not None and window is None
+        if fused and len(view.runs) == 1 and not is_cut:
             plan.whole.append(view.whole(window, group, keys))
-        elif fused and keys.device.type == "cpu":
+        elif can_split:
             split.append(view)
         else:
             plan.scored.append(view.scored(window, group, keys))

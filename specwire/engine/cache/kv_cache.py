@@ -209,7 +209,8 @@ class PagePool:
             self._free_page(idle)
 
     def forget_all(self) -> None:
-        """Make all pages unknown, because their content is lost."""
+        """Make all pages unknown and drop pending copies, because what the slots held is lost."""
+        self.copies.forget()
         for page in range(self.num_pages):
             self.forget(page)
 

@@ -97,7 +97,6 @@ class GroupRunner:
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:
         """See `device.Runner`: all ranks are restarted."""
-        self.pool.copies.forget()
         self._group.end()
         started_s = time.monotonic()
         for left in reversed(range(_STARTS)):
