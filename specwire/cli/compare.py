@@ -103,8 +103,8 @@ def summary(compared: list[Result], colour: bool) -> str:
     assert isinstance(plain, Completion)
     rows = [("", f"{'tokens a pass':>13}  tokens/s  times plain  text")]
     for kind, found in compared:
-        row = f"not available: {found}" if isinstance(found, str) else _row(found, plain)
-        rows.append((kind.name, row))
+        words = f"not available: {found}" if isinstance(found, str) else _figures(found, plain)
+        rows.append((kind.name, words))
     return "\n".join(["", *table(rows, colour)])
 
 
@@ -113,8 +113,10 @@ def tokens_per_s(done: Completion) -> float:
     return done.usage.completion_tokens / done.timing.total_ms * 1e3
 
 
-def _row(done: Completion, plain: Completion) -> str:
+def _figures(done: Completion, plain: Completion) -> str:
     speed, tokens_a_pass = tokens_per_s(done), done.usage.completion_tokens / done.speculation.num_rounds
+    figures = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
+    if done is plain:
+        return figures
     same = done.token_ids == plain.token_ids
-    text = "that of plain, token for token" if same else "another draw from the same distribution"
-    return f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}  {text}"
+    return f"{figures}  {'the same, token for token' if same else 'another draw from the same distribution'}"

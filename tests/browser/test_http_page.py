@@ -42,7 +42,9 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Fronted]:
-    with fronted("embedded", "embedded") as running:
+    """Drafts from the text beside those of the model."""
+    options = {"speculative_config": '{"method": "ngram"}'}
+    with fronted("embedded", "embedded", coordinator_options=options) as running:
         yield running
 
 
@@ -151,6 +153,11 @@ def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.
     assert "".join(shown.tokens("on")) == done.text
     counts = shown.record("on")["speculation"]
     assert len(shown.tokens("on", "accepted")) == counts["num_accepted_tokens"] > 0
+    sources = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#sources li")]
+    assert sources == [
+        f"{each['source']} {each['num_accepted_tokens']} of {each['num_draft_tokens']}"
+        for each in counts["by_source"]
+    ]
     assert len(shown.tokens("on", "recovered")) == len(shown.tokens("on", "rejected")) > 0
     own = len(shown.tokens("on", "recovered")) + len(shown.tokens("on", "bonus"))
     assert own == counts["num_rounds"] == int(shown.text("#rounds"))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from coordinator.cost import Cost
 from coordinator.credit import Credit
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
-from coordinator.requests import GenerationRequest
 from coordinator.session import Session
 from coordinator.tally import Tally
-from specwire.completion import Chunk, ResumeInfo
-from specwire.core import ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
+from specwire.completion import Chunk
+from specwire.core import ModelInfo, Outcome, Proposal, SamplingParams, Verdict
 from specwire.wire import client as wire
 
 WORDS = (" return", " if", " self", " n", ".items", "\n", "def", " push", " pop", "(")
@@ -51,16 +51,12 @@ class _Replayed:
 
 def received_chunks(*, report_progress: bool) -> list[Chunk]:
     """The chunks of these rounds, over the wire."""
-    params = SamplingParams(max_tokens=6, temperature=0, seed=1, rule=Rule.GUMBEL)
-    request = GenerationRequest(
+    request: Any = SimpleNamespace(  # what a session reads of one
         prompt_token_ids=[7, 8, 9],
-        params=params,
-        keyed_params=params,
+        params=SamplingParams(max_tokens=6),
         target=ModelInfo(name="large", vocab_size=len(WORDS), context_len=64),
         generated_token_ids=[],
-        resume_info=ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""),
         report_progress=report_progress,
-        num_draft_tokens=None,
     )
     generation: Any = _Replayed()
     tokenizer: Any = _Words()
