@@ -201,14 +201,17 @@ def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     return request.credit_tokens
 
 
-def _token_to_proto(token: Token, sources: Sequence[str]) -> generation_pb2.Token:
+def _token_to_proto(token: Token, numbers: dict[str, int]) -> generation_pb2.Token:
+    """Args:
+    numbers: of the sources so far; a new one is added.
+    """
     return generation_pb2.Token(
         id=token.token_id,
         text=token.text,
         fate=_FATES[token.fate],
         logprob=token.logprob,
         top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
-        source=1 + sources.index(token.source) if token.source else 0,
+        source=numbers.setdefault(token.source, len(numbers)),
     )
 
 
@@ -217,7 +220,7 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
         token_id=message.id,
         text=message.text,
         fate=_FATE_NAMES[message.fate],
-        source=sources[message.source - 1] if message.source else "",
+        source=sources[message.source],
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
     )
@@ -225,23 +228,23 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
 
 def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
     """A chunk; its text is that of its tokens."""
-    tokens = [*chunk.tokens, *chunk.rejected, *chunk.held]
-    sources = list(dict.fromkeys(token.source for token in tokens if token.source))
-    return generation_pb2.Chunk(
+    numbers = {"": 0}
+    message = generation_pb2.Chunk(
         first_index=chunk.first_index,
-        tokens=[_token_to_proto(token, sources) for token in chunk.tokens],
-        rejected=[_token_to_proto(token, sources) for token in chunk.rejected],
+        tokens=[_token_to_proto(token, numbers) for token in chunk.tokens],
+        rejected=[_token_to_proto(token, numbers) for token in chunk.rejected],
         speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
         timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
-        held=[_token_to_proto(token, sources) for token in chunk.held],
-        sources=sources,
+        held=[_token_to_proto(token, numbers) for token in chunk.held],
         tree=generation_pb2.DraftTree(**_fields(chunk.tree)) if chunk.tree else None,
     )
+    message.sources.extend([*numbers][1:])
+    return message
 
 
 def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
     """A chunk as a client sees it."""
-    sources = message.sources
+    sources = ["", *message.sources]
     tokens = tuple(_token_from_proto(token, sources) for token in message.tokens)
     return Chunk(
         text="".join(token.text for token in tokens),
