@@ -13,7 +13,6 @@ from specwire.completion import Completion
 from specwire.config.speculative import NGRAM
 from specwire.core import ModelInfo, Rule, SamplingParams
 
-_NUM_NODES = 16
 _MODEL = "model"
 
 
@@ -66,8 +65,8 @@ KINDS = (
     ),
     Kind(
         name="tree",
-        about=f"{_NUM_NODES} guesses of the draft model that branch",
-        changes={"draft": _MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": _NUM_NODES},
+        about="32 guesses of the draft model that branch, at most 6 in a row",
+        changes={"draft": _MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": 32, "max_depth": 6},
         needs_trees=True,
     ),
     Kind(name=NGRAM, about="guesses from the text itself", changes={"draft": NGRAM}),
