@@ -57,7 +57,7 @@ class GenerationRequest:
         target: the model that generates.
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
-        report_progress: whether chunks carry counts and times.
+        report_progress: whether chunks carry the round's draft tokens, counts and times.
         num_draft_tokens: in each round; None where the coordinator chooses them round by round.
     """
 

@@ -11,7 +11,7 @@ from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler
-from specwire.completion import Chunk, Completion, FinishReason, Token, Usage
+from specwire.completion import Chunk, Completion, DraftTree, FinishReason, Token, Usage
 from specwire.core import Fate, Logprobs, Rule
 from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class Session:
             if self.ended:
                 tokens += self._text.finish()
             self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))
-            yield self._chunk(tokens, done.rejected, self._text.waiting(self._num_emitted - num_before))
+            yield self._chunk(tokens, done, self._text.waiting(self._num_emitted - num_before))
             if self.ended:
                 return
 
@@ -123,7 +123,8 @@ class Session:
         certain: list[Token] = []
         logprobs: Sequence[Logprobs | None] = done.logprobs or [None] * len(done.emitted)
         for (token_id, fate), entry in zip(done.emitted, logprobs, strict=True):
-            certain += self._process(_token(token_id, fate, entry))
+            source = done.proposal.source if fate is Fate.ACCEPTED else ""
+            certain += self._process(_token(token_id, fate, source, entry))
             if self._stop_reason is not None:
                 break
         return certain
@@ -139,34 +140,55 @@ class Session:
             self._stop_reason = token.token_id
         return certain
 
-    def _chunk(self, tokens: list[Token], rejected: list[int], held: list[Token]) -> Chunk:
+    def _chunk(self, tokens: list[Token], done: Round, held: list[Token]) -> Chunk:
         first_index = len(self._released)
         self._released += tokens
         chunk = Chunk(
             text="".join(token.text for token in tokens),
             tokens=tuple(tokens),
             rejected=tuple(
-                Token(token_id=token_id, text=self._decode(token_id), fate=Fate.REJECTED)
-                for token_id in rejected
+                Token(
+                    token_id=token_id,
+                    text=self._decode(token_id),
+                    fate=Fate.REJECTED,
+                    source=done.proposal.source,
+                )
+                for token_id in done.rejected
             ),
             first_index=first_index,
             held=tuple(held),
         )
         if not self._request.report_progress:
             return chunk
-        return replace(chunk, speculation=self._tally.speculation(), timing=self._ledger.timing())
+        return replace(
+            chunk,
+            speculation=self._tally.speculation(),
+            timing=self._ledger.timing(),
+            tree=self._tree(done),
+        )
+
+    def _tree(self, done: Round) -> DraftTree:
+        proposal = done.proposal
+        return DraftTree(
+            source=proposal.source,
+            token_ids=tuple(proposal.token_ids),
+            texts=tuple(map(self._decode, proposal.token_ids)),
+            parents=tuple(proposal.parents),
+            path=tuple(done.outcome.path),
+        )
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
 
 
-def _token(token_id: int, fate: Fate, logprobs: Logprobs | None) -> Token:
+def _token(token_id: int, fate: Fate, source: str, logprobs: Logprobs | None) -> Token:
     if logprobs is None:
-        return Token(token_id=token_id, text="", fate=fate)
+        return Token(token_id=token_id, text="", fate=fate, source=source)
     return Token(
         token_id=token_id,
         text="",
         fate=fate,
+        source=source,
         logprob=logprobs.of(token_id),
         top_logprobs=tuple(logprobs.top()),
     )

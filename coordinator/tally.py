@@ -15,7 +15,7 @@ class Tally:
         num_prepared: whose proposal was there before it was requested.
         num_draft_tokens, num_accepted: draft tokens verified, and accepted.
         num_cached_tokens: that the target found in its cache instead of running them.
-        drafted_per_position, accepted_per_position: from position 0.
+        drafted_per_position, accepted_per_position: from position 0; in a tree, from depth 0.
         by_source: counts of the proposals of each source.
     """
 
@@ -32,17 +32,19 @@ class Tally:
         self.num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self.num_prepared += done.draft_cost.prepared
-        self._count(done.proposal.source, len(done.proposal.token_ids), done.outcome.num_accepted)
+        self._count(done)
 
-    def _count(self, source: str, num_drafted: int, num_accepted: int) -> None:
+    def _count(self, done: Round) -> None:
+        num_drafted, num_steps = len(done.proposal.token_ids), done.num_steps
+        source, num_accepted = done.proposal.source, done.outcome.num_accepted
         if num_drafted == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted += num_accepted
-        _add_one(self.drafted_per_position, num_drafted, num_drafted)
-        _add_one(self.accepted_per_position, num_accepted, num_drafted)
-        self._histogram.extend([0] * (num_drafted + 1 - len(self._histogram)))
+        _add_one(self.drafted_per_position, num_steps, num_steps)
+        _add_one(self.accepted_per_position, num_accepted, num_steps)
+        self._histogram.extend([0] * (num_steps + 1 - len(self._histogram)))
         self._histogram[num_accepted] += 1
         before = self.by_source.get(source) or SourceCounts(source=source)
         self.by_source[source] = before.plus(num_drafted, num_accepted)

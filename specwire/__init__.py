@@ -16,6 +16,7 @@ from specwire.client.errors import GenerationIdleError, GenerationLostError
 from specwire.completion import (
     Chunk,
     Completion,
+    DraftTree,
     FinishReason,
     SourceCounts,
     Speculation,
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "DeadlineExceededError",
+    "DraftTree",
     "Fate",
     "FinishReason",
     "GenerationIdleError",

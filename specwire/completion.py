@@ -26,6 +26,8 @@ class Token:
         token_id: its id.
         text: what it adds to the text; empty while a character is incomplete.
         fate: accepted, rejected, recovered or bonus.
+        source: what proposed it, a draft model's name or a method of the coordinator's own; empty for the
+            target's own tokens.
         logprob: under the target, in nats, if requested.
         top_logprobs: token id and log probability of the likeliest alternatives, best first.
     """
@@ -33,8 +35,29 @@ class Token:
     token_id: int
     text: str
     fate: Fate
+    source: str = ""
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftTree:
+    """The draft tokens of one round, and which of them were accepted. A chain is a tree of one branch.
+
+    Attributes:
+        source: what proposed them, as `Token.source`.
+        token_ids: [num_draft_tokens], parents before children; none in a plain round.
+        texts: [num_draft_tokens], of each token decoded alone.
+        parents: [num_draft_tokens] index of each token's parent, -1 for the prefix; empty for a chain.
+        path: indices of the accepted tokens, in order. The round emitted these, and then a token of the
+            target's own.
+    """
+
+    source: str
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    parents: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +71,7 @@ class Chunk:
         first_index: index of `tokens[0]` in the output, from 0.
         speculation, timing: of the generation so far, if progress was requested.
         held: tokens of the round whose text is incomplete; a later chunk has them in `tokens`.
+        tree: draft tokens of the round, if progress was requested.
     """
 
     text: str
@@ -57,6 +81,7 @@ class Chunk:
     speculation: Speculation | None = None
     timing: Timing | None = None
     held: tuple[Token, ...] = ()
+    tree: DraftTree | None = None
 
     @property
     def token_ids(self) -> list[int]:

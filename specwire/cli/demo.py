@@ -2,9 +2,6 @@
 
 On one machine draft and target share the processors, unlike separate services. So by default the target is
 paced (`engine/paced.py`) like a large one on a device of its own; all else is real.
-
-Colours as in figure 1 of Leviathan et al. (2023): accepted green, rejected red and struck through,
-recovered and bonus blue.
 """
 
 from __future__ import annotations
@@ -13,14 +10,17 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any
 
+from specwire.cli import compare
+from specwire.cli.compare import tokens_per_s
 from specwire.cli.supervisor import Stack
+from specwire.cli.terminal import dim, stream, table
 from specwire.client.client import Client
-from specwire.completion import Chunk, Completion, Speculation, Stage, Token
+from specwire.completion import Completion, Speculation, Stage
 from specwire.config.services import StackConfig
-from specwire.core import Fate, SamplingParams
+from specwire.core import SamplingParams
 
 PROMPT = '''class Stack:
     """A last-in, first-out stack."""
@@ -28,58 +28,57 @@ PROMPT = '''class Stack:
     def __init__(self'''
 
 _NEXT = "next: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
-_COLOURS = {
-    Fate.ACCEPTED: "\x1b[32m",
-    Fate.REJECTED: "\x1b[31;9m",
-    Fate.RECOVERED: "\x1b[34m",
-    Fate.BONUS: "\x1b[34m",
-}
-_DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
-_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-def printable(text: str) -> str:
-    """Text with control characters made visible: a model's output must not control the terminal."""
-    return text.translate(_CONTROLS)
-
-
-def run(config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool) -> int:
-    """Generate without and with speculation and show both; leaves no process behind.
+def run(
+    config: StackConfig, prompt: str | None, params: SamplingParams, *, as_json: bool, compares: bool
+) -> int:
+    """Generate without and with speculation, or with each kind of draft, and show it; leaves no process.
 
     Raises:
-        SpecwireError: a service did not start, or the generation failed.
+        SpecwireError: a service did not start, or a generation failed.
     """
-    prompt = PROMPT if prompt is None else prompt
+    text = PROMPT if prompt is None else prompt
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if not as_json:
-        print(_paint("starting draft service, verify service and coordinator ...", _DIM, colour), flush=True)
+        print(dim("starting draft service, verify service and coordinator ...", colour), flush=True)
     with Stack(config) as stack, Client(stack.address) as client:
-        _warm_up(client, prompt, params)
-        if as_json:
-            both = _both(lambda params: client.generate(prompt, params), params)
-            speculative, plain = (done.to_dict() for done in both)
-            shown = speculative | {"without_speculation": plain, "least_pass_ms": config.least_pass_ms}
-            print(json.dumps(shown, ensure_ascii=False, indent=2))
+
+        def generate(title: str, params: SamplingParams) -> Completion:
+            _warm_up(client, text, params)
+            if as_json:
+                return client.generate(text, params)
+            return stream(client, text, params, title, colour)
+
+        if not as_json:
+            print(dim(_pace(config.least_pass_ms), colour))
+        if compares:
+            compared = list(compare.results(client, params, generate))
+            figures, words = compare.to_dict(compared), compare.summary(compared, colour)
         else:
-            print(_paint(_pace(config.least_pass_ms), _DIM, colour))
-            both = _both(lambda params: _stream(client, prompt, params, colour), params)
-            print(_summary(*both, colour))
+            both = _both(generate, params)
+            figures, words = _to_dict(*both), _summary(*both, colour)
+        figures["least_pass_ms"] = config.least_pass_ms
+    print(json.dumps(figures, ensure_ascii=False, indent=2) if as_json else words)
     return 0
 
 
 def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
-    """First passes take longer, and the second generation would find the prompt cached."""
-    few = min(16, params.max_tokens or 16)
-    client.generate(prompt, SamplingParams(max_tokens=few, num_draft_tokens=params.num_draft_tokens))
+    """First passes take longer, and later generations find the prompt cached."""
+    client.generate(prompt, dataclasses.replace(params, max_tokens=min(16, params.max_tokens or 16)))
 
 
 def _both(
-    generate: Callable[[SamplingParams], Completion], params: SamplingParams
+    generate: Callable[[str, SamplingParams], Completion], params: SamplingParams
 ) -> tuple[Completion, Completion]:
     """With speculation, and without, which runs first, so that speculation is seen to be faster."""
-    plain = generate(dataclasses.replace(params, num_draft_tokens=0))
-    return generate(dataclasses.replace(params, seed=plain.seed, rule=plain.rule)), plain
+    plain = generate("without speculation:", dataclasses.replace(params, num_draft_tokens=0))
+    again = dataclasses.replace(params, seed=plain.seed, rule=plain.rule)
+    return generate("with speculation:", again), plain
+
+
+def _to_dict(speculative: Completion, plain: Completion) -> dict[str, Any]:
+    return speculative.to_dict() | {"without_speculation": plain.to_dict()}
 
 
 def _pace(least_pass_ms: float) -> str:
@@ -91,50 +90,9 @@ def _pace(least_pass_ms: float) -> str:
     )
 
 
-def _stream(client: Client, prompt: str, params: SamplingParams, colour: bool) -> Completion:
-    by_fate = colour and params.num_draft_tokens != 0
-    print("\n" + _title(params, by_fate=by_fate, colour=colour))
-    print(_paint(printable(prompt), _BOLD, colour), end="", flush=True)
-    with client.stream(prompt, params) as stream:
-        for chunk in stream:
-            _show(chunk, by_fate, sys.stdout)
-        print()
-        return stream.completion
-
-
-def _title(params: SamplingParams, *, by_fate: bool, colour: bool) -> str:
-    words = "without speculation:" if params.num_draft_tokens == 0 else "with speculation:"
-    fates = {"accepted": Fate.ACCEPTED, "rejected": Fate.REJECTED, "recovered or bonus": Fate.BONUS}
-    legend = [_paint(words, _COLOURS[fate], True) for words, fate in fates.items()] if by_fate else []
-    return " ".join([_paint(words, _DIM, colour), *legend])
-
-
-def _show(chunk: Chunk, colour: bool, out: TextIO) -> None:
-    """Shows a rejected token before the one that replaced it; plain output has only the text."""
-    if not colour:
-        out.write(printable(chunk.text))
-    else:
-        recovered = [i for i, token in enumerate(chunk.tokens) if token.fate is Fate.RECOVERED]
-        split = recovered[-1] if recovered else len(chunk.tokens)  # it may be held back until it is certain
-        for token in (*chunk.tokens[:split], *chunk.rejected, *chunk.tokens[split:]):
-            out.write(_painted(token))
-    out.flush()
-
-
-def _painted(token: Token) -> str:
-    text = printable(token.text)
-    if token.fate is Fate.REJECTED:  # a struck-out line break must not break the line
-        text = text.replace("\n", "⏎")
-    return _paint(text, _COLOURS[token.fate], True)
-
-
-def _paint(text: str, code: str, colour: bool) -> str:
-    return f"{code}{text}{_RESET}" if colour and text else text
-
-
 def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
     speculation = speculative.speculation
-    fast, slow = _tokens_per_s(speculative), _tokens_per_s(plain)
+    fast, slow = tokens_per_s(speculative), tokens_per_s(plain)
     rows = [
         ("without speculation", f"{slow:.0f} tokens/s, {_passes(plain)}"),
         ("with speculation", f"{fast:.0f} tokens/s, {_passes(speculative)}: {fast / slow:.1f} times as fast"),
@@ -145,12 +103,8 @@ def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
     ]
     if speculation.draft_unavailable:
         rows.insert(0, ("draft", f"not used: {speculation.draft_unavailable}"))
-    figures, stages = _table(rows, colour), _table(_stages(speculative, plain), colour)
-    return "\n".join(["", *figures, "", _paint(_NEXT, _DIM, colour), "", *stages])
-
-
-def _table(rows: Sequence[tuple[str, str]], colour: bool) -> list[str]:
-    return [_paint(f"{name:>19}", _DIM, colour) + f"  {value}" for name, value in rows]
+    figures, stages = table(rows, colour), table(_stages(speculative, plain), colour)
+    return "\n".join(["", *figures, "", dim(_NEXT, colour), "", *stages])
 
 
 def _passes(done: Completion) -> str:
@@ -186,7 +140,3 @@ def _per_token(done: Completion) -> dict[Stage, int]:
         found[stage] = round(100 * sum_ms / max(1, done.usage.completion_tokens)) - rounded
         rounded += found[stage]
     return found
-
-
-def _tokens_per_s(done: Completion) -> float:
-    return done.usage.completion_tokens / done.timing.total_ms * 1e3

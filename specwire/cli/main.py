@@ -122,6 +122,8 @@ def _add_demo(commands: Any) -> None:
         demo, omit=("rule", "num_draft_tokens", "max_depth"), max_tokens=192, temperature=0.7, seed=7
     )
     _add_json(demo)
+    compare = "decode plainly and with each kind of draft in turn: chain, block, tree, ngram"
+    demo.add_argument("--compare", action="store_true", help=compare)
     demo.set_defaults(run=_demo)
 
 
@@ -215,8 +217,7 @@ def _demo(args: argparse.Namespace) -> int:
     _end_on_signals()
     settings = read_config(DemoConfig, args, os.environ)
     params = _sampling_params(args)
-    as_json: bool = args.json
-    return demo.run(settings, args.prompt, params, as_json=as_json)
+    return demo.run(settings, args.prompt, params, as_json=bool(args.json), compares=bool(args.compare))
 
 
 def _timeline(args: argparse.Namespace) -> int:
@@ -233,7 +234,7 @@ def _health(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from specwire.cli.demo import printable
+    from specwire.cli.terminal import printable
     from specwire.client.client import Client
 
     settings = read_config(ClientConfig, args, os.environ)

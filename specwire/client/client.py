@@ -118,7 +118,8 @@ class AsyncClient:
             token: bearer token of the user that this generation is for.
             request_id: the caller's name of the request, of at most 128 letters, digits and `._:/-`; sent as
                 `x-request-id`.
-            report_progress: whether every chunk reports speculation and timing so far.
+            report_progress: whether every chunk reports the round's draft tokens, and speculation and timing
+                so far.
 
         Raises:
             InvalidRequestError: names the parameter and its value.

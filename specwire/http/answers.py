@@ -153,18 +153,19 @@ def answer(body: Body, model: str, spell: Spell | None) -> Answer:
 
 
 def fates(chunk: Chunk) -> Json:
-    """The extension of a streamed choice: the fate of each token, with speculation and timing so far."""
+    """The extension of a streamed choice: the fate of each token, the round's tree, and progress so far."""
     return {
         "first_index": chunk.first_index,
         "tokens": [_token(token) for token in chunk.tokens],
         "rejected": [_token(token) for token in chunk.rejected],
+        "tree": asdict(chunk.tree) if chunk.tree else None,
         "speculation": _rounded(chunk.speculation),
         "timing": _rounded(chunk.timing),
     }
 
 
 def _token(token: Token) -> Json:
-    return {"id": token.token_id, "text": token.text, "fate": token.fate.value}
+    return {"id": token.token_id, "text": token.text, "fate": token.fate.value, "source": token.source}
 
 
 def _rounded(counts: Speculation | Timing | None) -> Json | None:

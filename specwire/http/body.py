@@ -139,7 +139,7 @@ class Body(_Part):
 
     @property
     def reports_progress(self) -> bool:
-        """Whether each chunk of a stream reports speculation and timing."""
+        """Whether each chunk of a stream reports the round's draft tokens, speculation and timing."""
         return self.streams and bool(self.return_fates)
 
     @property

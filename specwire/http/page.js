@@ -7,7 +7,8 @@ const STAGES = [
   "admission", "draft", "draft_queue", "draft_network", "verify", "verify_queue", "verify_network",
   "rule", "emit", "client_credit", "failover", "coordinator",
 ];
-const FATES_SHOWN = new Set(["accepted", "recovered", "bonus"]);
+/** Sources of guesses that are no model. */
+const METHODS = new Set(document.body.dataset.methods.split(" "));
 
 let model = "";
 let running = null; // AbortController of what runs now
@@ -76,6 +77,8 @@ class Lane {
 
   reset(prompt, maxTokens) {
     this.ids = [];
+    this.rounds = [];
+    this.numWhole = 0;
     this.record = null;
     this.startedMs = this.endedMs = 0;
     this.find(".text").replaceChildren(element("span", { className: "given", textContent: prompt }));
@@ -93,17 +96,36 @@ class Lane {
     tick();
   }
 
-  /** What a chunk brought: its tokens, then the guess that was refused where they end. */
-  add({ tokens, rejected }) {
+  /** What a chunk brought: its tokens, and the guesses that were refused before the last of them. */
+  add({ tokens, rejected, tree }) {
     const text = this.find(".text");
     const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-    const last = tokens.at(-1);
-    const kept = tokens.slice(0, -1).map(shown);
+    if (tree) this.rounds.push({ tree, spans: [], numEmitted: 0, own: null });
     const refused = rejected.map((token) => shown({ ...token, text: visible(token.text) }));
-    text.append(...kept, ...refused, ...(last ? [shown(last)] : []));
+    refused.forEach((span) => this.assign(span, this.rounds.length - 1));
+    const emitted = tokens.map((token) => this.emit(token));
+    text.append(...emitted.slice(0, -1), ...refused, ...emitted.slice(-1));
     this.ids.push(...tokens.map((token) => token.id));
     this.find("progress").value = this.ids.length;
     if (atEnd) text.scrollTop = text.scrollHeight;
+  }
+
+  /** A round emits the path of its tree and a token of the target's own; some may come with a later chunk. */
+  emit(token) {
+    const span = shown(token);
+    const round = this.assign(span, this.numWhole);
+    if (round && ++round.numEmitted > round.tree.path.length) {
+      round.own = token;
+      this.numWhole += 1;
+    }
+    return span;
+  }
+
+  assign(span, index) {
+    const round = this.rounds[index];
+    round?.spans.push(span);
+    span.dataset.round = index;
+    return round;
   }
 
   end(record) {
@@ -134,10 +156,17 @@ function element(name, properties = {}, children = []) {
 }
 
 function shown(token) {
-  const span = element("span", { className: "token", textContent: token.text, title: token.fate });
-  span.dataset.fate = token.fate;
+  const title = `${token.fate}, ${token.source ? `a guess of ${token.source}` : "the target's own"}`;
+  const span = element("span", { className: "token", textContent: token.text, title });
+  mark(span, token.fate, token.source);
   if (token.fate === "rejected") span.classList.add("rejected");
   return span;
+}
+
+function mark(node, fate, source) {
+  node.dataset.fate = fate;
+  node.dataset.from = METHODS.has(source) ? "text" : source ? "model" : "target";
+  return node;
 }
 
 function visible(text) {
@@ -152,14 +181,19 @@ const live = {
     $("positions").replaceChildren(element("li", { className: "empty", textContent: "no guesses yet" }));
     $("stages").replaceChildren();
     $("stage-times").replaceChildren();
+    $("sources").replaceChildren();
     $("strip").replaceChildren();
+    trees.reset();
   },
 
-  add({ tokens, rejected, speculation, timing }) {
+  add({ rejected, tree, speculation, timing }) {
     this.count(speculation);
+    this.sources(speculation);
     this.positions(speculation);
     this.stages(timing);
-    this.rounds(tokens, rejected);
+    if (!tree) return; // a coordinator that does not send it
+    this.round(tree, rejected);
+    trees.follow();
   },
 
   count(counts) {
@@ -169,6 +203,14 @@ const live = {
     $("mean-length").textContent = (1 + counts.num_accepted_tokens / drafts).toFixed(2);
     $("rate").textContent = percent(counts.num_accepted_tokens, counts.num_draft_tokens);
     $("prepared").textContent = percent(counts.num_prepared, drafts);
+  },
+
+  sources({ by_source: counts }) {
+    const rows = counts.map(({ source, num_accepted_tokens: accepted, num_draft_tokens: drafted }) => {
+      const name = mark(element("span", { className: "token", textContent: source }), "accepted", source);
+      return element("li", {}, [name, ` ${accepted} of ${drafted}`]);
+    });
+    $("sources").replaceChildren(...rows);
   },
 
   positions({ drafted_per_position: drafted, accepted_per_position: accepted }) {
@@ -203,36 +245,91 @@ const live = {
     );
   },
 
-  /** One stack a round: every round ends with the target's own token; a refusal belongs to the last one. */
-  rounds(tokens, rejected) {
+  /** One stack a round: what was kept, what was refused, the target's own token. */
+  round({ path, source }, rejected) {
     const strip = $("strip");
-    let stack = [];
-    tokens.forEach((token, i) => {
-      if (!FATES_SHOWN.has(token.fate)) return;
-      if (token.fate !== "accepted" && i === tokens.length - 1) stack.push(...rejected.map(() => "rejected"));
-      stack.push(token.fate);
-      if (token.fate === "accepted") return;
-      strip.append(element("div", {}, stack.map(fateMark)));
-      stack = [];
-    });
+    const square = (fate, from) => mark(element("i"), fate, from);
+    const stack = element("div", {}, [
+      ...path.map(() => square("accepted", source)),
+      ...rejected.map(() => square("rejected", source)),
+      square(rejected.length ? "recovered" : "bonus", ""),
+    ]);
+    stack.dataset.round = strip.childElementCount;
+    strip.append(stack);
     strip.scrollLeft = strip.scrollWidth;
   },
 };
+
+// --- the guesses of one round: of the latest, or of the one that is pointed at ------------------------
+
+const trees = {
+  reset() {
+    this.index = -1;
+    this.isChosen = false;
+    this.clear("Guesses of a round");
+  },
+
+  clear(title) {
+    $("tree-title").textContent = title;
+    $("tree").replaceChildren();
+  },
+
+  /** The latest round, unless another one was chosen. */
+  follow() {
+    if (!this.isChosen) this.draw(lanes.on.rounds.length - 1);
+  },
+
+  choose(index) {
+    if (!lanes.on.rounds[index]) return;
+    this.release();
+    this.draw(index);
+    this.isChosen = true;
+    lanes.on.rounds[index].spans.forEach((span) => span.classList.add("pointed"));
+  },
+
+  release() {
+    if (this.isChosen) lanes.on.rounds[this.index].spans.forEach((span) => span.classList.remove("pointed"));
+    this.isChosen = false;
+  },
+
+  draw(index) {
+    const { tree, own } = lanes.on.rounds[index];
+    const num = tree.token_ids.length;
+    const guesses = `${num} ${num === 1 ? "guess" : "guesses"} of ${tree.source}, ${tree.path.length} kept`;
+    this.index = index;
+    this.clear(`Round ${index + 1}: ${num ? guesses : "no guesses"}`);
+    const root = element("span", { className: "node", textContent: "…", title: "the text before" });
+    $("tree").append(element("li", {}, [root, branches(tree, own, -1)]));
+  },
+};
+
+/** What follows a guess, or the text before (-1): guesses, and the target's own token where the path ends. */
+function branches(tree, own, parent) {
+  const isEnd = (tree.path.at(-1) ?? -1) === parent;
+  const parents = tree.parents.length ? tree.parents : tree.token_ids.map((_, i) => i - 1);
+  const items = tree.texts.flatMap((text, i) => {
+    if (parents[i] !== parent) return [];
+    const fate = tree.path.includes(i) ? "accepted" : isEnd ? "rejected" : "dropped";
+    return [branch({ text, fate, source: tree.source }, branches(tree, own, i))];
+  });
+  if (isEnd && own) items.unshift(branch(own));
+  return items.length ? element("ul", {}, items) : "";
+}
+
+function branch(token, following = "") {
+  const node = element("span", { className: "node", textContent: visible(token.text).replaceAll(" ", "·") });
+  node.title = token.fate;
+  return mark(element("li", {}, [node, following]), token.fate, token.source);
+}
 
 function percent(part, whole) {
   return whole ? `${Math.round((100 * part) / whole)} %` : "–";
 }
 
 function stageMark(name) {
-  const mark = element("i");
-  mark.dataset.stage = name;
-  return mark;
-}
-
-function fateMark(fate) {
-  const mark = element("i");
-  mark.dataset.fate = fate;
-  return mark;
+  const square = element("i");
+  square.dataset.stage = name;
+  return square;
 }
 
 // --- run and race --------------------------------------------------------------------------------------
@@ -357,6 +454,12 @@ $("form").addEventListener("submit", (event) => {
 $("race").addEventListener("click", () => perform(true));
 $("stop").addEventListener("click", () => running?.abort());
 $("keep").addEventListener("change", () => document.body.classList.toggle("keep", $("keep").checked));
+for (const shows of [lanes.on.find(".text"), $("strip")]) {
+  shows.addEventListener("mouseover", ({ target }) => trees.choose(Number(target.closest("[data-round]")?.dataset.round)));
+  shows.addEventListener("mouseleave", () => trees.release());
+}
+$("tree-before").addEventListener("click", () => trees.choose(trees.index - 1));
+$("tree-after").addEventListener("click", () => trees.choose(trees.index + 1));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) perform(false);

@@ -10,11 +10,17 @@ import hashlib
 from functools import cache
 from importlib import resources
 
+from specwire.config.speculative import METHODS
+
 
 @cache
 def html() -> str:
     """The document."""
-    return _source("page.html").replace("{css}", _source("page.css")).replace("{js}", _source("page.js"))
+    parts = {"{css}": _source("page.css"), "{js}": _source("page.js"), "{methods}": " ".join(METHODS)}
+    document = _source("page.html")
+    for name, part in parts.items():
+        document = document.replace(name, part)
+    return document
 
 
 def _source(name: str) -> str:

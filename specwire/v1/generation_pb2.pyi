@@ -113,18 +113,20 @@ class ResumeInfo(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("id", "text", "fate", "logprob", "top_logprobs")
+    __slots__ = ("id", "text", "fate", "logprob", "top_logprobs", "source")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FATE_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     id: int
     text: str
     fate: Fate
     logprob: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., fate: _Optional[_Union[Fate, str]] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    source: int
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., fate: _Optional[_Union[Fate, str]] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., source: _Optional[int] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -135,20 +137,38 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing", "held")
+    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing", "held", "sources", "tree")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     rejected: _containers.RepeatedCompositeFieldContainer[Token]
     speculation: Speculation
     timing: GenerationTiming
     held: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    tree: DraftTree
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., sources: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
+
+class DraftTree(_message.Message):
+    __slots__ = ("source", "token_ids", "texts", "parents", "path")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    path: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, source: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., parents: _Optional[_Iterable[int]] = ..., path: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible")

@@ -10,6 +10,7 @@ from typing import Any
 from specwire.completion import (
     Chunk,
     Completion,
+    DraftTree,
     FinishReason,
     ResumeInfo,
     SourceCounts,
@@ -53,7 +54,7 @@ def generate_request(
 
     Args:
         credit_tokens: most tokens that the generation may be ahead of acknowledgements; 0 for no limit.
-        report_progress: whether chunks report speculation and timing so far.
+        report_progress: whether chunks report the round's draft tokens, and speculation and timing so far.
     """
     given = [form is not None for form in (prompt, prompt_token_ids, messages)]
     if sum(given) != 1:
@@ -202,23 +203,26 @@ def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     return request.credit_tokens
 
 
-def token_to_proto(token: Token) -> generation_pb2.Token:
-    """A token on its way to a client."""
+def _token_to_proto(token: Token, numbers: dict[str, int]) -> generation_pb2.Token:
+    """Args:
+    numbers: of the sources so far; a new one is added.
+    """
     return generation_pb2.Token(
         id=token.token_id,
         text=token.text,
         fate=_FATES[token.fate],
         logprob=token.logprob,
         top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
+        source=numbers.setdefault(token.source, len(numbers)),
     )
 
 
-def token_from_proto(message: generation_pb2.Token) -> Token:
-    """A token as a client sees it."""
+def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> Token:
     return Token(
         token_id=message.id,
         text=message.text,
         fate=_FATE_NAMES[message.fate],
+        source=sources[message.source],
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
     )
@@ -226,27 +230,33 @@ def token_from_proto(message: generation_pb2.Token) -> Token:
 
 def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
     """A chunk; its text is that of its tokens."""
-    return generation_pb2.Chunk(
+    numbers = {"": 0}
+    message = generation_pb2.Chunk(
         first_index=chunk.first_index,
-        tokens=[token_to_proto(token) for token in chunk.tokens],
-        rejected=[token_to_proto(token) for token in chunk.rejected],
+        tokens=[_token_to_proto(token, numbers) for token in chunk.tokens],
+        rejected=[_token_to_proto(token, numbers) for token in chunk.rejected],
         speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
         timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
-        held=[token_to_proto(token) for token in chunk.held],
+        held=[_token_to_proto(token, numbers) for token in chunk.held],
+        tree=generation_pb2.DraftTree(**_fields(chunk.tree)) if chunk.tree else None,
     )
+    message.sources.extend([*numbers][1:])
+    return message
 
 
 def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
     """A chunk as a client sees it."""
-    tokens = tuple(token_from_proto(token) for token in message.tokens)
+    sources = ["", *message.sources]
+    tokens = tuple(_token_from_proto(token, sources) for token in message.tokens)
     return Chunk(
         text="".join(token.text for token in tokens),
         tokens=tokens,
-        rejected=tuple(token_from_proto(token) for token in message.rejected),
+        rejected=tuple(_token_from_proto(token, sources) for token in message.rejected),
         first_index=message.first_index,
         speculation=_speculation_from_proto(message.speculation) if message.HasField("speculation") else None,
         timing=_noun(Timing, message.timing) if message.HasField("timing") else None,
-        held=tuple(token_from_proto(token) for token in message.held),
+        held=tuple(_token_from_proto(token, sources) for token in message.held),
+        tree=_noun(DraftTree, message.tree) if message.HasField("tree") else None,
     )
 
 

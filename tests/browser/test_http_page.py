@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
@@ -26,7 +28,9 @@ from selenium.webdriver.support.wait import WebDriverWait
 from specwire import Rule, SamplingParams, embedded
 from specwire.completion import Stage
 from specwire.http import page
+from specwire.http.answers import fates
 from tests.support.fronts import Fronted, fronted
+from tests.support.rounds import received_chunks
 
 PATIENCE_S = 60.0
 FLAGS = (
@@ -38,7 +42,9 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Fronted]:
-    with fronted("embedded", "embedded") as running:
+    """Drafts from the text beside those of the model."""
+    options = {"speculative_config": '{"method": "ngram"}'}
+    with fronted("embedded", "embedded", coordinator_options=options) as running:
         yield running
 
 
@@ -103,6 +109,18 @@ class Page:
         found: list[str] = self.driver.execute_script(script, f"#lane-{lane} .text .token{which}")
         return found
 
+    def nodes(self) -> list[tuple[str, str, int]]:
+        """The tree that is drawn, depth first: text, fate and depth of each node."""
+        script = (
+            "const depth = (e) => e.id === 'tree' ? -1 : (e.localName === 'ul') + depth(e.parentElement);"
+            "return [...document.querySelectorAll('#tree .node')].map("
+            "(e) => [e.textContent, e.parentElement.dataset.fate ?? '', depth(e) + 1])"
+        )
+        return [(text, fate, depth) for text, fate, depth in self.driver.execute_script(script)]
+
+    def point_at(self, selector: str) -> None:
+        ActionChains(self.driver).move_to_element(self.one(selector)).perform()
+
     def record(self, lane: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.text(f"#record-{lane}"))
         return found
@@ -135,6 +153,11 @@ def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.
     assert "".join(shown.tokens("on")) == done.text
     counts = shown.record("on")["speculation"]
     assert len(shown.tokens("on", "accepted")) == counts["num_accepted_tokens"] > 0
+    sources = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#sources li")]
+    assert sources == [
+        f"{each['source']} {each['num_accepted_tokens']} of {each['num_draft_tokens']}"
+        for each in counts["by_source"]
+    ]
     assert len(shown.tokens("on", "recovered")) == len(shown.tokens("on", "rejected")) > 0
     own = len(shown.tokens("on", "recovered")) + len(shown.tokens("on", "bonus"))
     assert own == counts["num_rounds"] == int(shown.text("#rounds"))
@@ -164,6 +187,76 @@ def check_bar(shown: Page) -> None:
     for stage, width, _ in found:
         assert width / full == pytest.approx(timing[f"{stage}_ms"] / timing["total_ms"], abs=0.02)
     assert len({colour for *_, colour in found}) == len(Stage)
+
+
+def replay(shown: Page) -> None:
+    """Run the page on the rounds of `tests/support/rounds.py` instead of the front's answer."""
+    chunks = received_chunks(report_progress=True)
+    events: list[Any] = [{"choices": [{"text": chunk.text, "specwire": fates(chunk)}]} for chunk in chunks]
+    counts = chunks[-1].speculation
+    assert counts is not None
+    events.append({"choices": [], "specwire": [{"speculation": asdict(counts)}]})
+    lines = [*(json.dumps(event) for event in events), "[DONE]"]
+    stream = "".join(f"data: {line}\n\n" for line in lines)
+    shown.driver.execute_script("window.fetch = async () => new Response(arguments[0])", stream)
+    shown.one("#keep").click()
+    shown.one("#run").click()
+    shown.finished()
+
+
+def test_a_rounds_tree_is_drawn_with_the_path_that_was_kept(
+    here: Fronted, chromium: webdriver.Chrome
+) -> None:
+    """The latest round at first; another one by the pointer, and by the keyboard."""
+    shown = Page(chromium, here.url)
+    replay(shown)
+    assert shown.text("#tree-title") == "Round 3: no guesses"
+    assert shown.nodes() == [("…", "", 0), ("(", "bonus", 1)]
+    shown.point_at("#lane-on .token")
+    assert shown.text("#tree-title") == "Round 1: 5 guesses of small, 2 kept"
+    assert shown.nodes() == [
+        ("…", "", 0),
+        ("·return", "accepted", 1),
+        ("·self", "dropped", 2),
+        (".items", "dropped", 3),
+        ("·n", "accepted", 2),
+        ("⏎", "bonus", 3),
+        ("·if", "dropped", 1),
+    ]
+    pointed = [token.text for token in chromium.find_elements(By.CSS_SELECTOR, ".pointed")]
+    assert [text.strip() for text in pointed] == ["return", "n", ""], "the tokens that the round emitted"
+    shown.picture("tree")
+    shown.one("#tree-after").send_keys(Keys.ENTER)
+    assert shown.text("#tree-title") == "Round 2: 2 guesses of ngram, 1 kept"
+    assert shown.nodes() == [
+        ("…", "", 0),
+        ("def", "accepted", 1),
+        ("·pop", "recovered", 2),
+        ("·push", "rejected", 2),
+    ]
+    shown.assert_no_complaints()
+
+
+def test_tokens_from_the_text_are_told_from_the_models(here: Fronted, chromium: webdriver.Chrome) -> None:
+    """By a dotted line below, not by colour alone; the target's own have a solid one."""
+    shown = Page(chromium, here.url)
+    replay(shown)
+    script = (
+        "return [...document.querySelectorAll('#lane-on .token')].map((e) => [e.textContent, e.title, "
+        "getComputedStyle(e).borderBottomStyle, getComputedStyle(e).boxShadow !== 'none'])"
+    )
+    assert chromium.execute_script(script) == [
+        [" return", "accepted, a guess of small", "none", False],
+        [" n", "accepted, a guess of small", "none", False],
+        ["\n", "bonus, the target's own", "none", True],
+        ["def", "accepted, a guess of ngram", "dotted", False],
+        [" push", "rejected, a guess of ngram", "dotted", False],
+        [" pop", "recovered, the target's own", "none", True],
+        ["(", "bonus, the target's own", "none", True],
+    ]
+    sources = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#sources li")]
+    assert sources == ["small 2 of 5", "ngram 1 of 2"]
+    shown.assert_no_complaints()
 
 
 def test_rejected_guesses_pass_unless_kept(here: Fronted, chromium: webdriver.Chrome) -> None:

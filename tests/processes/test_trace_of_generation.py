@@ -125,6 +125,9 @@ def test_attributes_agree_with_the_completion(traced: Traced) -> None:
         ("specwire.num_accepted_tokens", first.speculation.num_accepted_tokens),
     ):
         assert sum(count(span, name) for span in rounds) == total
+    [counts] = first.speculation.by_source
+    sources = [span.attributes[names.SOURCE] for span in rounds if names.SOURCE in span.attributes]
+    assert sources == [counts.source] * counts.num_drafts, "only rounds with a draft have a source"
     calls = [span for span in of_trace(spans, root.trace_id) if span.name in ("draft", "verify")]
     assert all(count(span, "specwire.request_bytes") > 0 for span in calls)
     assert all(count(span, "specwire.response_bytes") > 0 for span in calls)

@@ -14,12 +14,15 @@ import pytest
 from specwire import Rule, SamplingParams
 from specwire.cli import demo
 from specwire.cli import main as cli
+from specwire.cli.terminal import painted_chunk, printable
 from specwire.config.services import UpConfig
 from tests.support.command_line import check_completion
 from tests.support.harness import LocalStack
+from tests.support.rounds import received_chunks
 
 PROMPT = "The quick brown"
 GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
+UNDERLINE = "\x1b[4m"
 
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -32,13 +35,8 @@ class Terminal(io.StringIO):
         return True
 
 
-class TestDemo:
+class OnOurStack:
     """With the services of this process; `test_processes.py` runs the whole of it."""
-
-    ARGV = (
-        *("demo", PROMPT, "--max-tokens", "40", "--temperature", "1"),
-        *("--seed", "7", "--rule", "rejection", "--num-draft-tokens", "4", "--ignore-eos"),
-    )
 
     @pytest.fixture(autouse=True)
     def on_our_stack(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +55,15 @@ class TestDemo:
         monkeypatch.setattr(demo, "Stack", Ours)
         monkeypatch.delenv("NO_COLOR", raising=False)
 
+
+class TestDemo(OnOurStack):
+    """With speculation and without."""
+
+    ARGV = (
+        *("demo", PROMPT, "--max-tokens", "40", "--temperature", "1"),
+        *("--seed", "7", "--rule", "rejection", "--num-draft-tokens", "4", "--ignore-eos"),
+    )
+
     def expected(self, stack: LocalStack) -> Any:
         params = SamplingParams(max_tokens=40, seed=7, rule=Rule.REJECTION, ignore_eos=True)
         return stack.client.generate(PROMPT, params)
@@ -67,7 +74,7 @@ class TestDemo:
         assert "\x1b" not in out
         assert err == ""
         done = self.expected(stack)
-        assert f"\nwith speculation:\n{PROMPT}{demo.printable(done.text)}\n" in out
+        assert f"\nwith speculation:\n{PROMPT}{printable(done.text)}\n" in out
         assert out.index("\nwithout speculation:\n") < out.index("\nwith speculation:\n")
         spec = done.speculation
         for line in (
@@ -104,7 +111,7 @@ class TestDemo:
         assert 0 < len(blue) <= spec.num_rounds
         assert 0 < len(red) <= spec.num_rounds
         kept = re.sub(re.escape(RED_STRUCK) + r".*?" + re.escape(RESET), "", shown, flags=re.DOTALL)
-        assert re.sub(r"\x1b\[[\d;]*m", "", kept) == demo.printable(self.expected(stack).text)
+        assert re.sub(r"\x1b\[[\d;]*m", "", kept) == printable(self.expected(stack).text)
         assert "\n" not in "".join(red)
 
     def test_no_color_is_respected(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +149,62 @@ class TestDemo:
         assert all(any(map(float, row[1:])) for row in rows), "stages that took nothing are left out"
 
     def test_control_characters_do_not_reach_the_terminal(self) -> None:
-        assert demo.printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
+        assert printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
 
     def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
         out = capsys.readouterr().out
         assert "40 tokens in 40 passes of the target" in out
         assert "acceptance rate  0.00, by position -" in out
+
+
+@pytest.mark.skipif("draft" not in SamplingParams.__dataclass_fields__, reason="requests name no draft yet")
+class TestCompare(OnOurStack):
+    """Five generations of 24 tokens, each after a short one."""
+
+    ARGV = (
+        *("demo", PROMPT, "--compare", "--max-tokens", "24", "--ignore-eos"),
+        *("--rule", "gumbel", "--num-draft-tokens", "4"),
+    )
+
+    def test_each_kind_is_a_row(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Plain is 1, and matched tokens are those of plain; what cannot be shown says why."""
+        assert cli.main(list(self.ARGV)) == 0
+        out = capsys.readouterr().out
+        _, _, table = out.partition("tokens a pass  tokens/s  times plain  text\n")
+        rows = dict(line.strip().split("  ", 1) for line in table.splitlines())
+        assert list(rows) == ["plain", "chain", "block", "tree", "ngram"]
+        assert re.fullmatch(r"\s*1\.00 +\d+ +1\.00", rows["plain"])
+        for name in ("chain", "ngram"):
+            assert rows[name].endswith("the same, token for token")
+        assert rows["block"].endswith("another draw from the same distribution")
+        for name in (name for name, row in rows.items() if "not available" not in row):
+            assert f"\n{name}, " in out, "each has its text under its title"
+        assert float(rows["chain"].split()[0]) > 1
+
+    def test_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """With the counts of each source, and one seed for all."""
+        assert cli.main([*self.ARGV, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        shown = {name: got[name] for name in ("plain", "chain", "block", "ngram")}
+        assert {done["seed"] for done in shown.values()} == {7}
+        assert shown["plain"]["speculation"]["num_rounds"] == 24
+        assert {counts["source"] for counts in shown["ngram"]["speculation"]["by_source"]} <= {"ngram"}
+        assert shown["block"]["rule"] == "block"
+        assert "ngram" not in {counts["source"] for counts in shown["chain"]["speculation"]["by_source"]}
+
+    def test_greedy_decoding_has_no_block(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([*self.ARGV, "--temperature", "0"]) == 0
+        assert "block  not available: greedy decoding compares tokens" in capsys.readouterr().out
+
+
+def test_tokens_from_the_text_are_underlined() -> None:
+    """Accepted or rejected; the model's and the target's own are not."""
+    _, from_text, plain = received_chunks(report_progress=False)
+    assert painted_chunk(from_text) == (
+        f"{GREEN}{UNDERLINE}def{RESET}{RED_STRUCK}{UNDERLINE} push{RESET}{BLUE} pop{RESET}"
+    )
+    assert painted_chunk(plain) == f"{BLUE}({RESET}"
 
 
 def coloured(shown: str, code: str) -> list[str]:

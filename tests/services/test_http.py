@@ -73,6 +73,9 @@ class TestCompletions:
         assert details.accepted_prediction_tokens == counts["num_accepted_tokens"] > 0
         drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
         assert drafted == counts["num_draft_tokens"]
+        [source] = counts["by_source"]
+        assert source["num_draft_tokens"] == drafted
+        assert source["source"] == embedded.DRAFT_DIR.name
         assert last.usage.completion_tokens == 24
         assert record["timing"]["verify_ms"] > 0
 
@@ -90,6 +93,9 @@ class TestCompletions:
         counts = last.specwire[0]["speculation"]
         assert len(fates) == 24
         assert fates.count("accepted") == counts["num_accepted_tokens"]
+        for token in (token for extra in extras for token in extra["tokens"]):
+            assert token["source"] == (embedded.DRAFT_DIR.name if token["fate"] == "accepted" else "")
+        assert sum(len(extra["tree"]["path"]) + 1 for extra in extras) == 24
         assert fates.count("recovered") == sum(len(extra["rejected"]) for extra in extras)
         assert "".join(token["text"] for extra in extras for token in extra["tokens"]) == by_sdk(here).text
         progress = [extra["speculation"]["num_rounds"] for extra in extras]

@@ -183,7 +183,7 @@ def test_model_info_round_trip() -> None:
 @pytest.mark.parametrize("stop_reason", [None, "x", "", 0, 5])
 def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
     tokens = tuple(
-        Token(token_id=i, text=f"t{i}", fate=fate, logprob=-0.5, top_logprobs=((1, -0.25),))
+        Token(token_id=i, text=f"t{i}", fate=fate, source="s", logprob=-0.5, top_logprobs=((1, -0.25),))
         for i, fate in enumerate(Fate)
     )
     text = "".join(token.text for token in tokens)

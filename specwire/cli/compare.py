@@ -1,0 +1,123 @@
+"""`specwire demo --compare`: one prompt and one seed, plainly and with each kind of draft in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specwire.cli.terminal import table
+from specwire.client.client import Client
+from specwire.completion import Completion
+from specwire.config.speculative import NGRAM
+from specwire.core import ModelInfo, Rule, SamplingParams
+
+_MODEL = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of draft.
+
+    Attributes:
+        name: as the table has it.
+        about: what proposes, and what it proposes.
+        changes: of the request's parameters.
+        needs_trees: whether target and draft must be able to do trees.
+        needs_chance: whether it differs from the kinds before it above temperature 0 only.
+    """
+
+    name: str
+    about: str
+    changes: dict[str, Any]
+    needs_trees: bool = False
+    needs_chance: bool = False
+
+    @property
+    def title(self) -> str:
+        """Above its text."""
+        return f"{self.name}, {self.about}:"
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Of its request."""
+        return dataclasses.replace(params, **self.changes)
+
+    def unavailable(self, params: SamplingParams, target: ModelInfo, draft: ModelInfo | None) -> str:
+        """Why it cannot be shown; empty if it can."""
+        if self.changes.get("draft") == _MODEL and draft is None:
+            return "there is no draft model"
+        if self.needs_trees and not (target.trees and draft is not None and draft.trees):
+            return "target or draft cannot do trees"
+        if self.needs_chance and params.greedy:
+            return "greedy decoding compares tokens under every rule"
+        return ""
+
+
+KINDS = (
+    Kind(name="plain", about="no draft", changes={"num_draft_tokens": 0}),
+    Kind(
+        name="chain", about="a line of guesses of the draft model", changes={"draft": _MODEL, "max_depth": 0}
+    ),
+    Kind(
+        name="block",
+        about="the same, judged as a whole",
+        changes={"draft": _MODEL, "rule": Rule.BLOCK},
+        needs_chance=True,
+    ),
+    Kind(
+        name="tree",
+        about="32 guesses of the draft model that branch, at most 6 in a row",
+        changes={"draft": _MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": 32, "max_depth": 6},
+        needs_trees=True,
+    ),
+    Kind(name=NGRAM, about="guesses from the text itself", changes={"draft": NGRAM}),
+)
+Result = tuple[Kind, Completion | str]
+"""A kind with its completion, or with why there is none."""
+
+
+def results(
+    client: Client, params: SamplingParams, generate: Callable[[str, SamplingParams], Completion]
+) -> Iterator[Result]:
+    """Each kind in turn, alone on the machine.
+
+    Raises:
+        SpecwireError: a generation failed.
+    """
+    target, draft = client.get_model_info()
+    for kind in KINDS:
+        yield kind, kind.unavailable(params, target, draft) or generate(kind.title, kind.params(params))
+
+
+def to_dict(compared: list[Result]) -> dict[str, Any]:
+    """JSON-ready: the completion of each kind, or why there is none."""
+    return {
+        kind.name: {"unavailable": found} if isinstance(found, str) else found.to_dict()
+        for kind, found in compared
+    }
+
+
+def summary(compared: list[Result], colour: bool) -> str:
+    """A row for each kind."""
+    plain = compared[0][1]
+    assert isinstance(plain, Completion)
+    rows = [("", f"{'tokens a pass':>13}  tokens/s  times plain  text")]
+    for kind, found in compared:
+        words = f"not available: {found}" if isinstance(found, str) else _figures(found, plain)
+        rows.append((kind.name, words))
+    return "\n".join(["", *table(rows, colour)])
+
+
+def tokens_per_s(done: Completion) -> float:
+    """From the arrival of the request to the end."""
+    return done.usage.completion_tokens / done.timing.total_ms * 1e3
+
+
+def _figures(done: Completion, plain: Completion) -> str:
+    speed, tokens_a_pass = tokens_per_s(done), done.usage.completion_tokens / done.speculation.num_rounds
+    figures = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
+    if done is plain:
+        return figures
+    same = done.token_ids == plain.token_ids
+    return f"{figures}  {'the same, token for token' if same else 'another draw from the same distribution'}"

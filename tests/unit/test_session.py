@@ -1,0 +1,57 @@
+"""What a client is shown of a round: the source of each token, and the tree with the path that was kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from specwire.completion import Chunk, DraftTree, Token
+from specwire.core import Fate
+from specwire.http.answers import fates
+from specwire.wire import client as wire
+from tests.support.rounds import received_chunks
+
+
+def test_each_draft_token_names_its_source() -> None:
+    """Also the rejected ones; recovered and bonus tokens are the target's own."""
+    chunks = received_chunks(report_progress=False)
+    assert [(token.text, token.fate, token.source) for chunk in chunks for token in chunk.tokens] == [
+        (" return", Fate.ACCEPTED, "small"),
+        (" n", Fate.ACCEPTED, "small"),
+        ("\n", Fate.BONUS, ""),
+        ("def", Fate.ACCEPTED, "ngram"),
+        (" pop", Fate.RECOVERED, ""),
+        ("(", Fate.BONUS, ""),
+    ]
+    rejected = [(token.text, token.source) for chunk in chunks for token in chunk.rejected]
+    assert rejected == [(" push", "ngram")]
+    assert {chunk.tree for chunk in chunks} == {None}, "only who asks pays"
+
+
+def test_progress_has_the_rounds_tree_and_its_path() -> None:
+    """Of a tree, a chain and a plain round, to the client and to the page."""
+    chunks = received_chunks(report_progress=True)
+    assert [chunk.tree for chunk in chunks] == [
+        DraftTree(
+            source="small",
+            token_ids=(0, 1, 2, 3, 4),
+            texts=(" return", " if", " self", " n", ".items"),
+            parents=(-1, -1, 0, 0, 2),
+            path=(0, 3),
+        ),
+        DraftTree(source="ngram", token_ids=(6, 7), texts=("def", " push"), path=(0,)),
+        DraftTree(source="", token_ids=(), texts=()),
+    ]
+    shown = fates(chunks[0])
+    assert shown["tree"]["parents"] == (-1, -1, 0, 0, 2)
+    assert [token["source"] for token in shown["tokens"]] == ["small", "small", ""]
+
+
+@pytest.mark.parametrize("sources", [(), ("small",), ("ngram", "small")])
+def test_a_chunk_names_each_source_once(sources: tuple[str, ...]) -> None:
+    """Tokens that were held back come in one chunk with those of a later round, of another source."""
+    tokens = tuple(
+        Token(token_id=i, text="", fate=Fate.ACCEPTED, source=source) for i, source in enumerate(3 * sources)
+    )
+    sent = wire.chunk_to_proto(Chunk(text="", tokens=tokens, held=tokens[:1]))
+    assert list(sent.sources) == list(sources)
+    assert wire.chunk_from_proto(sent) == Chunk(text="", tokens=tokens, held=tokens[:1])
