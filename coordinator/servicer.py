@@ -11,8 +11,8 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
-from coordinator.drafts.combined import CombinedDrafter
-from coordinator.drafts.ngram import NgramDrafter
+from coordinator.drafts.choice import DraftChoices
+from coordinator.drafts.methods import TextDrafts
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import AdaptiveLength, FixedLength, WithText
@@ -22,7 +22,7 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
 from coordinator.reader import CreditReader
-from coordinator.requests import GenerationRequest, RequestParser
+from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
@@ -56,7 +56,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tracer: tracing.Tracing,
     ) -> None:
         self._config = config
-        self._ngram = config.ngram
+        self._texts = TextDrafts(config.speculation, tokenizer)
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
@@ -66,14 +66,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._measured = SharedMeasurements(
             lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes
         )
-        self._parser = RequestParser(config, verify.info, tokenizer, lambda: self._measured.draft_is_far)
+        drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
+        self._parser = RequestParser(
+            config, verify.info, tokenizer, drafts, lambda: self._measured.draft_is_far
+        )
         self._num_finished = 0
         self.totals = Totals()
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
-            self.totals, self._admission, self._measured, self._verify, self._draft, self._config
+            self.totals,
+            self._admission,
+            self._measured,
+            self._texts.earlier,
+            self._verify,
+            self._draft,
+            self._config,
         )
         return Group(metrics.TABLE, lambda: now, {"model_name": self._verify.info.name})
 
@@ -86,7 +95,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
             call.span.set(spans.of_request(checked, self._verify.info.name))
-            planner = self._planner(checked.num_draft_tokens)
+            planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             async with (
                 CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
@@ -188,7 +197,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield drafter, verifier
 
     def _drafter(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> Drafter:
-        """The draft service, the text itself, or both."""
+        """The draft service, a text, or both."""
         model = RemoteDrafter(
             self._draft,
             request,
@@ -197,23 +206,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tracer=self._tracer,
             parent=parent,
         )
-        config = self._ngram
-        if config is None:
-            return model
-        text = NgramDrafter(
-            config,
-            matches_tokens=request.params.matches_tokens,
-            is_fixed=request.num_draft_tokens is not None,
-        )
-        return CombinedDrafter(text, model) if self._config.draft_address else text
+        return self._texts.drafter(request, model) if request.draft.method else model
 
-    def _planner(self, num_draft_tokens: int | None) -> Planner:
-        config = self._ngram
-        if config is None:
-            return self._model_planner(num_draft_tokens)
-        num_text_tokens = config.num_speculative_tokens if num_draft_tokens is None else num_draft_tokens
-        model = self._model_planner(num_draft_tokens if self._config.draft_address else 0)
-        return WithText(model, num_text_tokens)
+    def _planner(self, checked: CheckedRequest) -> Planner:
+        method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
+        model = self._model_planner(num_draft_tokens if checked.draft.uses_model else 0)
+        if not method:
+            return model
+        most = self._texts.config(method).num_speculative_tokens
+        return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
 
     def _model_planner(self, num_draft_tokens: int | None) -> Planner:
         if num_draft_tokens is None:

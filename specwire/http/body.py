@@ -24,7 +24,7 @@ _COMPLETION_TOKENS = 16
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "cache_salt"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "draft", "cache_salt"),
 )
 """Fields with the same meaning in `SamplingParams`."""
 Prompt = dict[str, Any]
@@ -117,6 +117,7 @@ class Body(_Part):
     # our extensions
     rule: Rule | None = Field(default=None, strict=False)
     num_draft_tokens: int | None = None
+    draft: str | None = None
     return_fates: bool | None = None
     # without effect on the output
     user: Any = None

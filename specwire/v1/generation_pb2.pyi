@@ -33,13 +33,14 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "draft", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_CONDITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -51,12 +52,13 @@ class GenerateRequest(_message.Message):
     sampling: _common_pb2.SamplingParams
     stop_conditions: StopConditions
     num_draft_tokens: int
+    draft: str
     credit_tokens: int
     report_progress: bool
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     context_digest: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., draft: _Optional[str] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -72,6 +72,7 @@ def generate_request(
         credit_tokens=credit_tokens,
         report_progress=report_progress,
         cache_salt=params.cache_salt,
+        draft=params.draft,
     )
     if prompt is not None:
         request.text = prompt
@@ -159,6 +160,8 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
         fields["max_tokens"] = stops.max_tokens or None
     if request.HasField("num_draft_tokens"):
         fields["num_draft_tokens"] = request.num_draft_tokens
+    if request.HasField("draft"):
+        fields["draft"] = request.draft
     return SamplingParams(
         **fields,
         stop=tuple(stops.stop),

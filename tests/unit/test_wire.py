@@ -43,6 +43,7 @@ EVERYTHING = SamplingParams(
     rule=Rule.GUMBEL,
     num_draft_tokens=0,
     logprobs=0,
+    draft="ngram",
     cache_salt="s",
 )
 
@@ -73,7 +74,7 @@ class TestSamplingParams:
 
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
-        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens"}
+        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens", "draft"}
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
             assert getattr(opened, field.name) == getattr(expected, field.name)

@@ -67,7 +67,7 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     )
     timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
     add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
-    add_sampling_flags(timeline, omit=("rule", "num_draft_tokens"), max_tokens=64)
+    add_sampling_flags(timeline, omit=("rule", "num_draft_tokens", "draft"), max_tokens=64)
     return timeline
 
 

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what is found, how much of it is proposed, and what a look-up costs."""
+"""Drafts from text: what is found, how much is proposed, what is remembered, and what a look-up costs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,69 @@ import timeit
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from coordinator.cost import Cost
-from coordinator.drafts.combined import CombinedDrafter
-from coordinator.drafts.ngram import History, NgramDrafter
+from coordinator.drafts.counts import CountedOutput, Table
+from coordinator.drafts.earlier import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs
+from coordinator.drafts.history import NO_TOKENS, History, TokenArray
+from coordinator.drafts.ngram import Ngram
 from coordinator.drafts.rates import Rate, expected_tokens
+from coordinator.drafts.suffix import Suffix, likeliest_path
+from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import FixedLength, WithText
 from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.checks import check_proposal
-from specwire.config.speculative import NgramConfig
+from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.telemetry.tracing import NO_SPAN, Span
 
-CONFIG = NgramConfig(prompt_lookup_min=2, prompt_lookup_max=4)
+CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
 
 
-def drafter(*, is_fixed: bool = False, matches_tokens: bool = True) -> NgramDrafter:
-    return NgramDrafter(CONFIG, matches_tokens=matches_tokens, is_fixed=is_fixed)
+class FakeModel:
+    """A draft model that proposes two wrong tokens, while it is there."""
+
+    unavailable = ""
+    num_asked = 0
+    is_there = True
+
+    async def propose(self, committed: Sequence[int], plan: Plan, parent: Span) -> tuple[Proposal, Cost]:
+        self.num_asked += plan.num_draft_tokens > 0
+        is_there = self.is_there and plan.num_draft_tokens
+        return Proposal(len(committed), [98, 97] if is_there else [], source="small"), Cost()
+
+    def observe(self, done: Round) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def proposed(drafter: NgramDrafter, committed: list[int], plan: Plan = PLAN) -> list[int]:
+def drafter(
+    method: Method | None = None,
+    model: FakeModel | None = None,
+    *,
+    is_fixed: bool = False,
+    matches_tokens: bool = True,
+    outputs: list[Sequence[int]] | None = None,
+) -> TextDrafter:
+    return TextDrafter(
+        method or Ngram(CONFIG),
+        model or FakeModel(),
+        source="ngram",
+        matches_tokens=matches_tokens,
+        is_fixed=is_fixed,
+        remember=(outputs if outputs is not None else []).append,
+    )
+
+
+def array(*token_ids: int) -> TokenArray:
+    return np.array(token_ids, dtype=np.int32)
+
+
+def proposed(drafter: TextDrafter, committed: list[int], plan: Plan = PLAN) -> list[int]:
     proposal, cost = asyncio.run(drafter.propose(committed, plan, NO_SPAN))
     assert cost == Cost()
     assert proposal.base_len == len(committed)
@@ -59,8 +99,7 @@ class TestWhatIsFound:
         assert proposed(drafter(), text) == []
 
     def test_one_token_where_the_least_length_is_one(self) -> None:
-        config = NgramConfig(prompt_lookup_min=1)
-        one = NgramDrafter(config, matches_tokens=True, is_fixed=True)
+        one = drafter(Ngram(SpeculativeConfig(prompt_lookup_min=1)), is_fixed=True)
         assert proposed(one, [5, 1, 2, 3, 6, 1]) == [2, 3, 6, 1]
 
     def test_a_repetition_goes_on(self) -> None:
@@ -75,8 +114,8 @@ class TestWhatIsFound:
             history = History(CONFIG.prompt_lookup_min, CONFIG.prompt_lookup_max)
             for end in range(1, len(text), 3):
                 history.update(text[:end])
-                match = history.find()
-                assert (match.end if match else None) == plain_search(text[:end])
+                found = history.find()
+                assert (found.ends[-1] if found else None) == plain_search(text[:end])
 
 
 def plain_search(text: list[int]) -> int | None:
@@ -91,8 +130,8 @@ class TestHowMuch:
     TEXT = (2, 3, 4, 5, 6, 7, 2, 3)
 
     def test_no_more_than_planned(self) -> None:
-        assert proposed(drafter(), list(self.TEXT), Plan(9, num_text_tokens=2)) == [4, 5]
-        assert proposed(drafter(is_fixed=True), list(self.TEXT), Plan(9)) == []
+        assert proposed(drafter(), list(self.TEXT), Plan(0, num_text_tokens=2)) == [4, 5]
+        assert proposed(drafter(is_fixed=True), list(self.TEXT), Plan(0)) == []
 
     def test_matches_that_mislead_are_not_proposed_where_tokens_cost_time(self) -> None:
         """They are still compared with what is committed, and proposed again when they turn out right."""
@@ -115,10 +154,10 @@ class TestHowMuch:
         assert plan.within(3) == Plan(3, patience_s=1.0, num_text_tokens=3)
 
     def test_expected_tokens(self) -> None:
-        assert expected_tokens(0.5, 3) == [1, 1.5, 1.75, 1.875]
+        assert expected_tokens([0.5] * 3) == [1, 1.5, 1.75, 1.875]
         rate = Rate(0.5)
         for _ in range(50):
-            rate.add(3, was_rejected=True)
+            rate.add(3, num_promised=4)
         assert rate.value == pytest.approx(0.75, abs=0.02)
 
 
@@ -130,28 +169,12 @@ def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
     check_proposal(proposal, 8, matches_tokens=False)
 
 
-class FakeModel:
-    """A draft model that proposes two wrong tokens, while it is there."""
-
-    unavailable = ""
-    num_asked = 0
-    is_there = True
-
-    async def propose(self, committed: Sequence[int], plan: Plan, parent: Span) -> tuple[Proposal, Cost]:
-        self.num_asked += 1
-        return Proposal(len(committed), [98, 97] if self.is_there else [], source="small"), Cost()
-
-    def observe(self, done: Round) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TestBesideAModel:
     PLAN = Plan(2, num_text_tokens=4)
 
     def rounds(self, model: FakeModel, text: list[int], emitted: int, number: int) -> list[str]:
         """Sources of so many rounds in the same place, each of which rejects everything."""
-        combined, sources = CombinedDrafter(drafter(), model), []
+        combined, sources = drafter(model=model), []
         for _ in range(number):
             proposal, _ = asyncio.run(combined.propose(text, self.PLAN, NO_SPAN))
             combined.observe(round_of(proposal, 0, emitted))
@@ -186,12 +209,94 @@ class TestBesideAModel:
         assert measured.costs.mean_drafted > 0
 
 
+class TestSuffix:
+    def test_what_most_occurrences_share(self) -> None:
+        """Three of four go on with 5, and of these two with 6; of the last two the latest wins."""
+        rows = np.array([[5, 6, 1], [5, 7, 2], [9, 9, 9], [5, 6, 3]], dtype=np.int32)
+        assert likeliest_path(rows) == ([5, 6, 3], [0.75, 2 / 3, 0.5])
+
+    def test_it_outvotes_the_latest_occurrence(self) -> None:
+        text = [1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2]
+        assert proposed(drafter(Suffix(CONFIG, NO_TOKENS)), text)[:1] == [5]
+        assert proposed(drafter(), text)[:1] == [8]
+
+    def test_earlier_outputs(self) -> None:
+        one = Suffix(CONFIG, array(7, 1, 2, 3, 4, 5, 6))
+        assert proposed(drafter(one), [9, 1, 2]) == [3, 4, 5, 6]
+
+    def test_an_uncertain_path_ends_where_it_does_not_pay(self) -> None:
+        """Half of the occurrences go on otherwise after the first token; a long proposal would cost time."""
+        load = Load(base_ns=1_000_000, sequence_ns=0, token_ns=200_000)
+        text = [1, 2, 3, 5, 5, 5, 1, 2, 3, 6, 6, 6, 1, 2]
+        one = drafter(Suffix(CONFIG, NO_TOKENS))
+        one.observe(round_of(Proposal(len(text)), 0, 99, load=load))
+        assert proposed(one, text) == [3]
+
+
+class TestCounts:
+    @pytest.mark.parametrize(("n", "expected"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2]), (3, [3, 2, 5])])
+    def test_the_most_frequent_continuation(self, n: int, expected: list[int]) -> None:
+        """A path ends where the context is unknown."""
+        path, shares = Table(n, array(1, 2, 3, 2, 4, 1, 2, 3, 2, 5)).path([9, 1, 2], 4)
+        assert path == expected
+        assert all(0 < share <= 1 for share in shares)
+
+    def test_an_empty_text(self) -> None:
+        assert Table(2, NO_TOKENS).path([1, 2], 4) == ([], [])
+
+    def test_output_is_counted_as_it_grows(self) -> None:
+        prompt, one = [1, 2, 3], CountedOutput(2, NO_TOKENS)
+        assert one.guess(prompt, 4) is None, "prompts are not counted"
+        guess = one.guess(prompt + [4, 5] * 8, 3)
+        assert guess is not None
+        assert guess.token_ids == [4, 5, 4]
+        after = CountedOutput(2, array(3, 8)).guess(prompt, 1)
+        assert after is not None
+        assert after.token_ids == [8]
+
+
+class TestEarlierOutputs:
+    def test_scopes_are_apart_and_none_keeps_nothing(self) -> None:
+        outputs = EarlierOutputs()
+        outputs.add("a", [1, 2])
+        outputs.add("a", [3])
+        outputs.add(None, [4])
+        assert outputs.of("a").tolist() == [1, 2, 3]
+        assert not len(outputs.of("b"))
+        assert not len(outputs.of(None))
+
+    def test_memory_is_bounded_and_the_oldest_goes(self) -> None:
+        outputs = EarlierOutputs()
+        for scope in range(MAX_SCOPES + 2):
+            outputs.add(str(scope), range(MAX_TOKENS + 5))
+            outputs.of("0")  # stays in use
+        assert outputs.num_bytes == MAX_BYTES
+        assert outputs.of("0").tolist() == list(range(5, MAX_TOKENS + 5))
+        assert not len(outputs.of("1"))
+
+    def test_a_drafter_hands_in_its_output_once(self) -> None:
+        """Closed in a pause and at its end; the tokens of the last round are among them."""
+        outputs: list[Sequence[int]] = []
+        one, text = drafter(outputs=outputs), [1, 2, 3]
+        one.close()
+        proposed(one, text)
+        text += [4, 5]
+        one.close()
+        proposed(one, text)
+        text.append(6)
+        one.close()
+        assert outputs == [(), [4, 5], [6]]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("vocab_size", [1, 50, 5000])
-def test_a_round_at_32k_tokens_takes_microseconds(vocab_size: int) -> None:
+def test_a_round_at_32k_tokens_takes_microseconds(method: str, vocab_size: int) -> None:
     """The bound is many times what a quiet machine needs (see docs/drafts.md), and far below any pass."""
-    numbers = random.Random(1)
-    text = [numbers.randrange(vocab_size) for _ in range(32_768)]
-    ngram = drafter(is_fixed=True)
-    proposed(ngram, text)
-    least_s = min(timeit.repeat(lambda: ngram.guess(text, 8), number=20, repeat=20)) / 20
+    numbers = np.random.default_rng(1)
+    earlier, text = (numbers.integers(vocab_size, size=n, dtype=np.int32) for n in (MAX_TOKENS, 32_768))
+    made: dict[str, Method] = {"ngram": Ngram(CONFIG), "suffix": Suffix(CONFIG, earlier)}
+    one = made.get(method) or CountedOutput(COUNTS[method], earlier)
+    committed = text.tolist()
+    one.guess(committed, 8)
+    least_s = min(timeit.repeat(lambda: one.guess(committed, 8), number=20, repeat=20)) / 20
     assert least_s < 1e-3
