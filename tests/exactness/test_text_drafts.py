@@ -31,11 +31,12 @@ def generate(
     num_draft_tokens: int | None,
     draft: str | None = None,
     cache_salt: str = "",
+    rule: Rule = Rule.GUMBEL,
 ) -> Completion:
     params = SamplingParams(
         max_tokens=80,
         temperature=temperature,
-        rule=Rule.GUMBEL,
+        rule=rule,
         seed=4,
         ignore_eos=True,
         num_draft_tokens=num_draft_tokens,
@@ -84,6 +85,17 @@ def test_earlier_outputs_are_those_of_the_same_salt(stack: LocalStack) -> None:
     )
     assert second < 0.5 * first
     assert {unsalted, again, other} == {first}
+
+
+def test_random_numbers_are_used_once_where_earlier_outputs_are_read(stack: LocalStack) -> None:
+    """Under rejection sampling a draft token from an earlier output was drawn with the numbers of its seed: if
+    they judged it again, the output would not be exact. Without earlier outputs a seed repeats its text."""
+
+    def texts(draft: str, salt: str) -> set[tuple[int, ...]]:
+        return {generate(stack, 1.0, 3, draft, salt, Rule.REJECTION).token_ids for _ in range(2)}
+
+    assert len(texts("suffix", "salted")) == 2
+    assert len(texts("suffix", "")) == len(texts("ngram", "salted")) == 1
 
 
 class TestTheChoice:
