@@ -88,7 +88,7 @@ def test_earlier_outputs_are_those_of_the_same_salt(stack: LocalStack) -> None:
 
 
 def test_random_numbers_are_used_once_where_earlier_outputs_are_read(stack: LocalStack) -> None:
-    """Under rejection sampling a draft token from an earlier output was drawn with the numbers of its seed: if
+    """Under rejection sampling a token of an earlier output was drawn with the numbers of its seed: if
     they judged it again, the output would not be exact. Without earlier outputs a seed repeats its text."""
 
     def texts(draft: str, salt: str) -> set[tuple[int, ...]]:
