@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,21 @@ def test_random_numbers_are_used_once_where_earlier_outputs_are_read(stack: Loca
 
     assert len(texts("suffix", "salted")) == 2
     assert len(texts("suffix", "")) == len(texts("ngram", "salted")) == 1
+
+
+def test_counts_of_a_corpus() -> None:
+    """With the embedded target, whose tokenizer encodes the file; a request can name the method too."""
+    config = {"method": "bigram", "corpus": textwrap.__file__}
+    with local_stack("embedded", coordinator_options={"speculative_config": json.dumps(config)}) as stack:
+        params = SamplingParams(max_tokens=48, temperature=0)
+        plain, done, named = (
+            stack.client.generate("class Reader:\n    def __init__(self", replace(params, draft=draft))
+            for draft in ("off", None, "bigram")
+        )
+    assert plain.text == done.text == named.text
+    assert sources(done) == {"bigram"}
+    assert done.speculation.num_accepted_tokens > 0
+    assert named.speculation.by_source == done.speculation.by_source
 
 
 class TestTheChoice:

@@ -7,6 +7,7 @@ import random
 import timeit
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
 from coordinator.drafts.earlier import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs
 from coordinator.drafts.history import NO_TOKENS, History, TokenArray
+from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.ngram import Ngram
 from coordinator.drafts.rates import Rate, expected_tokens
 from coordinator.drafts.suffix import Suffix, likeliest_path
@@ -25,7 +27,10 @@ from coordinator.length.measurements import SharedMeasurements
 from coordinator.peers.checks import check_proposal
 from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
+from specwire.embedded import TARGET_DIR
+from specwire.errors import ConfigError
 from specwire.telemetry.tracing import NO_SPAN, Span
+from specwire.tokenizer import load
 
 CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
@@ -253,6 +258,21 @@ class TestCounts:
         after = CountedOutput(2, array(3, 8)).guess(prompt, 1)
         assert after is not None
         assert after.token_ids == [8]
+
+
+class TestCorpus:
+    CONFIG = SpeculativeConfig(method="bigram", corpus=__file__)
+
+    def test_it_needs_a_tokenizer(self) -> None:
+        with pytest.raises(ConfigError, match=r"corpus=.*the target has no tokenizer"):
+            TextDrafts(self.CONFIG, None)
+
+    def test_it_is_text(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
+        config = replace(self.CONFIG, corpus=str(tmp_path / "x"))
+        tokenizer = load(TARGET_DIR)
+        with pytest.raises(ConfigError, match=r"corpus=.*can't decode"):
+            TextDrafts(config, tokenizer)
 
 
 class TestEarlierOutputs:
