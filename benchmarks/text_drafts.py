@@ -26,6 +26,7 @@ import inspect
 import multiprocessing
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -237,9 +238,8 @@ class TransformersLookup:
 
 
 @contextlib.contextmanager
-def running(target: Path, tasks: Sequence[Task]) -> Iterator[Client]:
+def running(target: Path, tasks: Sequence[Task], num_threads: int) -> Iterator[Client]:
     """The three services with the dictated target, each in a process of its own."""
-    num_threads = os.cpu_count() or 1
     verify = VerifyConfig(model=str(target), dtype="bfloat16", num_threads=num_threads)
     draft = DraftConfig(model=str(embedded.DRAFT_DIR), dtype="float32", num_threads=1)
     with contextlib.ExitStack() as stack:
@@ -313,6 +313,7 @@ def measure(systems: Sequence[System], tasks: Sequence[Task], num_repetitions: i
         for number, task in enumerate(tasks):
             first = number % len(systems)
             for system in [*systems[first:], *systems[:first]]:
+                print(f"{time.strftime('%X')} {system.name}: task {number}", file=sys.stderr)
                 started_s = time.perf_counter()
                 num_passes[system.name] += system.generate(task)
                 rates[system.name].append(len(task.text) / (time.perf_counter() - started_s))
@@ -354,10 +355,11 @@ def bars(edited: dict[str, Row], new: dict[str, Row]) -> list[Bar]:
     return [Bar(what=what, measured=found.median, limit=limit, at_least=True) for what, found, limit in found]
 
 
-_ABOUT = """Greedy, one stream, widened target (252 M, bfloat16), embedded draft. Edits: {edits}; new code:
-{new}, twice. The target's text is dictated: its passes run and cost what they cost, and then its choices are
-replaced by a given text, which is what a target writes that can do the edit, or what the embedded target
-writes as new code. Tokens/s and ratios are medians over tasks (least to greatest), prefill included."""
+_ABOUT = """Greedy, one stream, widened target (252 M, bfloat16, threads: {threads}), embedded draft. Edits:
+{edits}; new code: {new}, twice. The target's text is dictated: its passes run and cost what they cost, and
+then its choices are replaced by a given text, which is what a target writes that can do the edit, or what the
+embedded target writes as new code. Tokens/s and ratios are medians over tasks (least to greatest), prefill
+included."""
 
 
 def _size(tasks: Sequence[Task]) -> str:
@@ -369,6 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.text_drafts", description=__doc__)
     parser.add_argument("--tasks", type=int, default=20, help="edits")
     parser.add_argument("--tokens", type=int, default=96, help="most of each task")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the target")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     facts = machine()
@@ -377,19 +380,19 @@ def main() -> None:
     tasks = edits(loaded.encode, args.tasks, args.tokens)
     new_tasks = continuations(loaded.encode, args.tokens)
     target = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
-    torch.set_num_threads(os.cpu_count() or 1)
-    with running(target, [*tasks, *new_tasks]) as client:
+    torch.set_num_threads(args.threads)
+    with running(target, [*tasks, *new_tasks], args.threads) as client:
         drafts = {"plain": "off", "model": "model", "ngram": "ngram", "suffix": "suffix"}
         drafts |= {"ngram and model": "ngram,model"}
         systems: list[System] = [Specwire(client, name, draft) for name, draft in drafts.items()]
         systems.append(TransformersLookup(target))
-        new = measure(systems, new_tasks, 2)
         edited = measure(systems, tasks, 1)
+        new = measure(systems, new_tasks, 2)
     result = Report(
         name="text_drafts",
         title="Drafts from text",
         machine=facts,
-        about=_ABOUT.format(edits=_size(tasks), new=_size(new_tasks)),
+        about=_ABOUT.format(threads=args.threads, edits=_size(tasks), new=_size(new_tasks)),
         bars=bars(edited, new),
         details=f"## Edits\n\n{table(edited)}\n\n## New code\n\n{table(new)}",
         data={
