@@ -1,14 +1,17 @@
-"""`python -m benchmarks.text_drafts`: tokens a pass with drafts from the text itself, for edits and new code.
+"""`python -m benchmarks.text_drafts`: tokens/s with drafts from text, for edits and for new code.
 
-The target's text is given, and the drafters propose along it: with greedy decoding every draft gives the same
-text, so that tokens a pass need no target.
+The real services in processes of their own, greedy decoding, one request at a time. The target is the widened
+one, and its text is dictated: every pass runs, is sampled from and is paid for, and then its greedy choices
+are replaced by the tokens of a given text. So the target can do edits, which the embedded one cannot, and all
+systems write the same tokens.
 
 - An edit: a function of Python's standard library, an instruction to rename one of its names, and the first
-  line of the result. The text is the rest of the renamed function, which a model that can do the edit writes.
+  line of the result. The text is the rest of the renamed function.
 - New code: what the embedded target writes by itself after the prompts of the other benchmarks.
 
-The draft model is the embedded one; the peer is the candidate generator behind transformers'
-`generate(prompt_lookup_num_tokens=...)`. The coordinator's own drafters are used; a round has 8 draft tokens.
+The draft model is the embedded one. The peer is transformers' `generate(prompt_lookup_num_tokens=...)` with
+the same weights and the same dictation. Each task is done by all systems in turns, and ratios are taken task
+by task. Every request has a cache salt of its own: prompts are not found in caches, outputs not in drafts.
 """
 
 from __future__ import annotations
@@ -16,31 +19,41 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import contextlib
+import dataclasses
 import importlib
 import inspect
+import multiprocessing
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
+from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+import coordinator.service
+import draft_service.service
+import verify_service.service
 from benchmarks import prompts as new_code
+from benchmarks import stats, widen
 from benchmarks.bars import Bar, Report, machine
-from coordinator.cost import Cost
-from coordinator.drafts.combined import CombinedDrafter
-from coordinator.drafts.ngram import NgramDrafter
-from coordinator.generation import Drafter, Plan, Round
-from specwire import embedded, tokenizer
-from specwire.config.speculative import NgramConfig
-from specwire.core import Outcome, Proposal, Verdict, num_in_common
-from specwire.telemetry.tracing import NO_SPAN, Span
+from specwire import Client, SamplingParams, embedded, tokenizer
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.core import num_in_common
+from specwire.engine.jobs import Job
+from verify_service.verifier import Judged, VerifyDecider, VerifyJob
 
-NUM_DRAFT_TOKENS = 8
-CONFIG = NgramConfig(num_speculative_tokens=NUM_DRAFT_TOKENS)
+CACHE = Path("build/benchmarks")
+PEER_NUM_TOKENS = 8
+"""Guesses of transformers' lookup, as many as specwire's methods make at most."""
 PEER_MAX_MATCH = 16
 """Of the sizes 2 (its default), 4 and 16 the one with which transformers does the edits in fewest passes."""
 MODULES = (
@@ -76,30 +89,16 @@ class Task:
     text: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way to draft on one kind of task.
-
-    Attributes:
-        tokens_a_pass: over all tasks.
-        by_source: rounds, draft tokens and accepted ones of each source.
-    """
-
-    system: str
-    tokens_a_pass: float
-    by_source: dict[str, list[int]]
-
-
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def edits(encode: Callable[[str], list[int]], num_tasks: int) -> list[Task]:
-    """Renamed functions, at most two of a module."""
+def edits(encode: Callable[[str], list[int]], num_tasks: int, num_tokens: int) -> list[Task]:
+    """Renamed functions, at most two of a module, and at most so many tokens of each."""
     found = []
     for module in MODULES:
         made = (_edit(source, node, encode) for source, node in _functions(module))
         found += [task for task in made if task is not None][:2]
-    return found[:num_tasks]
+    return [dataclasses.replace(task, text=task.text[:num_tokens]) for task in found[:num_tasks]]
 
 
 def _functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -138,166 +137,268 @@ def _model(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-# --- drafters -------------------------------------------------------------------------------------
+# --- the target, dictated --------------------------------------------------------------------------
 
 
-class AlongTheText:
-    """A source of proposals along a known text."""
+class Dictated(VerifyDecider):
+    """Verdicts as of a target whose greedy texts are given, after the work of the real ones."""
 
-    source = unavailable = ""
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
 
-    async def propose(self, committed: Sequence[int], plan: Plan, parent: Span) -> tuple[Proposal, Cost]:
-        """See `generation.Drafter`."""
-        token_ids = self.token_ids(list(committed), plan)
-        return Proposal(len(committed), token_ids, source=self.source), Cost()
-
-    def token_ids(self, committed: list[int], plan: Plan) -> list[int]:
-        """Of the proposal."""
-        return []
-
-    def observe(self, done: Round) -> None:
-        """See `generation.Drafter`."""
-
-    def close(self) -> None:
-        """See `generation.Drafter`."""
+    @staticmethod
+    def apply(jobs: Sequence[Job], answer: list[Judged]) -> None:
+        """See `VerifyDecider`."""
+        verifies = [job for job in jobs if isinstance(job, VerifyJob)]
+        VerifyDecider.apply(jobs, [_told(job, own) for job, own in zip(verifies, answer, strict=True)])
 
 
-class EmbeddedModel(AlongTheText):
-    """The embedded draft: its likeliest token after each prefix of the text, from one pass.
-
-    As far as they agree with the text these are the chain that the model drafts; what follows the first
-    token that differs is never judged.
-    """
-
-    source = "model"
-
-    def __init__(self, model: Any, task: Task) -> None:
-        with torch.inference_mode():
-            logits = model(torch.tensor([task.prompt + task.text])).logits[0]
-        self._next: list[int] = logits.argmax(dim=-1).tolist()
-
-    def token_ids(self, committed: list[int], plan: Plan) -> list[int]:
-        """See `AlongTheText`."""
-        start = len(committed) - 1
-        return self._next[start : start + plan.num_draft_tokens]
+def _told(job: VerifyJob, own: Judged) -> Judged:
+    prompt_len = job.sequence.prompt_len
+    text = Dictated.texts[tuple(job.sequence.tokens[:prompt_len])]
+    token_ids = text[job.committed_len - prompt_len :][: len(own.token_ids)]
+    return own._replace(token_ids=[*token_ids, *own.token_ids[len(token_ids) :]])
 
 
-class TransformersLookup(AlongTheText):
-    """The peer's prompt lookup."""
-
-    source = "transformers"
+class Dictation(LogitsProcessor):  # type: ignore[misc]
+    """The same for transformers. Other logits stay finite: its lookup drops guesses whose logits are not."""
 
     def __init__(self, task: Task) -> None:
-        self._generator = PromptLookupCandidateGenerator(
-            eos_token_id=torch.tensor([0]),
-            num_output_tokens=NUM_DRAFT_TOKENS,
-            max_matching_ngram_size=PEER_MAX_MATCH,
-            max_length=len(task.prompt) + len(task.text) + NUM_DRAFT_TOKENS,
-            vocab_size=1 << 20,
+        self._task = task
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        index = input_ids.shape[1] - len(self._task.prompt)
+        if index < len(self._task.text):
+            scores = scores.clone()
+            scores[:, self._task.text[index]] = scores.max() + 1
+        return scores
+
+
+# --- systems --------------------------------------------------------------------------------------
+
+
+class System(Protocol):
+    """One way to generate."""
+
+    name: str
+
+    def generate(self, task: Task) -> int:
+        """Do a task; returns the number of the target's passes."""
+        ...
+
+
+class Specwire:
+    """The services, by a request's `draft`."""
+
+    def __init__(self, client: Client, name: str, draft: str) -> None:
+        self.name, self._client, self._draft = name, client, draft
+
+    def generate(self, task: Task) -> int:
+        """See `System`."""
+        params = SamplingParams(
+            max_tokens=len(task.text),
+            temperature=0,
+            ignore_eos=True,
+            draft=self._draft,
+            cache_salt=str(time.monotonic_ns()),
         )
-
-    def token_ids(self, committed: list[int], plan: Plan) -> list[int]:
-        """See `AlongTheText`."""
-        candidates, _ = self._generator.get_candidates(torch.tensor([committed]))
-        found: list[int] = candidates[0, len(committed) :].tolist()
-        return found[: plan.num_draft_tokens]
+        done = self._client.generate(prompt_token_ids=task.prompt, params=params)
+        assert list(done.token_ids) == task.text
+        return done.speculation.num_rounds
 
 
-# --- rounds ---------------------------------------------------------------------------------------
+class TransformersLookup:
+    """The peer's prompt lookup, in this process."""
+
+    name = "transformers' prompt lookup"
+
+    def __init__(self, directory: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        self._num_passes = 0
+        self._model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self._num_passes += 1
+
+    def generate(self, task: Task) -> int:
+        """See `System`."""
+        self._num_passes = 0
+        ids = torch.tensor([task.prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=len(task.text),
+            eos_token_id=None,
+            prompt_lookup_num_tokens=PEER_NUM_TOKENS,
+            max_matching_ngram_size=PEER_MAX_MATCH,
+            logits_processor=LogitsProcessorList([Dictation(task)]),
+        )
+        assert out[0, len(task.prompt) :].tolist() == task.text
+        return self._num_passes
 
 
-def measure(tasks: Sequence[Task]) -> list[Row]:
-    """All drafters on the same tasks."""
-    draft = _model(embedded.DRAFT_DIR)
+@contextlib.contextmanager
+def running(target: Path, tasks: Sequence[Task], num_threads: int) -> Iterator[Client]:
+    """The three services with the dictated target, each in a process of its own."""
+    verify = VerifyConfig(model=str(target), dtype="bfloat16", num_threads=num_threads)
+    draft = DraftConfig(model=str(embedded.DRAFT_DIR), dtype="float32", num_threads=1)
+    with contextlib.ExitStack() as stack:
+        addresses = [stack.enter_context(_process(config, tasks)) for config in (verify, draft)]
+        config = CoordinatorConfig(verify_address=addresses[0], draft_address=addresses[1])
+        yield stack.enter_context(Client(stack.enter_context(_process(config, tasks))))
 
-    def text() -> NgramDrafter:
-        return NgramDrafter(CONFIG, matches_tokens=True, is_fixed=True)
 
-    makers: dict[str, Callable[[Task], Drafter]] = {
-        "plain": lambda _: AlongTheText(),
-        "model": lambda task: EmbeddedModel(draft, task),
-        "ngram": lambda _: text(),
-        "ngram and model": lambda task: CombinedDrafter(text(), EmbeddedModel(draft, task)),
-        "transformers' prompt lookup": TransformersLookup,
+ServiceConfig = VerifyConfig | DraftConfig | CoordinatorConfig
+
+
+@contextlib.contextmanager
+def _process(config: ServiceConfig, tasks: Sequence[Task]) -> Iterator[str]:
+    """Of a service; its address."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(config, tasks, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()  # the service ends with it
+        process.join()
+
+
+def _run(config: ServiceConfig, tasks: Sequence[Task], pipe: Connection) -> None:
+    async def run() -> None:
+        async with _serving(config) as address:
+            pipe.send(address)
+            with contextlib.suppress(EOFError):
+                await asyncio.to_thread(pipe.recv)
+
+    Dictated.texts = {tuple(task.prompt): task.text for task in tasks}
+    with mock.patch.object(verify_service.service, "VerifyDecider", Dictated):
+        asyncio.run(run())
+
+
+def _serving(config: ServiceConfig) -> contextlib.AbstractAsyncContextManager[str]:
+    if isinstance(config, VerifyConfig):
+        return verify_service.service.serving(config)
+    if isinstance(config, DraftConfig):
+        return draft_service.service.serving(config)
+    return coordinator.service.serving(config)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One system on one kind of task.
+
+    Attributes:
+        tokens_per_s: [num_samples] of each task and repetition, prefill included.
+        tokens_a_pass: over all tasks.
+    """
+
+    system: str
+    tokens_per_s: list[float]
+    tokens_a_pass: float
+
+
+def measure(systems: Sequence[System], tasks: Sequence[Task], num_repetitions: int) -> dict[str, Row]:
+    """All systems on the same tasks, in turns; the first task is done once before, unmeasured."""
+    for system in systems:
+        system.generate(tasks[0])
+    rates: dict[str, list[float]] = {system.name: [] for system in systems}
+    num_passes = dict.fromkeys(rates, 0)
+    for _ in range(num_repetitions):
+        for number, task in enumerate(tasks):
+            first = number % len(systems)
+            for system in [*systems[first:], *systems[:first]]:
+                print(f"{time.strftime('%X')} {system.name}: task {number}", file=sys.stderr)
+                started_s = time.perf_counter()
+                num_passes[system.name] += system.generate(task)
+                rates[system.name].append(len(task.text) / (time.perf_counter() - started_s))
+    num_tokens = num_repetitions * sum(len(task.text) for task in tasks)
+    return {
+        name: Row(system=name, tokens_per_s=rates[name], tokens_a_pass=num_tokens / num_passes[name])
+        for name in rates
     }
-    return [_row(name, make, tasks) for name, make in makers.items()]
 
 
-def _row(name: str, make: Callable[[Task], Drafter], tasks: Sequence[Task]) -> Row:
-    rounds = [done for task in tasks for done in asyncio.run(_rounds(task, make(task)))]
-    by_source: dict[str, list[int]] = {}
-    for done in (each for each in rounds if each.proposal.token_ids):
-        counts = by_source.setdefault(done.proposal.source, [0, 0, 0])
-        for i, more in enumerate((1, len(done.proposal.token_ids), done.outcome.num_accepted)):
-            counts[i] += more
-    num_tokens = sum(len(task.text) for task in tasks)
-    return Row(system=name, tokens_a_pass=num_tokens / len(rounds), by_source=by_source)
-
-
-async def _rounds(task: Task, drafter: Drafter) -> list[Round]:
-    """Of a generation that writes the task's text."""
-    committed, rounds = list(task.prompt), []
-    while left := task.text[len(committed) - len(task.prompt) :]:
-        plan = Plan(NUM_DRAFT_TOKENS, num_text_tokens=NUM_DRAFT_TOKENS).within(len(left) - 1, len(left))
-        proposal, cost = await drafter.propose(committed, plan, NO_SPAN)
-        num_accepted = num_in_common(proposal.token_ids, left)
-        outcome = Outcome(range(num_accepted), left[num_accepted])
-        done = Round(proposal, Verdict(len(committed), left), outcome, cost, Cost())
-        committed += [token_id for token_id, _ in done.emitted]
-        drafter.observe(done)
-        rounds.append(done)
-    return rounds
+def ratio(rows: dict[str, Row], system: str, reference: str) -> stats.Summary:
+    """Of tokens/s, task by task."""
+    return stats.summarise(stats.ratios(rows[system].tokens_per_s, rows[reference].tokens_per_s))
 
 
 # --- the report -----------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: dict[str, Row]) -> str:
     """As Markdown."""
-    lines = [
-        "| draft | tokens a pass | rounds, draft tokens and accepted ones of each source |",
-        "|---|---|---|",
-    ]
-    for row in rows:
-        counts = (f"{name}: {', '.join(map(str, of))}" for name, of in row.by_source.items())
-        lines.append(f"| {row.system} | {row.tokens_a_pass:.2f} | {'; '.join(counts)} |")
+    lines = ["| draft | tokens/s | × plain | × the model alone | tokens a pass |", "|---|---|---|---|---|"]
+    for name, row in rows.items():
+        cells = [stats.summarise(row.tokens_per_s).text(1)]
+        cells += [ratio(rows, name, reference).text(2) for reference in ("plain", "model")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {row.tokens_a_pass:.2f} |")
     return "\n".join(lines)
+
+
+def bars(edited: dict[str, Row], new: dict[str, Row]) -> list[Bar]:
+    """Of issue 15, section 3: medians of ratios of tokens/s."""
+    found = (
+        ("edits: ngram over plain", ratio(edited, "ngram", "plain"), 3.0),
+        ("edits: ngram and model over the model alone", ratio(edited, "ngram and model", "model"), 1.15),
+        ("edits: ngram over transformers' lookup", ratio(edited, "ngram", TransformersLookup.name), 1.0),
+        ("new code: ngram over plain", ratio(new, "ngram", "plain"), 0.98),
+        ("new code: suffix over plain", ratio(new, "suffix", "plain"), 0.98),
+        ("new code: ngram and model over the model alone", ratio(new, "ngram and model", "model"), 0.98),
+    )
+    return [Bar(what=what, measured=found.median, limit=limit, at_least=True) for what, found, limit in found]
+
+
+_ABOUT = """Greedy, one stream, widened target (252 M, bfloat16, threads: {threads}), embedded draft. Edits:
+{edits}; new code: {new}, twice. The target's text is dictated: its passes run and cost what they cost, and
+then its choices are replaced by a given text, which is what a target writes that can do the edit, or what the
+embedded target writes as new code. Tokens/s and ratios are medians over tasks (least to greatest), prefill
+included."""
+
+
+def _size(tasks: Sequence[Task]) -> str:
+    return f"{len(tasks)} tasks with {sum(len(task.text) for task in tasks)} tokens"
 
 
 def main() -> None:
     """Measure and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.text_drafts", description=__doc__)
-    parser.add_argument("--tasks", type=int, default=24, help="edits")
-    parser.add_argument("--tokens", type=int, default=96, help="of each new code")
+    parser.add_argument("--tasks", type=int, default=20, help="edits")
+    parser.add_argument("--tokens", type=int, default=96, help="most of each task")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the target")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     facts = machine()
     loaded = tokenizer.load(embedded.TARGET_DIR)
     assert loaded is not None
-    tasks = edits(loaded.encode, args.tasks)
-    edited, new = measure(tasks), measure(continuations(loaded.encode, args.tokens))
-    of = {row.system: row.tokens_a_pass for row in edited}
-    of_new = {row.system: row.tokens_a_pass for row in new}
-    ratios = (
-        ("edits: ngram over plain", of["ngram"] / of["plain"], 3.0),
-        ("edits: ngram and model over the model alone", of["ngram and model"] / of["model"], 1.15),
-        ("edits: ngram over transformers' lookup", of["ngram"] / of["transformers' prompt lookup"], 1.0),
-        ("new code: ngram and model over the model", of_new["ngram and model"] / of_new["model"], 0.98),
-    )
-    bars = [Bar(what=what, measured=ratio, limit=limit, at_least=True) for what, ratio, limit in ratios]
-    num_tokens = sum(len(task.text) for task in tasks)
+    tasks = edits(loaded.encode, args.tasks, args.tokens)
+    new_tasks = continuations(loaded.encode, args.tokens)
+    target = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
+    torch.set_num_threads(args.threads)
+    with running(target, [*tasks, *new_tasks], args.threads) as client:
+        drafts = {"plain": "off", "model": "model", "ngram": "ngram", "suffix": "suffix"}
+        drafts |= {"ngram and model": "ngram,model"}
+        systems: list[System] = [Specwire(client, name, draft) for name, draft in drafts.items()]
+        systems.append(TransformersLookup(target))
+        edited = measure(systems, tasks, 1)
+        new = measure(systems, new_tasks, 2)
     result = Report(
         name="text_drafts",
-        title="Drafts from the text itself",
+        title="Drafts from text",
         machine=facts,
-        about=f"Greedy texts, {NUM_DRAFT_TOKENS} draft tokens a round, n-grams of {CONFIG.prompt_lookup_min} "
-        f"to {CONFIG.prompt_lookup_max} tokens (transformers: 1 to {PEER_MAX_MATCH}). {len(tasks)} edits "
-        f"with {num_tokens} tokens together: the renamed functions themselves, as a target writes them that "
-        "can do the edit (the embedded one cannot). New code is what the embedded target writes. Tokens a "
-        "pass are counted along these texts with the coordinator's own drafters; no time is measured.",
-        bars=bars,
+        about=_ABOUT.format(threads=args.threads, edits=_size(tasks), new=_size(new_tasks)),
+        bars=bars(edited, new),
         details=f"## Edits\n\n{table(edited)}\n\n## New code\n\n{table(new)}",
-        data={"edits": [asdict(row) for row in edited], "new code": [asdict(row) for row in new]},
+        data={
+            name: [asdict(row) for row in rows.values()]
+            for name, rows in (("edits", edited), ("new code", new))
+        },
     )
     print(result.write(args.out))
 

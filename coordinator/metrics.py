@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.admission import Admission
+from coordinator.drafts.earlier import MAX_BYTES, EarlierOutputs
 from coordinator.length.shapes import SharedShapes
 from coordinator.peers.pool import Pool
 from coordinator.tally import Tally
@@ -20,6 +21,7 @@ class CoordinatorSnapshot(NamedTuple):
     totals: Totals
     admission: Admission
     shapes: SharedShapes
+    earlier: EarlierOutputs
     verify: Pool
     draft: Pool
     config: CoordinatorConfig
@@ -173,14 +175,14 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     Metric(
         MetricKind.COUNTER,
         "specwire_spec_decode_num_draft_tokens_per_source_total",
-        "Draft tokens that were verified, by what made them: a draft model's name, or ngram.",
+        "Draft tokens that were verified, by what made them: a draft model's name, or a method.",
         lambda now: _by_source(now.totals.tally, "num_draft_tokens"),
         ("source",),
     ),
     Metric(
         MetricKind.COUNTER,
         "specwire_spec_decode_num_accepted_tokens_per_source_total",
-        "Draft tokens that were accepted, by what made them: a draft model's name, or ngram.",
+        "Draft tokens that were accepted, by what made them: a draft model's name, or a method.",
         lambda now: _by_source(now.totals.tally, "num_accepted_tokens"),
         ("source",),
     ),
@@ -228,6 +230,12 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "specwire_trials_total",
         "Trials of another cap, number of outcomes or shape of proposals that have begun.",
         lambda now: now.shapes.chosen.num_trials,
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "specwire_earlier_output_bytes",
+        f"Memory of earlier outputs that drafts are made from, at most {MAX_BYTES >> 20} MiB.",
+        lambda now: now.earlier.num_bytes,
     ),
     # peers
     Metric(

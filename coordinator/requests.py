@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
@@ -36,6 +37,7 @@ class CheckedRequest:
         credit_window: how far the generation may be ahead of its client, in tokens; 0 without limit.
         num_draft_tokens: in each round; None where the coordinator chooses them round by round.
         max_depth: longest path of a tree; 0 for chains, None where the coordinator chooses.
+        draft: what proposes.
     """
 
     message: generation_pb2.GenerateRequest
@@ -44,6 +46,7 @@ class CheckedRequest:
     credit_window: int
     num_draft_tokens: int | None
     max_depth: int | None
+    draft: DraftChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,8 @@ class GenerationRequest:
         resume_info: what the client must send to resume the generation.
         report_progress: whether chunks carry the round's draft tokens, counts and times.
         num_draft_tokens: in each round; None where the coordinator chooses them round by round.
+        draft: what proposes.
+        output_scope: of `EarlierOutputs`; None where the draft uses none.
     """
 
     prompt_token_ids: Sequence[int]
@@ -69,6 +74,8 @@ class GenerationRequest:
     resume_info: ResumeInfo
     report_progress: bool
     num_draft_tokens: int | None
+    draft: DraftChoice
+    output_scope: str | None
 
     @property
     def prompt_len(self) -> int:
@@ -84,22 +91,25 @@ class RequestParser:
         config: CoordinatorConfig,
         target: ModelInfo,
         tokenizer: Tokenizer | None,
+        drafts: DraftChoices,
         draft_is_far: Callable[[], bool],
     ) -> None:
         """Args:
+        drafts: what may propose.
         draft_is_far: whether proposals take long to arrive; asked where a request leaves the rule open.
         """
         self._config = config
         self._target = target
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
+        self._drafts = drafts
         self._draft_is_far = draft_is_far
 
     def check(self, message: generation_pb2.GenerateRequest, caller: Principal) -> CheckedRequest:
         """Parse a first message, and choose what it leaves open.
 
         Raises:
-            InvalidRequestError: a field is out of range.
+            InvalidRequestError: a field is out of range, or names a draft that is not offered.
             ContextLengthError: prompt and `max_tokens` do not fit into the context.
             UnsupportedError: the target cannot do what is asked for.
         """
@@ -110,7 +120,8 @@ class RequestParser:
         check_prompt(message, params, self._target, self._tokenizer)
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
-        given = params.num_draft_tokens
+        draft = self._drafts.choose(params.draft)
+        given = params.num_draft_tokens if draft.is_on else 0
         return CheckedRequest(
             message=message,
             caller=caller,
@@ -118,6 +129,7 @@ class RequestParser:
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
             max_depth=self._max_depth(params),
+            draft=draft,
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -133,10 +145,11 @@ class RequestParser:
         prompt = await self._encoder.token_ids(message, self._target.context_len)
         params = fitted(checked.params, len(prompt), self._target, checked.caller.max_tokens)
         generated_token_ids = list(message.generated_token_ids)
+        scope = self._output_scope(checked)
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,
-            keyed_params=_keyed(params, is_adaptive=checked.num_draft_tokens is None),
+            keyed_params=_keyed(params, is_adaptive=checked.num_draft_tokens is None or scope is not None),
             target=self._target,
             generated_token_ids=generated_token_ids,
             resume_info=checked_resume_info(
@@ -148,6 +161,8 @@ class RequestParser:
             ),
             report_progress=message.report_progress,
             num_draft_tokens=checked.num_draft_tokens,
+            draft=checked.draft,
+            output_scope=scope,
         )
 
     def _max_depth(self, params: SamplingParams) -> int | None:
@@ -161,6 +176,14 @@ class RequestParser:
         fixed = self._config.fixed_max_depth
         return 0 if fixed is None and params.num_draft_tokens is not None else fixed
 
+    def _output_scope(self, checked: CheckedRequest) -> str | None:
+        """That of all requests with `--suffix-shared`, else of one principal and salt. A request without
+        either may be of any client, and rejected draft tokens are shown: it drafts from its own text alone.
+        """
+        if not checked.draft.reads_earlier:
+            return None
+        return "" if self._config.suffix_shared else checked.params.cache_salt or None
+
     def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
         """A client that gives a seed expects the same text again, whatever the load."""
         rule = params.rule or self._config.fixed_rule
@@ -172,11 +195,12 @@ class RequestParser:
 
 
 def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:
-    """Draw a fresh seed where an adaptive draft length could otherwise know how rounds will end.
+    """Draw a fresh seed where the draft could otherwise know how rounds will end.
 
-    Under rejection sampling an adaptive length depends on what other requests have taught. If one of them
-    used the same random numbers (a seed given twice, a resumed request), the choice of a length would depend
-    on the outcome of this request's rounds. So no number is used twice; the text does not repeat in any case.
+    Under rejection sampling an adaptive length depends on what other requests have taught, and so do drafts
+    from earlier outputs. If one of these requests used the same random numbers (a seed given twice, a resumed
+    request), a length or a draft token would depend on the outcome of this request's rounds. So no number is
+    used twice; the text does not repeat in any case.
     """
     if params.matches_tokens or not is_adaptive:
         return params

@@ -11,8 +11,8 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.credit import Credit
-from coordinator.drafts.combined import CombinedDrafter
-from coordinator.drafts.ngram import NgramDrafter
+from coordinator.drafts.choice import DraftChoices
+from coordinator.drafts.methods import TextDrafts
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
@@ -56,7 +56,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tracer: tracing.Tracing,
     ) -> None:
         self._config = config
-        self._ngram = config.ngram
+        self._texts = TextDrafts(config.speculation, tokenizer)
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
@@ -64,14 +64,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._started_s = time.monotonic()
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
-        self._parser = RequestParser(config, verify.info, tokenizer, lambda: self._shapes.chains.draft_is_far)
+        drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
+        self._parser = RequestParser(
+            config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
+        )
         self._num_finished = 0
         self.totals = Totals()
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
-            self.totals, self._admission, self._shapes, self._verify, self._draft, self._config
+            self.totals,
+            self._admission,
+            self._shapes,
+            self._texts.earlier,
+            self._verify,
+            self._draft,
+            self._config,
         )
         return Group(metrics.TABLE, lambda: now, {"model_name": self._verify.info.name})
 
@@ -186,7 +195,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield drafter, verifier
 
     def _drafter(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> Drafter:
-        """The draft service, the text itself, or both."""
+        """The draft service, a text, or both."""
         model = RemoteDrafter(
             self._draft,
             request,
@@ -195,24 +204,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tracer=self._tracer,
             parent=parent,
         )
-        config = self._ngram
-        if config is None:
-            return model
-        text = NgramDrafter(
-            config,
-            matches_tokens=request.params.matches_tokens,
-            is_fixed=request.num_draft_tokens is not None,
-        )
-        return CombinedDrafter(text, model) if self._config.draft_address else text
+        return self._texts.drafter(request, model) if request.draft.method else model
 
     def _planner(self, checked: CheckedRequest) -> Planner:
-        config, num_draft_tokens = self._ngram, checked.num_draft_tokens
-        if config is None:
-            return self._model_planner(num_draft_tokens, checked.max_depth)
-        num_text_tokens = config.num_speculative_tokens if num_draft_tokens is None else num_draft_tokens
-        has_model = bool(self._config.draft_address)
-        model = self._model_planner(num_draft_tokens if has_model else 0, checked.max_depth)
-        return WithText(model, num_text_tokens)
+        method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
+        model = self._model_planner(num_draft_tokens if checked.draft.uses_model else 0, checked.max_depth)
+        if not method:
+            return model
+        most = self._texts.config(method).num_speculative_tokens
+        return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
 
     def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
         if num_draft_tokens is None and max_depth is None and self._draft_has_trees():

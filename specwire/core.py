@@ -31,6 +31,10 @@ MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 MAX_CACHE_SALT_LEN = 256
+MAX_DRAFT_LEN = 256
+"""Longest name of a draft, in characters."""
+DRAFT_OFF = "off"
+"""The draft of a request that is decoded plainly."""
 _MAX_INT = 2**31 - 1
 """Largest count and token id on the wire."""
 # Flow control by credit, in tokens: the least and the most credit of a stream, and the most consumed tokens
@@ -143,6 +147,10 @@ class SamplingParams:
     max_depth: int | None = None
     """Longest path of a token tree of `num_draft_tokens` nodes; 0 for chains, None leaves it to the server.
     Trees need temperature 0 or `Rule.GUMBEL`, and services that have them (`ModelInfo.trees`)."""
+    draft: str | None = None
+    """What makes the guesses: a method that needs no model (`ngram`, `suffix`, `unigram`, `bigram`,
+    `trigram`), `model` or the draft model's name, both as `ngram,model`, or `off`; None leaves it to the
+    server. The completion counts tokens by what made them."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
     cache_salt: str = ""
@@ -183,6 +191,7 @@ class SamplingParams:
             gamma,
             f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
         )
+        self._check_draft()
         logprobs = self.logprobs
         _check(
             logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= MAX_LOGPROBS),
@@ -225,6 +234,13 @@ class SamplingParams:
         )
         can_match = self.matches_tokens or self.rule is None
         _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
+
+    def _check_draft(self) -> None:
+        draft = self.draft
+        ok = draft is None or (isinstance(draft, str) and 0 < len(draft) <= MAX_DRAFT_LEN)
+        _check(ok, "draft", draft, f"must be a name of at most {MAX_DRAFT_LEN} characters")
+        contradicts = draft == DRAFT_OFF and bool(self.num_draft_tokens)
+        _check(not contradicts, "draft", draft, f"contradicts num_draft_tokens={self.num_draft_tokens}")
 
     def _check_warps(self) -> None:
         t = self.temperature

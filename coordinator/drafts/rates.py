@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, repeat
+from collections.abc import Iterable
+from itertools import accumulate
 from operator import mul
 
 _MEMORY = 0.9
@@ -12,7 +13,7 @@ _PRIOR_WEIGHT = 2.0
 
 
 class Rate:
-    """Share of judged draft tokens that were accepted; recent rounds count more.
+    """Draft tokens that were accepted, as a share of what was promised; recent rounds count more.
 
     It belongs to one generation: what it leads to is a function of that generation's own committed tokens,
     and a seed that is given twice meets no choice that knows its random numbers.
@@ -20,23 +21,27 @@ class Rate:
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
-        self._num_accepted = self._num_judged = 0.0
+        self._num_accepted = self._num_promised = 0.0
 
     @property
     def value(self) -> float:
-        """In (0, 1)."""
+        """In (0, 1) where each judged token was promised as 1."""
         num_accepted = self._num_accepted + _PRIOR_WEIGHT * self._prior
-        return num_accepted / (self._num_judged + _PRIOR_WEIGHT)
+        return num_accepted / (self._num_promised + _PRIOR_WEIGHT)
 
-    def add(self, num_accepted: int, *, was_rejected: bool) -> None:
-        """A round that accepted so many draft tokens, and rejected the next one or had no more of them."""
+    def add(self, num_accepted: int, num_promised: float) -> None:
+        """A round that accepted so many draft tokens; all that were judged, with the rejected one, together
+        promised so many."""
         self._num_accepted = _MEMORY * self._num_accepted + num_accepted
-        self._num_judged = _MEMORY * self._num_judged + num_accepted + was_rejected
+        self._num_promised = _MEMORY * self._num_promised + num_promised
 
 
-def expected_tokens(rate: float, num_draft_tokens: int) -> list[float]:
+def expected_tokens(probs: Iterable[float]) -> list[float]:
     """[num_draft_tokens + 1]: tokens that a round commits with 0, 1, ... draft tokens.
+
+    Args:
+        probs: [num_draft_tokens] of each draft token, to be accepted where those before it are.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), equation 1.
     """
-    return list(accumulate(accumulate(repeat(rate, num_draft_tokens), mul, initial=1.0)))
+    return list(accumulate(accumulate(probs, mul, initial=1.0)))

@@ -118,9 +118,8 @@ def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, DemoConfig)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    add_sampling_flags(
-        demo, omit=("rule", "num_draft_tokens", "max_depth"), max_tokens=192, temperature=0.7, seed=7
-    )
+    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
+    add_sampling_flags(demo, omit=omit, max_tokens=192, temperature=0.7, seed=7)
     _add_json(demo)
     compare = "decode plainly and with each kind of draft in turn: chain, block, tree, ngram"
     demo.add_argument("--compare", action="store_true", help=compare)

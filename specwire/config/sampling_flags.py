@@ -25,7 +25,7 @@ def add_sampling_flags(
     group = parser.add_argument_group("sampling")
     for field in dataclasses.fields(SamplingParams):
         if field.name not in omit:
-            kwargs = _FLAGS[field.name]
+            kwargs = {"dest": _dest(field.name), **_FLAGS[field.name]}
             default = defaults.get(field.name, field.default)
             if not isinstance(default, bool) and isinstance(default, int | float | str):
                 kwargs = kwargs | {"help": f"{kwargs['help']} (default {default})"}
@@ -39,7 +39,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     Raises:
         InvalidRequestError, ConfigError: naming the parameter and its value.
     """
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams) if f.name in args}
+    names = {f.name: _dest(f.name) for f in dataclasses.fields(SamplingParams)}
+    values = {name: getattr(args, dest) for name, dest in names.items() if dest in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
     for name, parse in (("num_draft_tokens", parse_num_draft_tokens), ("max_depth", parse_max_depth)):
         if name in values:
@@ -47,6 +48,11 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if values.get("rule") == AUTO:
         del values["rule"]
     return SamplingParams(**values)
+
+
+def _dest(name: str) -> str:
+    """In the namespace; `draft` of a command that starts services is a model."""
+    return "request_draft" if name == "draft" else name
 
 
 def token_ids(text: str) -> list[int]:
@@ -82,6 +88,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
     "max_depth": {"metavar": "N|auto", "help": "longest path of a token tree; 0 for chains"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
+    "draft": {
+        "metavar": "NAME",
+        "help": "what proposes: ngram, suffix, unigram, bigram, trigram; model; both as ngram,model; or off",
+    },
     "logprobs": {
         "type": int,
         "metavar": "N",

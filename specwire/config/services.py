@@ -41,7 +41,7 @@ from specwire.config.fields import (
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
     METHODS,
-    NgramConfig,
+    SpeculativeConfig,
     check_speculative_config,
     parse_speculative_config,
 )
@@ -71,8 +71,12 @@ LEAST_PASS_HELP = (
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
 DRAFT_HELP = (
-    "directory or hub id of the draft model; ngram drafts from the text itself, ngram,DIR from both; none "
-    "decodes plainly"
+    f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
+    "from both; none decodes plainly"
+)
+SUFFIX_SHARED_HELP = (
+    "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
+    "that are rejected show them"
 )
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 DRAFT_TIMEOUT_HELP = (
@@ -302,6 +306,7 @@ class CoordinatorConfig(ServiceConfig):
     max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
     speculative_config: str = speculative_config_option()
+    suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
     draft_timeout_ms: float = option(1000.0, DRAFT_TIMEOUT_HELP, check=check_duration)
     max_running: int = option(256, "most generations at a time; others wait")
@@ -364,8 +369,8 @@ class CoordinatorConfig(ServiceConfig):
         return parse_max_depth(self.max_depth)
 
     @property
-    def ngram(self) -> NgramConfig | None:
-        """Drafts from the text itself; None for none."""
+    def speculation(self) -> SpeculativeConfig | None:
+        """Drafts that need no model; None for none."""
         return parse_speculative_config(self.speculative_config)
 
     @property
@@ -386,6 +391,7 @@ class StackConfig(CheckedConfig):
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
     draft: str = option(EMBEDDED, DRAFT_HELP)
     speculative_config: str = speculative_config_option()
+    suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
     device: str = option("cpu", "device of the target")
     tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from specwire.config.fields import check
 from specwire.core import MAX_NUM_DRAFT_TOKENS
 
 NGRAM = "ngram"
-METHODS = (NGRAM,)
+SUFFIX = "suffix"
+COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
+"""Methods that count n-grams, with their n."""
+METHODS = (NGRAM, SUFFIX, *COUNTS)
 """Sources of drafts that need no model."""
 MAX_PROMPT_LOOKUP = 32
+MAX_CORPUS_BYTES = 4 << 20
 _FLAG = "speculative_config"
+_LOOKUP_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
-    """Prompt lookup.
+class SpeculativeConfig:
+    """One method of drafting from text, and its settings.
 
     Attributes:
-        method: `ngram`.
+        method: one of METHODS.
         num_speculative_tokens: most draft tokens a round.
-        prompt_lookup_min, prompt_lookup_max: length of the last tokens that are looked for, in tokens.
+        prompt_lookup_min, prompt_lookup_max: length of the last tokens that are looked for, in tokens; of
+            `ngram` and `suffix`.
+        corpus: text file to count in, at most MAX_CORPUS_BYTES; empty for the target's own output. Of
+            `unigram`, `bigram` and `trigram`.
     """
 
     method: str = NGRAM
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 16
+    corpus: str = ""
 
     def __post_init__(self) -> None:
         """Raises:
@@ -38,17 +48,34 @@ class NgramConfig:
         check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {', '.join(METHODS)}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("num_speculative_tokens", *_LOOKUP_KEYS):
             value, low, high = getattr(self, name), least.get(name, 1), most.get(name, MAX_PROMPT_LOOKUP)
             ok = type(value) is int and low <= value <= high
             check(ok, _FLAG, f"{name}={value!r}", f"must be a whole number in [{low}, {high}]")
+        self._check_corpus()
+
+    def _check_corpus(self) -> None:
+        check(isinstance(self.corpus, str), _FLAG, f"corpus={self.corpus!r}", "is not the name of a file")
+        there = not self.corpus or Path(self.corpus).is_file()
+        check(there, _FLAG, f"corpus={self.corpus!r}", "no such file")
+        num_bytes = Path(self.corpus).stat().st_size if self.corpus else 0
+        over = f"has {num_bytes} bytes, over the limit of {MAX_CORPUS_BYTES}"
+        check(num_bytes <= MAX_CORPUS_BYTES, _FLAG, f"corpus={self.corpus!r}", over)
 
 
-def parse_speculative_config(text: str) -> NgramConfig | None:
+def _keys(method: object) -> tuple[str, ...]:
+    """That a method has a use for; all of an unknown one."""
+    if not isinstance(method, str) or method not in METHODS:
+        return tuple(field.name for field in fields(SpeculativeConfig))
+    return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig | None:
     """A JSON object; None for an empty text.
 
     Raises:
-        ConfigError: no JSON object, an unknown key, method or value; naming it.
+        ConfigError: no JSON object, an unknown method or value, or a key that the method does not have;
+            naming it.
     """
     if not text:
         return None
@@ -57,10 +84,12 @@ def parse_speculative_config(text: str) -> NgramConfig | None:
     except ValueError:
         given = None
     check(isinstance(given, dict), _FLAG, text, "is not a JSON object")
-    known = [field.name for field in fields(NgramConfig)]
+    method = given.get("method", NGRAM)
+    known = _keys(method)
     for key in given:
-        check(key in known, _FLAG, f"{key}={given[key]!r}", f"is not a key; known are {', '.join(known)}")
-    return NgramConfig(**given)
+        problem = f"is not a key of method {method}; known are {', '.join(known)}"
+        check(key in known, _FLAG, f"{key}={given[key]!r}", problem)
+    return SpeculativeConfig(**given)
 
 
 def check_speculative_config(_: str, value: str) -> None:

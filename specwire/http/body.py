@@ -24,7 +24,8 @@ _COMPLETION_TOKENS = 16
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "cache_salt"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "draft"),
+    "cache_salt",
 )
 """Fields with the same meaning in `SamplingParams`."""
 Prompt = dict[str, Any]
@@ -118,6 +119,7 @@ class Body(_Part):
     rule: Rule | None = Field(default=None, strict=False)
     num_draft_tokens: int | None = None
     max_depth: int | None = None
+    draft: str | None = None
     return_fates: bool | None = None
     # without effect on the output
     user: Any = None

@@ -100,7 +100,7 @@ ROUND: Final = "specwire.round"
 """From 0."""
 RULE: Final = "specwire.rule"
 SOURCE: Final = "specwire.source"
-"""What made a round's proposal: a model's name, or `ngram`; absent without draft tokens."""
+"""What made a round's proposal: a model's name, or a method such as `ngram`; absent without draft tokens."""
 
 _STAGE: Final = "specwire.stage.{}_ms"
 

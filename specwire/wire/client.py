@@ -74,6 +74,7 @@ def generate_request(
         credit_tokens=credit_tokens,
         report_progress=report_progress,
         cache_salt=params.cache_salt,
+        draft=params.draft,
     )
     if prompt is not None:
         request.text = prompt
@@ -159,7 +160,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     fields = sampling_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
-    for name in ("num_draft_tokens", "max_depth"):
+    for name in ("num_draft_tokens", "max_depth", "draft"):
         if request.HasField(name):
             fields[name] = getattr(request, name)
     return SamplingParams(

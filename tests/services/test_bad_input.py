@@ -99,6 +99,8 @@ class TestParameters:
             ("rule", "tree"),
             ("num_draft_tokens", 65),
             ("num_draft_tokens", -1),
+            ("draft", ""),
+            ("draft", 3),
             ("max_tokens", 0),
             ("max_tokens", True),
             ("max_tokens", 2**31),

@@ -115,6 +115,12 @@ class TestCompletions:
         assert rejection.choices[0].text == by_sdk(here, rule="rejection", num_draft_tokens=3).text
         assert complete(here, seed=8).choices[0].text != plain.choices[0].text
 
+    def test_what_proposes_is_the_callers(self, here: Fronted) -> None:
+        ngram, off = (complete(here, extra_body={"draft": draft}) for draft in ("ngram", "off"))
+        assert ngram.choices[0].text == off.choices[0].text
+        assert {each["source"] for each in ngram.specwire[0]["speculation"]["by_source"]} <= {"ngram"}
+        assert off.specwire[0]["speculation"]["by_source"] == []
+
     def test_every_sampling_parameter_arrives(self, here: Fronted) -> None:
         openais = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.5, "frequency_penalty": 0.25}
         extras = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True}

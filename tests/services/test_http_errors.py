@@ -76,6 +76,8 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
         ({"stop": "x"}, "stop", "unsupported_value"),
         ({"rule": "greedy"}, "rule", "invalid_value"),
         ({"num_draft_tokens": 65}, "num_draft_tokens", "invalid_value"),
+        ({"draft": "eagle"}, "draft", "invalid_value"),
+        ({"draft": "off", "num_draft_tokens": 4}, "draft", "invalid_value"),
         ({"echo": True}, "echo", "unsupported_value"),
         ({"best_of": 2}, "best_of", "unsupported_value"),
         ({"suffix": "x"}, "suffix", "unsupported_value"),

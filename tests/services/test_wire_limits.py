@@ -19,6 +19,7 @@ from google.protobuf.descriptor import Descriptor
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.core import (
     MAX_CACHE_SALT_LEN,
+    MAX_DRAFT_LEN,
     MAX_LOGIT_BIASES,
     MAX_STOP_LEN,
     MAX_STOP_STRINGS,
@@ -97,6 +98,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
         stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
         "stop_token_ids",
     ),
+    "GenerateRequest.draft": (generation(draft="d" * (MAX_DRAFT_LEN + 1)), "draft"),
     "GenerateRequest.cache_salt": (generation(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1)), "cache_salt"),
     "OpenSequence.cache_salt": (
         verify(open=opened(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),

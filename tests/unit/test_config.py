@@ -25,7 +25,7 @@ from specwire.config.services import (
     VerifyConfig,
     check_environment,
 )
-from specwire.config.speculative import NgramConfig
+from specwire.config.speculative import SpeculativeConfig
 from specwire.errors import ConfigError
 
 FIELDS = [
@@ -254,20 +254,28 @@ class TestAddresses:
 
 class TestSpeculativeConfig:
     def test_keys_of_vllm(self) -> None:
-        given = {
+        given: dict[str, Any] = {
             "method": "ngram",
             "num_speculative_tokens": 5,
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 6,
         }
-        assert CoordinatorConfig(speculative_config=json.dumps(given)).ngram == NgramConfig(**given)  # type: ignore[arg-type]
-        assert CoordinatorConfig().ngram is None
+        config = CoordinatorConfig(speculative_config=json.dumps(given))
+        assert config.speculation == SpeculativeConfig(**given)
+        assert CoordinatorConfig().speculation is None
 
     @pytest.mark.parametrize(
         ("given", "named"),
         [
             ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
             ('{"method": ["ngram"]}', "method="),
+            (
+                '{"method": "bigram", "prompt_lookup_max": 4}',
+                "is not a key of method bigram; known",
+            ),
+            ('{"corpus": "README.md"}', "corpus='README.md': is not a key of method ngram"),
+            ('{"method": "unigram", "corpus": "no/such"}', "corpus='no/such': no such file"),
+            ('{"method": "unigram", "corpus": 3}', "corpus=3: is not the name of a file"),
             ('{"prompt_lookup_mix": 2}', "prompt_lookup_mix=2: is not a key"),
             (
                 '{"num_speculative_tokens": 65}',
@@ -288,13 +296,13 @@ class TestSpeculativeConfig:
 
     @pytest.mark.parametrize(
         ("draft", "model", "drafts_from_text"),
-        [("ngram", "none", True), ("ngram,embedded", "embedded", True), ("none", "none", False)],
+        [("ngram", "none", True), ("suffix,embedded", "embedded", True), ("none", "none", False)],
     )
     def test_the_short_form(self, draft: str, model: str, drafts_from_text: bool) -> None:
         config = UpConfig(draft=draft)
         assert config.draft_model == model
-        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).ngram
-        assert implied == (NgramConfig() if drafts_from_text else None)
+        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).speculation
+        assert implied == (SpeculativeConfig(method=draft.partition(",")[0]) if drafts_from_text else None)
 
     def test_the_short_form_beside_the_long_one(self) -> None:
         config = UpConfig(draft="ngram", speculative_config='{"prompt_lookup_max": 7}')

@@ -44,6 +44,7 @@ EVERYTHING = SamplingParams(
     num_draft_tokens=0,
     max_depth=3,
     logprobs=0,
+    draft="ngram",
     cache_salt="s",
 )
 
@@ -74,7 +75,15 @@ class TestSamplingParams:
 
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
-        stops = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_draft_tokens", "max_depth"}
+        stops = {
+            "max_tokens",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "num_draft_tokens",
+            "max_depth",
+            "draft",
+        }
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
             assert getattr(opened, field.name) == getattr(expected, field.name)

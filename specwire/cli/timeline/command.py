@@ -67,7 +67,8 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     )
     timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
     add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
-    add_sampling_flags(timeline, omit=("rule", "num_draft_tokens", "max_depth"), max_tokens=64)
+    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
+    add_sampling_flags(timeline, omit=omit, max_tokens=64)
     return timeline
 
 

@@ -1,0 +1,78 @@
+"""The methods by name, and what their drafters share: a corpus, and outputs of earlier generations."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.drafts.counts import Counted, CountedOutput, Table
+from coordinator.drafts.earlier import EarlierOutputs
+from coordinator.drafts.ngram import Ngram
+from coordinator.drafts.suffix import Suffix
+from coordinator.drafts.text import Method, TextDrafter
+from coordinator.generation import Drafter
+from coordinator.requests import GenerationRequest
+from specwire.config.speculative import COUNTS, NGRAM, SUFFIX, SpeculativeConfig
+from specwire.errors import ConfigError
+from specwire.tokenizer import Tokenizer
+
+_MAX_CORPUS_TOKENS = 1 << 20
+
+
+class TextDrafts:
+    """Makes drafters of every method, for all requests of a coordinator.
+
+    Attributes:
+        earlier: outputs of earlier generations, by the scope of their requests.
+    """
+
+    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None) -> None:
+        """Args:
+        config: of one method; the others have their defaults.
+
+        Raises:
+            ConfigError: a corpus is no UTF-8 text, or there is no tokenizer for it.
+        """
+        self.earlier = EarlierOutputs()
+        self._config = config or SpeculativeConfig()
+        self._corpus = _count(self._config, tokenizer) if self._config.corpus else None
+
+    def config(self, method: str) -> SpeculativeConfig:
+        """Of a method."""
+        return self._config if method == self._config.method else SpeculativeConfig(method=method)
+
+    def drafter(self, request: GenerationRequest, model: Drafter) -> TextDrafter:
+        """For a request whose draft is a method, alone or beside the model."""
+        config, scope = self.config(request.draft.method), request.output_scope
+        return TextDrafter(
+            self._method(config, scope),
+            model,
+            source=config.method,
+            matches_tokens=request.params.matches_tokens,
+            is_fixed=request.num_draft_tokens is not None,
+            remember=partial(self.earlier.add, scope),
+        )
+
+    def _method(self, config: SpeculativeConfig, scope: str | None) -> Method:
+        if config.method == NGRAM:
+            return Ngram(config)
+        if config.corpus and self._corpus is not None:
+            return Counted(self._corpus)
+        earlier = self.earlier.of(scope)
+        if config.method == SUFFIX:
+            return Suffix(config, earlier)
+        return CountedOutput(COUNTS[config.method], earlier)
+
+
+def _count(config: SpeculativeConfig, tokenizer: Tokenizer | None) -> Table:
+    """The n-grams of the corpus."""
+    if tokenizer is None:
+        raise ConfigError(f"--speculative-config corpus={config.corpus!r}: the target has no tokenizer")
+    try:
+        text = Path(config.corpus).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--speculative-config corpus={config.corpus!r}: {error}") from None
+    token_ids = tokenizer.encode(text)[:_MAX_CORPUS_TOKENS]
+    return Table(COUNTS[config.method], np.array(token_ids, dtype=np.int32))
