@@ -97,7 +97,7 @@ class TextDrafter:
             self._num_remembered = len(committed)
         self._committed = committed  # it grows: `close` finds the last round's tokens there
         own, promised = self.from_text(committed, plan.num_text_tokens)
-        from_model = expected_tokens([self._model_rate.value] * plan.num_draft_tokens)[-1]
+        from_model = expected_tokens([self._model_rate.value] * plan.num_steps)[-1]
         if own.token_ids and promised >= from_model:
             return own, Cost()
         proposal, cost = await self._model.propose(committed, plan, parent)

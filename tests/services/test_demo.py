@@ -158,7 +158,6 @@ class TestDemo(OnOurStack):
         assert "acceptance rate  0.00, by position -" in out
 
 
-@pytest.mark.skipif("draft" not in SamplingParams.__dataclass_fields__, reason="requests name no draft yet")
 class TestCompare(OnOurStack):
     """Five generations of 24 tokens, each after a short one."""
 
