@@ -43,6 +43,8 @@ from specwire.config.speculative import (
     METHODS,
     SpeculativeConfig,
     check_speculative_config,
+    model_draft,
+    parse_method,
     parse_speculative_config,
 )
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
@@ -110,6 +112,14 @@ def parse_num_outcomes(value: str) -> int | None:
     return parse_count("num_outcomes", value, MAX_NUM_OUTCOMES)
 
 
+def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
+    """Refuse what a flag and `speculative_config` both fix."""
+    given = model_draft(config.speculative_config)
+    for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
+        value = getattr(config, name)
+        check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
+
+
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
     name = "tensor_parallel_size"
     check(num_ranks >= 1, name, num_ranks, "must be at least 1")
@@ -147,7 +157,7 @@ def metrics_names_option() -> Any:
 
 def speculative_config_option() -> Any:
     """The field `speculative_config`."""
-    doc = 'drafts that need no model, as JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty for none'
+    doc = 'JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty drafts with the model alone'
     return option("", doc, metavar="JSON", check=check_speculative_config)
 
 
@@ -330,6 +340,7 @@ class CoordinatorConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_said_once(self)
         self._check_peers()
 
     @property
@@ -361,17 +372,22 @@ class CoordinatorConfig(ServiceConfig):
     @property
     def fixed_draft_tokens(self) -> int | None:
         """Draft tokens a round of requests that name no number; None chooses it in each round."""
+        if self.num_draft_tokens == AUTO:
+            return model_draft(self.speculative_config).num_speculative_tokens
         return parse_num_draft_tokens(self.num_draft_tokens)
 
     @property
     def fixed_max_depth(self) -> int | None:
         """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
+        if self.max_depth == AUTO:
+            return model_draft(self.speculative_config).max_depth
         return parse_max_depth(self.max_depth)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """Drafts that need no model; None for none."""
-        return parse_speculative_config(self.speculative_config)
+        found = parse_speculative_config(self.speculative_config)
+        return found if isinstance(found, SpeculativeConfig) else None
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -434,6 +450,10 @@ class StackConfig(CheckedConfig):
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
+        _check_said_once(self)
+        implied = self.draft.partition(",")[0]
+        agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
+        check(agrees, "draft", self.draft, "names another method than --speculative-config")
         if self.draft_model != NO_DRAFT:
             check_model("draft", self.draft_model)
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED

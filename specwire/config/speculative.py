@@ -1,4 +1,4 @@
-"""What `--speculative-config` says: drafts that need no model, under vLLM's names."""
+"""What `--speculative-config` says, under vLLM's names: drafts from text, or how the draft model drafts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specwire.core import MAX_NUM_DRAFT_TOKENS
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
+DRAFT_MODEL = "draft_model"
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -45,7 +46,8 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {', '.join(METHODS)}")
+        known = ", ".join((*METHODS, DRAFT_MODEL))
+        check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
         for name in ("num_speculative_tokens", *_LOOKUP_KEYS):
@@ -63,14 +65,41 @@ class SpeculativeConfig:
         check(num_bytes <= MAX_CORPUS_BYTES, _FLAG, f"corpus={self.corpus!r}", over)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelDraftConfig:
+    """How the draft model drafts, for requests that do not say.
+
+    Attributes:
+        method: `draft_model`.
+        num_speculative_tokens: draft tokens a round; None finds out what pays.
+        max_depth: longest path of a tree of so many; 0 for chains, None finds out what pays.
+    """
+
+    method: str = DRAFT_MODEL
+    num_speculative_tokens: int | None = None
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ConfigError: naming the key and its value.
+        """
+        for name, low in (("num_speculative_tokens", 1), ("max_depth", 0)):
+            value = getattr(self, name)
+            ok = value is None or (type(value) is int and low <= value <= MAX_NUM_DRAFT_TOKENS)
+            problem = f"must be a whole number in [{low}, {MAX_NUM_DRAFT_TOKENS}]"
+            check(ok, _FLAG, f"{name}={value!r}", problem)
+
+
 def _keys(method: object) -> tuple[str, ...]:
     """That a method has a use for; all of an unknown one."""
+    if method == DRAFT_MODEL:
+        return tuple(field.name for field in fields(ModelDraftConfig))
     if not isinstance(method, str) or method not in METHODS:
         return tuple(field.name for field in fields(SpeculativeConfig))
     return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
 
 
-def parse_speculative_config(text: str) -> SpeculativeConfig | None:
+def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig | None:
     """A JSON object; None for an empty text.
 
     Raises:
@@ -89,7 +118,19 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | None:
     for key in given:
         problem = f"is not a key of method {method}; known are {', '.join(known)}"
         check(key in known, _FLAG, f"{key}={given[key]!r}", problem)
-    return SpeculativeConfig(**given)
+    return ModelDraftConfig(**given) if method == DRAFT_MODEL else SpeculativeConfig(**given)
+
+
+def parse_method(text: str) -> str:
+    """The method that it names; empty for an empty text. Errors as of `parse_speculative_config`."""
+    found = parse_speculative_config(text)
+    return found.method if found else ""
+
+
+def model_draft(text: str) -> ModelDraftConfig:
+    """What it says of the draft model; nothing where it is about another method. Errors likewise."""
+    found = parse_speculative_config(text)
+    return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
 
 
 def check_speculative_config(_: str, value: str) -> None:

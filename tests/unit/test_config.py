@@ -304,6 +304,27 @@ class TestSpeculativeConfig:
         implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).speculation
         assert implied == (SpeculativeConfig(method=draft.partition(",")[0]) if drafts_from_text else None)
 
+    def test_how_the_model_drafts(self) -> None:
+        given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
+        config = CoordinatorConfig(speculative_config=given)
+        assert (config.fixed_draft_tokens, config.fixed_max_depth, config.speculation) == (32, 6, None)
+        open_ended = CoordinatorConfig(speculative_config='{"method": "draft_model"}')
+        assert (open_ended.fixed_draft_tokens, open_ended.fixed_max_depth) == (None, None)
+
+    @pytest.mark.parametrize(
+        ("fields", "problem"),
+        [
+            ({"num_draft_tokens": "4"}, "--num-draft-tokens 4: is 32 in --speculative-config"),
+            ({"max_depth": "0"}, "--max-depth 0: is 6 in --speculative-config"),
+            ({"draft": "ngram"}, "--draft ngram: names another method"),
+        ],
+        ids=str,
+    )
+    def test_what_is_said_twice_is_refused(self, fields: dict[str, str], problem: str) -> None:
+        given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
+        with pytest.raises(ConfigError, match=problem):
+            UpConfig(speculative_config=given, **fields)
+
     def test_the_short_form_beside_the_long_one(self) -> None:
         config = UpConfig(draft="ngram", speculative_config='{"prompt_lookup_max": 7}')
         assert config.coordinator_speculation == '{"prompt_lookup_max": 7}'
