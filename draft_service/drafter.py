@@ -70,14 +70,16 @@ class DraftJob(Job):
 
     def rows(self) -> list[Row]:
         """How to sample after each of the last `num_rows` tokens that were run."""
-        return [self._row(self.sequence.tokens)]
+        tokens = self.sequence.tokens
+        return [self.row(tokens, len(tokens))]
 
-    def _row(self, history: Sequence[int]) -> Row:
+    def row(self, history: Sequence[int], position: int) -> Row:
+        """How to sample at a position, after the tokens before it."""
         return Row(
             params=self.sequence.params,
             prompt_len=self.sequence.prompt_len,
             history=history,
-            position=len(history),
+            position=position,
             seed=self.sequence.seed,
             base_len=self.committed_len,
         )
@@ -203,8 +205,15 @@ class LeavesJob(DraftJob):
 
 
 def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Row]:
-    committed = job.sequence.tokens[: job.committed_len]
-    return [job._row([*committed, *growth.path_to(node)]) for node in nodes]
+    """How to sample after each of these nodes; their history is only put together where it is used."""
+    uses_history = job.sequence.params.needs_history
+    committed = job.sequence.tokens[: job.committed_len] if uses_history else []
+    rows = []
+    for node in nodes:
+        depth = growth.depths[node] + 1 if node >= 0 else 0
+        history = [*committed, *growth.path_to(node)] if uses_history else ()
+        rows.append(job.row(history, job.committed_len + depth))
+    return rows
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:

@@ -4,7 +4,7 @@
                 = worth(parent) · probability of its token after the path
 
 Each forward pass of the draft *expands* nodes: its candidates there become their children. The tree that is
-proposed is the best `num_nodes` of all nodes found; since no child is worth more than its parent, it is
+proposed is the best `size` of all nodes found; since no child is worth more than its parent, it is
 connected. Source: Li et al. 2024 (EAGLE-2, arXiv 2406.16858), sections 4.1 and 4.2.
 """
 
@@ -25,13 +25,13 @@ class TreeGrowth:
         expanded: the nodes that were expanded, in order, the prefix not among them.
     """
 
-    def __init__(self, num_nodes: int, max_depth: int, calibration: Calibration) -> None:
+    def __init__(self, size: int, max_depth: int, calibration: Calibration) -> None:
         """Args:
-        num_nodes: of the tree that is proposed.
+        size: nodes of the tree that is proposed.
         max_depth: longest path, in nodes.
         calibration: of this kind of streams.
         """
-        self._num_nodes = num_nodes
+        self._size = size
         self._max_depth = max_depth
         self._calibration = calibration
         self._shares: dict[int, tuple[int, Sequence[float]]] = {}
@@ -40,6 +40,11 @@ class TreeGrowth:
         self.depths: list[int] = []
         self.worths: list[float] = []
         self.expanded: list[int] = []
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes found so far; another thread may be adding more."""
+        return len(self.worths)  # the last of the lists that a node is added to
 
     def add(self, node: int, token_ids: Sequence[int], shares: Sequence[float]) -> None:
         """The candidates after a node, or after the prefix (-1), which has been expanded.
@@ -76,9 +81,9 @@ class TreeGrowth:
         return [self.token_ids[each] for each in tree.path_to(self.parents, node)]
 
     def best(self) -> list[int]:
-        """The best `num_nodes` nodes, best first: a child comes after its parent."""
-        order = sorted(range(len(self.worths)), key=lambda node: -self.worths[node])  # stable
-        return order[: self._num_nodes]
+        """The best `size` nodes, best first: a child comes after its parent."""
+        order = sorted(range(self.num_nodes), key=lambda node: -self.worths[node])  # stable
+        return order[: self._size]
 
     def expand(self, width: int) -> list[int]:
         """The best nodes of the tree that are not expanded, which counts them as expanded.

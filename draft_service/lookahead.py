@@ -117,7 +117,7 @@ class Branch:
         bonus_worths: worth of each of these candidates, likeliest first.
         outcomes: outcomes of its own proposal without a branch, likeliest last.
         taken: the tokens of the outcomes that have a branch, or had one.
-        num_listed: rows of candidates that are in `outcomes`.
+        num_listed: positions whose candidates are in `outcomes`; nodes of a tree.
     """
 
     job: DraftJob
@@ -163,7 +163,7 @@ class Branch:
         if self.proposal is None:
             return
         tree = self.job if isinstance(self.job, TreeJob) else None
-        num_known = len(tree.growth.expanded) + 1 if tree else len(self.candidates)
+        num_known = tree.growth.num_nodes if tree else len(self.candidates)
         if num_known > self.num_listed:
             self.num_listed = num_known
             least = MIN_WORTH / self.worth
@@ -494,8 +494,8 @@ def _of_tree(job: TreeJob, least: float) -> list[Likely]:
     """The likely outcomes of a tree, likeliest first: nodes that follow it, or its prefix, outside of it."""
     growth, inside = job.growth, {-1, *job.nodes}
     likely = [
-        Likely(worth, tuple(growth.path_to(node)))
-        for node, (worth, parent) in enumerate(zip(growth.worths, growth.parents, strict=True))
-        if worth >= least and parent in inside and node not in inside
+        Likely(growth.worths[node], tuple(growth.path_to(node)))
+        for node in range(growth.num_nodes)
+        if growth.worths[node] >= least and growth.parents[node] in inside and node not in inside
     ]
     return sorted(likely, key=lambda outcome: -outcome.probability)

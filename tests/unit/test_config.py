@@ -320,7 +320,7 @@ class TestSpeculativeConfig:
         ],
         ids=str,
     )
-    def test_what_is_said_twice_is_refused(self, fields: dict[str, str], problem: str) -> None:
+    def test_what_is_said_twice_is_refused(self, fields: dict[str, Any], problem: str) -> None:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         with pytest.raises(ConfigError, match=problem):
             UpConfig(speculative_config=given, **fields)
