@@ -48,6 +48,7 @@ class Setting:
         num_draft_tokens: a round; `auto` lets the coordinators choose.
         num_outcomes: to prepare for; `auto` lets them find out.
         max_depth: longest path of token trees, 0 for chains; `auto` lets them find out.
+        speculative_config: drafts from text, as of the coordinator's flag.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
         num_drafts: draft services, which the streams of all groups take in turn; 0 for none.
@@ -62,6 +63,7 @@ class Setting:
     num_draft_tokens: str = "auto"
     num_outcomes: str = "auto"
     max_depth: str = "auto"
+    speculative_config: str = ""
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     num_groups: int = 1
@@ -169,9 +171,11 @@ class Group:
         self._turns = itertools.cycle(drafts)
         config = CoordinatorConfig(
             verify_address="127.0.0.1:1",
+            draft_address="127.0.0.1:1" if drafts else "",
             num_draft_tokens=setting.num_draft_tokens,
             num_outcomes=setting.num_outcomes,
             max_depth=setting.max_depth,
+            speculative_config=setting.speculative_config,
             max_running=_UNLIMITED,
         )
         info = drafts[0].info if drafts else None

@@ -56,6 +56,7 @@ class EmulatedModel:
         runner_up: where it is not, probability that the next choice is the target's, in [0, 1].
         period: length of the stretches with alternating alpha, in tokens; 0 for none.
         hard_alpha: alpha in every other stretch, beginning with the second one.
+        repeat: the distributions repeat after so many tokens, and a greedy text does soon; 0 for never.
         vocab_size: even, at least 16.
         context_len: in tokens.
         seed: of the distributions; the same for target and draft.
@@ -67,6 +68,7 @@ class EmulatedModel:
     runner_up: float = 0.0
     period: int = 0
     hard_alpha: float = 0.0
+    repeat: int = 0
     vocab_size: int = 64
     context_len: int = 1 << 20
     seed: int = 0
@@ -91,7 +93,7 @@ class EmulatedModel:
                     f"{source}: {part!r} is not one of {', '.join(kinds)} = number"
                 ) from None
         model = cls(**values)  # type: ignore[arg-type]
-        if model.step_ms < 0 or model.token_us < 0 or model.period < 0:
+        if min(model.step_ms, model.token_us, model.period, model.repeat) < 0:
             raise ModelLoadError(f"{source}: times and lengths must not be negative")
         if not all(0 <= share <= 1 for share in (model.alpha, model.hard_alpha, model.runner_up)):
             raise ModelLoadError(f"{source}: alpha, hard_alpha and runner_up must lie in [0, 1]")
@@ -148,6 +150,7 @@ class EmulatedModel:
 
     def _hash(self, positions: IntArray, tokens_before: IntArray, salt: int) -> Words:
         """64 hashed bits of each (position, token), by SplitMix64 (Steele, Lea, Flood 2014)."""
+        positions = positions % self.repeat if self.repeat else positions
         words = positions.astype(np.uint64) << np.uint64(24) | tokens_before.astype(np.uint64)
         words += np.uint64((self.seed * 2 + 1) * 0x9E3779B97F4A7C15 * (salt + 1) % 2**64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

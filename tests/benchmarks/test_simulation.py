@@ -105,6 +105,41 @@ def test_exact_sampling_and_the_short_cut_come_to_the_same() -> None:
     assert found[0] == found[1]
 
 
+def test_trees_of_exact_sampling_and_of_the_short_cut_are_the_same() -> None:
+    """And commit more tokens a round than a chain of as many passes."""
+    found = []
+    for exact in (False, True):
+        model = EmulatedModel(alpha=0.7, runner_up=0.55)
+        trees = {"max_depth": "4", "num_outcomes": "16", "model": model, "exact": exact}
+        done = one_stream(setting(0.7, "32", **trees), 100)
+        found.append((list(done.speculation.acceptance_histogram), done.timing.total_ms))
+    assert found[0] == found[1]
+    chain = one_stream(setting(0.7, "4", model=model), 100)
+    assert sum(found[0][0]) < 0.75 * chain.speculation.num_rounds
+
+
+def test_trees_are_found_where_they_pay() -> None:
+    """Target and draft of the closed forms; the coordinator learns while it generates."""
+    free: dict[str, Any] = {"overheads": LEAN, "draft": StepCost(base_ms=2)}
+    dear = free | {"target": StepCost(base_ms=2, token_us=1000)}
+    for costs, least_gain in ((free, 1.2), (dear, 0.97)):
+        chains, trees = (
+            one_stream(setting(0.7, "auto", max_depth=depth, **costs), 600) for depth in ("0", "auto")
+        )
+        assert trees.timing.total_ms < chains.timing.total_ms / least_gain
+
+
+def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
+    """Beside a model, at a distance that the text's drafts do not have."""
+    model = EmulatedModel(alpha=0.7, runner_up=0.55, vocab_size=16, repeat=60)
+    far: dict[str, Any] = {"model": model, "link": Link(rtt_ms=20), "overheads": LEAN, "max_depth": "0"}
+    without = one_stream(setting(0.7, "4", **far), 600)
+    beside = one_stream(setting(0.7, "4", speculative_config='{"method": "ngram"}', **far), 600)
+    by_source = {counts.source: counts.num_accepted_tokens for counts in beside.speculation.by_source}
+    assert by_source["ngram"] > 300
+    assert beside.timing.total_ms < without.timing.total_ms / 1.5
+
+
 def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
     far = Link(rtt_ms=20)
     devices: dict[str, Any] = {"link": far, "overheads": LEAN, "draft": StepCost(base_ms=2)}
