@@ -62,9 +62,9 @@ class Command:
         return line.decode()
 
     def errors(self) -> str:
-        """Standard error so far."""
-        self._stderr.seek(0)
-        return self._stderr.read().decode()
+        """Standard error so far; read without a seek, since the position is the processes' own to write at."""
+        fd = self._stderr.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
     def ended(self) -> int:
         """The exit status, when it has ended; what hangs says where."""
