@@ -62,7 +62,7 @@ class Command:
         return line.decode()
 
     def errors(self) -> str:
-        """Standard error so far; read without a seek, since the position is the processes' own to write at."""
+        """Standard error so far; read without a seek, since the processes write at the position."""
         fd = self._stderr.fileno()
         return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
