@@ -58,7 +58,7 @@ class GenerationRequest:
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
         report_progress: whether chunks carry counts and times.
-        num_draft_tokens: in each round; None where the coordinator chooses them round by round.
+        num_draft_tokens, max_depth: as of the `CheckedRequest`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -69,6 +69,7 @@ class GenerationRequest:
     resume_info: ResumeInfo
     report_progress: bool
     num_draft_tokens: int | None
+    max_depth: int | None
 
     @property
     def prompt_len(self) -> int:
@@ -148,6 +149,7 @@ class RequestParser:
             ),
             report_progress=message.report_progress,
             num_draft_tokens=checked.num_draft_tokens,
+            max_depth=checked.max_depth,
         )
 
     def _max_depth(self, params: SamplingParams) -> int | None:
