@@ -70,14 +70,14 @@ class DraftJob(Job):
 
     def rows(self) -> list[Row]:
         """How to sample after each of the last `num_rows` tokens that were run."""
-        return [self._row(self.sequence.tokens)]
+        return [self._row(self.sequence.tokens, len(self.sequence.tokens))]
 
-    def _row(self, history: Sequence[int]) -> Row:
+    def _row(self, history: Sequence[int], position: int) -> Row:
         return Row(
             params=self.sequence.params,
             prompt_len=self.sequence.prompt_len,
             history=history,
-            position=len(history),
+            position=position,
             seed=self.sequence.seed,
             base_len=self.committed_len,
         )
@@ -203,8 +203,10 @@ class LeavesJob(DraftJob):
 
 
 def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Row]:
-    committed = job.sequence.tokens[: job.committed_len]
-    return [job._row([*committed, *growth.path_to(node)]) for node in nodes]
+    """Each with its own path; the tokens before it are copied only where the parameters need them."""
+    before = job.sequence.tokens[: job.committed_len] if job.sequence.params.needs_history else []
+    paths = [growth.path_to(node) for node in nodes]
+    return [job._row([*before, *path], job.committed_len + len(path)) for path in paths]
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:
