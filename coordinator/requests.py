@@ -61,7 +61,7 @@ class GenerationRequest:
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
         report_progress: whether chunks carry the round's draft tokens, counts and times.
-        num_draft_tokens: in each round; None where the coordinator chooses them round by round.
+        num_draft_tokens, max_depth: as of the `CheckedRequest`.
         draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
     """
@@ -76,6 +76,7 @@ class GenerationRequest:
     num_draft_tokens: int | None
     draft: DraftChoice
     output_scope: str | None
+    max_depth: int | None
 
     @property
     def prompt_len(self) -> int:
@@ -163,6 +164,7 @@ class RequestParser:
             num_draft_tokens=checked.num_draft_tokens,
             draft=checked.draft,
             output_scope=scope,
+            max_depth=checked.max_depth,
         )
 
     def _max_depth(self, params: SamplingParams) -> int | None:

@@ -205,15 +205,10 @@ class LeavesJob(DraftJob):
 
 
 def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Row]:
-    """How to sample after each of these nodes; their history is only put together where it is used."""
-    uses_history = job.sequence.params.needs_history
-    committed = job.sequence.tokens[: job.committed_len] if uses_history else []
-    rows = []
-    for node in nodes:
-        depth = growth.depths[node] + 1 if node >= 0 else 0
-        history = [*committed, *growth.path_to(node)] if uses_history else ()
-        rows.append(job.row(history, job.committed_len + depth))
-    return rows
+    """Each with its own path; the tokens before it are copied only where the parameters need them."""
+    before = job.sequence.tokens[: job.committed_len] if job.sequence.params.needs_history else []
+    paths = [growth.path_to(node) for node in nodes]
+    return [job.row([*before, *path], job.committed_len + len(path)) for path in paths]
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:

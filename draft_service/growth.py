@@ -40,6 +40,7 @@ class TreeGrowth:
         self.depths: list[int] = []
         self.worths: list[float] = []
         self.expanded: list[int] = []
+        self._best: list[int] = []  # so far, and what was found since
 
     @property
     def num_nodes(self) -> int:
@@ -56,6 +57,7 @@ class TreeGrowth:
         self._shares[node] = len(self.token_ids), shares
         probabilities = self._calibration.probabilities(shares)
         worth, depth = (self.worths[node], self.depths[node] + 1) if node >= 0 else (1.0, 0)
+        self._best += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
         for token_id, probability in zip(token_ids, probabilities, strict=True):
             self.token_ids.append(token_id)
             self.parents.append(node)
@@ -82,8 +84,9 @@ class TreeGrowth:
 
     def best(self) -> list[int]:
         """The best `size` nodes, best first: a child comes after its parent."""
-        order = sorted(range(self.num_nodes), key=lambda node: -self.worths[node])  # stable
-        return order[: self._size]
+        self._best.sort(key=self.worths.__getitem__, reverse=True)  # stable
+        del self._best[self._size :]  # and never again among the best
+        return list(self._best)
 
     def expand(self, width: int) -> list[int]:
         """The best nodes of the tree that are not expanded, which counts them as expanded.

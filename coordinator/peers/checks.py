@@ -17,16 +17,22 @@ _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
-def check_proposal(proposal: Proposal, vocab_size: int, *, matches_tokens: bool) -> None:
-    """Refuse a proposal that the rule could not judge.
+def check_proposal(
+    proposal: Proposal, vocab_size: int, *, matches_tokens: bool, may_be_tree: bool = False
+) -> None:
+    """Refuse a proposal that the rule or the target could not judge.
 
     Args:
         vocab_size: of the target, in tokens.
         matches_tokens: whether tokens are matched, without supports.
+        may_be_tree: whether trees were ever asked for. How large and how deep one is is not checked: it may
+            be for an earlier plan, and `Plan.limit` cuts it.
 
     Raises:
         InternalError: naming what is wrong.
     """
+    if proposal.parents and not may_be_tree:
+        raise InternalError(f"a tree of {len(proposal.parents)} nodes, where chains were asked for")
     _check_range("draft token", proposal.token_ids, vocab_size)
     wanted = 0 if matches_tokens else len(proposal.token_ids)
     if len(proposal.supports) != wanted:

@@ -86,7 +86,12 @@ class RemoteDrafter:
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
         self._opening = wire.open_sequence(params, request.prompt_len, vocab_size)
-        self._check = partial(check_proposal, vocab_size=vocab_size, matches_tokens=params.matches_tokens)
+        self._check = partial(
+            check_proposal,
+            vocab_size=vocab_size,
+            matches_tokens=params.matches_tokens,
+            may_be_tree=request.max_depth != 0,
+        )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer

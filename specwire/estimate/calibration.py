@@ -6,6 +6,7 @@ was the target's token, by its rank and by ranges of the share that the draft gi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ NUM_RANKS = 8
 """Candidates at each position that are counted."""
 _EDGES = np.array([0.003, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])
 _MIDDLES = np.concatenate([[_EDGES[0] / 2], np.sqrt(_EDGES[:-1] * _EDGES[1:]), [(_EDGES[-1] + 1) / 2]])
+_EDGE_LIST: list[float] = _EDGES.tolist()
 _PRIOR_WEIGHT = 4.0
 """Weight of the draft's own share, in judgements."""
 _MEMORY = 0.995
@@ -26,6 +28,7 @@ class Calibration:
     def __init__(self) -> None:
         self._judged = np.zeros((NUM_RANKS, len(_MIDDLES)))
         self._right = np.zeros((NUM_RANKS, len(_MIDDLES)))
+        self._found = self._estimates()
 
     def probabilities(self, shares: Sequence[float]) -> list[float]:
         """The probability that the target takes each of a position's candidates.
@@ -33,10 +36,7 @@ class Calibration:
         Args:
             shares: by rank, best first, what the draft's scores say; at most NUM_RANKS.
         """
-        ranks, ranges = np.arange(len(shares)), np.searchsorted(_EDGES, shares, side="right")
-        right = self._right[ranks, ranges] + _PRIOR_WEIGHT * _MIDDLES[ranges]
-        found: list[float] = (right / (self._judged[ranks, ranges] + _PRIOR_WEIGHT)).tolist()
-        return found
+        return [self._found[rank][bisect_right(_EDGE_LIST, share)] for rank, share in enumerate(shares)]
 
     def add(self, shares: Sequence[float], rank: int | None) -> None:
         """The target has decided at a position; `rank` is None where no candidate was its token."""
@@ -46,3 +46,11 @@ class Calibration:
         self._judged[ranks, ranges] += 1
         if rank is not None:
             self._right[rank, ranges[rank]] += 1
+        self._found = self._estimates()
+
+    def _estimates(self) -> list[list[float]]:
+        """Probabilities by rank and range, as lists: they are looked up for every node of every tree."""
+        found: list[list[float]] = (
+            (self._right + _PRIOR_WEIGHT * _MIDDLES) / (self._judged + _PRIOR_WEIGHT)
+        ).tolist()
+        return found

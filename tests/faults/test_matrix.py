@@ -16,7 +16,7 @@ import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,7 @@ class Cell:
         moment: before (the first token), mid(-stream), or between (requests).
         gap_s: longest wait of a client for a chunk; where requests end with an error, for that.
         error: pattern of what all running requests end with, after a prefix of their text; empty: none does.
+        max_depth: of the token trees that all requests ask for; 0 for chains, as in the undisturbed run.
     """
 
     who: str
@@ -72,6 +73,7 @@ class Cell:
     moment: str
     gap_s: float
     error: str = ""
+    max_depth: int = 0
 
     @property
     def role(self) -> str:
@@ -88,13 +90,15 @@ class Cell:
     @property
     def load(self) -> Load:
         """A front has no other beside it: what comes after its fault would be refused."""
-        return ONCE if self.error or self.who == "front" else LOAD
+        load = ONCE if self.error or self.who == "front" else LOAD
+        return replace(load, max_depth=self.max_depth)
 
 
 SLOW, SERIAL = pytest.mark.slow, pytest.mark.serial
 CELLS = [
     # Another draft is taken up; without any, plain decoding.
     (Cell("draft", "kill", "mid", 1.0), [SLOW]),
+    (Cell("draft", "kill", "mid", 1.0, max_depth=4), [SLOW]),
     (Cell("draft", "kill", "before", 1.0), [SLOW]),
     (Cell("draft", "kill", "between", 1.0), [SLOW]),
     (Cell("draft", "stop", "mid", 2.0), [SLOW]),
@@ -107,6 +111,7 @@ CELLS = [
     # Streams are opened at the other one from their committed tokens; without any, they wait, and end after
     # `--failover-timeout-s`. The device of one hangs: 20 times its usual pass, 2 s at least.
     (Cell("verify", "kill", "mid", 3.0), []),
+    (Cell("verify", "kill", "mid", 3.0, max_depth=4), []),
     (Cell("verify", "kill", "before", 3.0), [SLOW]),
     (Cell("verify", "kill", "between", 3.0), [SLOW]),
     (Cell("verify", "stop", "mid", 4.0), []),
@@ -283,7 +288,8 @@ def undisturbed(rig: Rig) -> Seen:
 
 
 def named(cell: Cell, marks: list[Any]) -> Any:
-    return pytest.param(cell, marks=marks, id=f"{cell.who}-{cell.fault}-{cell.moment}")
+    trees = "-trees" if cell.max_depth else ""
+    return pytest.param(cell, marks=marks, id=f"{cell.who}-{cell.fault}-{cell.moment}{trees}")
 
 
 @pytest.mark.parametrize("cell", [named(cell, marks) for cell, marks in CELLS])

@@ -55,10 +55,11 @@ def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes: str) -> None:
     assert again.speculation.mean_acceptance_length > 2
 
 
-def test_a_fixed_length_waits_until_the_timeout_and_no_longer() -> None:
+@pytest.mark.parametrize("max_depth", [0, 3], ids=["chains", "trees"])
+def test_a_fixed_length_waits_until_the_timeout_and_no_longer(max_depth: int) -> None:
     """A request with a fixed length gets the same text again, however late the draft is."""
     options = {"num_draft_tokens": "4", "num_outcomes": "0", "draft_timeout_ms": 1000.0}
-    params = SamplingParams(max_tokens=200, seed=1)
+    params = SamplingParams(max_tokens=200, seed=1, max_depth=max_depth)
     with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:
         gaps = gaps_ms(stack, params, stall_at=50, resume_at=180)
     assert 1000 <= max(gaps) < 3000

@@ -81,6 +81,12 @@ class TestProposals:
         with pytest.raises(InternalError, match="2 supports for 0"):
             check_proposal(PROPOSAL, VOCAB_SIZE, matches_tokens=True)
 
+    def test_a_tree_where_chains_were_asked_for(self) -> None:
+        tree = Proposal(5, [1, 3], parents=[-1, -1])
+        check_proposal(tree, VOCAB_SIZE, matches_tokens=True, may_be_tree=True)
+        with pytest.raises(InternalError, match="a tree of 2 nodes"):
+            check_proposal(tree, VOCAB_SIZE, matches_tokens=True)
+
 
 class TestVerdicts:
     def test_good_ones(self) -> None:
@@ -160,6 +166,59 @@ def test_a_broken_draft_is_a_lost_draft(
     assert done.speculation.num_accepted_tokens == 0
     if rule is Rule.GUMBEL:
         assert done.token_ids == sound.token_ids
+
+
+def of_parents(*parents: int) -> Callable[[Any], None]:
+    """As many tokens with these parents."""
+
+    def change(message: Any) -> None:
+        message.token_ids[:] = [1] * len(parents)
+        message.parent_indices[:] = parents
+
+    return change
+
+
+def with_a_support(message: Any) -> None:
+    message.supports.add(token_ids=bytes(4), probs=np.ones(1, np.float32).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("max_depth", "change"),
+    [
+        (3, of_parents(-1, 2, 0)),
+        (3, of_parents(0)),
+        (3, of_parents(*[-1] * 65)),
+        (3, lambda message: message.parent_indices.append(-1)),
+        (3, with_a_support),
+        (0, of_parents(-1, -1)),
+    ],
+    ids=["child first", "its own parent", "65 nodes", "a parent too many", "supports", "unasked"],
+)
+def test_a_draft_whose_tree_is_none_is_a_lost_draft(
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch, max_depth: int, change: Callable[[Any], None]
+) -> None:
+    """Plain decoding goes on to the same text."""
+    asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=max_depth)
+    sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
+    assert sound.speculation.num_accepted_tokens
+    changed(monkeypatch, "proposal_to_proto", change)
+    done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
+    assert done.token_ids == sound.token_ids
+    assert done.speculation.draft_unavailable
+    assert done.speculation.num_draft_tokens == 0
+
+
+def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was prepared for an earlier plan may be; verify sees what the plan allows."""
+    asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=3)
+    sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
+    changed(monkeypatch, "proposal_to_proto", of_parents(*range(-1, 30), *[29] * 33))
+    done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
+    assert done.token_ids == sound.token_ids
+    assert done.speculation.draft_unavailable == ""
+    assert 0 < done.speculation.num_draft_tokens <= 3 * done.speculation.num_rounds
 
 
 def beyond(message: Any) -> None:

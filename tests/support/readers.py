@@ -19,16 +19,27 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Load:
-    """Clients with so many requests each, one after the other; the seed names a request."""
+    """Clients with so many requests each, one after the other; the seed names a request.
+
+    Attributes:
+        max_depth: of token trees; 0 for chains. The text is the same.
+    """
 
     num_clients: int
     num_requests: int
     num_tokens: int = 60
+    max_depth: int = 0
 
     def params(self, client: int, request: int) -> SamplingParams:
         """Of one request; its text is fixed by them."""
         seed = 1000 * client + request % 5
-        return SamplingParams(max_tokens=self.num_tokens, seed=seed, rule=Rule.GUMBEL)
+        return SamplingParams(
+            max_tokens=self.num_tokens,
+            seed=seed,
+            rule=Rule.GUMBEL,
+            num_draft_tokens=16 if self.max_depth else None,
+            max_depth=self.max_depth,
+        )
 
     @property
     def num_all(self) -> int:

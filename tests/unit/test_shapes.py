@@ -1,0 +1,139 @@
+"""Chains or trees: what brings more tokens a second in a made-up system, and who never gets trees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan, Planner, Round
+from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
+from coordinator.length.shapes import CHAIN, SHAPES, AdaptiveShape, SharedShapes
+from coordinator.servicer import GenerationServicer
+from specwire.core import Load, Outcome, Proposal, Verdict
+
+ALPHA = 0.7
+RUNNER_UP = 0.55
+
+
+class Machine:
+    """Streams that decode in turn on emulated devices; times in nanoseconds.
+
+    A node of a tree has the target's token among its children with a probability that grows with the nodes a
+    level has; a chain has it with `ALPHA`.
+    """
+
+    def __init__(self, *, token: float, num_streams: int = 1) -> None:
+        self.rng = np.random.default_rng(3)
+        self.shared = SharedShapes(lambda: num_streams)
+        self.streams = [AdaptiveShape(self.shared) for _ in range(num_streams)]
+        self.base, self.token, self.step = 30e6, token, 2e6
+        self.tokens, self.time = 0, 0.0
+        self.rounds: Counter[int] = Counter()
+
+    def run(self, num_rounds: int) -> Counter[int]:
+        """Rounds by the nodes of their trees."""
+        self.tokens, self.time, self.rounds = 0, 0.0, Counter()
+        for _ in range(num_rounds):
+            for stream in self.streams:
+                self._round(stream)
+        return self.rounds
+
+    def _round(self, stream: AdaptiveShape) -> None:
+        plan = stream.plan()
+        depth, nodes = plan.num_steps, plan.num_draft_tokens
+        width = nodes / depth if plan.max_depth else 1.0
+        hit = 1 - (1 - ALPHA) * (1 - RUNNER_UP) ** (width - 1)
+        accepted = int(np.argmin([*(self.rng.random(depth) < hit), False]))
+        noise = self.rng.lognormal(0, 0.03)
+        draft = int(self.step * depth * noise)
+        verify = int((self.base + self.token * (nodes + 1)) * noise)
+        parents = [*range(-1, depth - 1), *[-1] * (nodes - depth)] if plan.max_depth else []
+        done = Round(
+            Proposal(0, [0] * nodes, parents=parents),
+            Verdict(0, []),
+            Outcome(range(accepted), 0),
+            Cost(CallOutcome.ASKED, wall_ns=draft, forward_ns=draft, num_prefill_tokens=1),
+            Cost(wall_ns=verify, forward_ns=verify, load=Load(0, 1, int(self.base), 0, int(self.token))),
+        )
+        stream.observe(done, draft + verify)
+        self.rounds[nodes if plan.max_depth else CHAIN] += 1
+        self.tokens += accepted + 1
+        self.time += draft + verify
+
+
+def test_where_tokens_of_a_pass_cost_nothing_there_are_trees() -> None:
+    machine = Machine(token=0)
+    machine.run(1500)
+    rounds = machine.run(1500)
+    assert rounds[CHAIN] < 0.15 * rounds.total()
+    assert machine.shared.num_nodes in SHAPES[1:]
+
+
+def test_where_every_token_costs_there_are_chains() -> None:
+    """A node costs a tenth of a pass: 16 of them are worth less than they take. Trials are few."""
+    machine = Machine(token=3e6)
+    machine.run(1500)
+    rounds = machine.run(1500)
+    assert rounds[CHAIN] > 0.9 * rounds.total()
+    assert machine.shared.num_nodes == CHAIN
+
+
+def test_it_turns_to_chains_when_tokens_begin_to_cost() -> None:
+    machine = Machine(token=0)
+    machine.run(1500)
+    machine.token = 3e6
+    machine.run(3000)
+    assert machine.run(1000)[CHAIN] > 0.85 * 1000
+
+
+def test_many_streams_agree_on_a_shape() -> None:
+    machine = Machine(token=0, num_streams=4)
+    machine.run(800)
+    rounds = machine.run(400)
+    assert rounds[CHAIN] < 0.25 * rounds.total()
+    assert rounds.most_common(1)[0][1] > 0.5 * rounds.total()
+
+
+def test_before_costs_are_known_there_are_chains() -> None:
+    shared = SharedShapes(lambda: 1)
+    assert AdaptiveShape(shared).plan().max_depth == 0
+    assert shared.num_nodes == CHAIN
+
+
+# --- who plans what ---------------------------------------------------------------------------------
+
+
+def planner(num_draft_tokens: int | None, max_depth: int | None, *, draft_has_trees: bool = True) -> Planner:
+    """The servicer's, for a request that was checked."""
+    servicer: Any = SimpleNamespace(_shapes=SharedShapes(lambda: 1), _draft_has_trees=lambda: draft_has_trees)
+    return GenerationServicer._model_planner(servicer, num_draft_tokens, max_depth)
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "max_depth", "expected"),
+    [
+        (5, None, Plan(5)),
+        (5, 0, Plan(5)),
+        (5, 3, Plan(5, max_depth=3)),
+        (None, 3, Plan(DEFAULT_TREE_NODES, max_depth=3)),
+        (0, 3, Plan(0)),
+    ],
+)
+def test_what_a_request_fixes_is_planned(
+    num_draft_tokens: int | None, max_depth: int | None, expected: Plan
+) -> None:
+    found = planner(num_draft_tokens, max_depth)
+    assert isinstance(found, FixedLength)
+    assert found.plan() == expected
+
+
+def test_streams_under_rejection_choose_among_chains() -> None:
+    """Their requests have max_depth 0 (`RequestParser`), and so have those of a target without trees."""
+    assert isinstance(planner(None, 0), AdaptiveLength)
+    assert isinstance(planner(None, None, draft_has_trees=False), AdaptiveLength)
+    assert isinstance(planner(None, None), AdaptiveShape)
