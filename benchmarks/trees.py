@@ -204,33 +204,27 @@ def costs(num_tokens: int, num_runs: int) -> Part:
         for prompt in prompts:
             for shape, done in runs.items():
                 done.append(client.generate(params=shape.of(params), prompt_token_ids=prompt))
-    rows = [
-        [str(shape), *(median(map(part, done[1:])) for part in _PARTS.values())]
-        for shape, done in runs.items()
-    ]
+    rows = [[str(shape), *_a_round(done[1:])] for shape, done in runs.items()]
     about = (
         f"Embedded pair in float32, one stream, greedy, {num_runs} times {num_tokens} tokens, in turns; the "
-        "first run is not counted. Milliseconds a round, medians; the other parts are what is left."
+        "first run is not counted. Of all runs together."
     )
     text = f"## The time of a round\n\n{about}\n\n{_table(['', *_PARTS], rows)}"
     return Part(bars=[], text=text, data=rows)
 
 
-def _a_round(value: Callable[[Completion], float]) -> Callable[[Completion], float]:
-    return lambda done: value(done) / done.speculation.num_rounds
+_PARTS = ("round (ms)", "draft (ms)", "verify (ms)", "other (ms)", "tokens a round", "tokens/s")
 
 
-_PARTS: dict[str, Callable[[Completion], float]] = {
-    "round (ms)": _a_round(lambda done: done.timing.total_ms),
-    "draft (ms)": _a_round(lambda done: done.timing.draft_ms),
-    "verify (ms)": _a_round(lambda done: done.timing.verify_ms),
-    "rule (ms)": _a_round(lambda done: done.timing.rule_ms),
-    "other (ms)": _a_round(
-        lambda done: done.timing.total_ms - done.timing.draft_ms - done.timing.verify_ms - done.timing.rule_ms
-    ),
-    "tokens a round": lambda done: done.speculation.mean_acceptance_length,
-    "tokens/s": lambda done: len(done.token_ids) / done.timing.total_ms * 1e3,
-}
+def _a_round(done: Sequence[Completion]) -> list[float]:
+    """In the order of `_PARTS`."""
+    num_rounds = sum(each.speculation.num_rounds for each in done)
+    num_tokens = sum(len(each.token_ids) for each in done)
+    total_ms, draft_ms, verify_ms = (
+        sum(getattr(each.timing, name) for each in done) for name in ("total_ms", "draft_ms", "verify_ms")
+    )
+    times_ms = [total_ms, draft_ms, verify_ms, total_ms - draft_ms - verify_ms]
+    return [*(ms / num_rounds for ms in times_ms), num_tokens / num_rounds, num_tokens / total_ms * 1e3]
 
 
 # --- the report -------------------------------------------------------------------------------------
