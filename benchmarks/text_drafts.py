@@ -45,7 +45,7 @@ import verify_service.service
 from benchmarks import prompts as new_code
 from benchmarks import stats, widen
 from benchmarks.bars import Bar, Report, machine
-from specwire import Client, SamplingParams, embedded, tokenizer
+from specwire import Client, SamplingParams, embedded, tokenizer, tree
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.core import num_in_common
 from specwire.engine.jobs import Job
@@ -155,8 +155,12 @@ class Dictated(VerifyDecider):
 def _told(job: VerifyJob, own: Judged) -> Judged:
     prompt_len = job.sequence.prompt_len
     text = Dictated.texts[tuple(job.sequence.tokens[:prompt_len])]
-    token_ids = text[job.committed_len - prompt_len :][: len(own.token_ids)]
-    return own._replace(token_ids=[*token_ids, *own.token_ids[len(token_ids) :]])
+    left = text[job.committed_len - prompt_len :]
+    depths = (
+        [0, *(depth + 1 for depth in tree.depths(job.parents))] if job.parents else range(len(own.token_ids))
+    )
+    rows = zip(depths, own.token_ids, strict=True)
+    return own._replace(token_ids=[left[depth] if depth < len(left) else own_id for depth, own_id in rows])
 
 
 class Dictation(LogitsProcessor):  # type: ignore[misc]

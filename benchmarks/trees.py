@@ -39,7 +39,7 @@ NUM_STREAMS = 8
 BAR_NODES, LEAST_RATIOS = 32, {"gumbel": 1.25, "greedy": 1.15}
 """Tokens a round over those of the best chain."""
 ALPHAS, LEAST_GAIN = (0.7, 0.8), 1.2
-SETTLING_TOKENS = 1200
+SETTLING_TOKENS = 4000
 COST_DEPTH = 8
 
 EMBEDDED = UpConfig(
