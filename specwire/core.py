@@ -184,13 +184,10 @@ class SamplingParams:
             most_tokens,
             "must lie in [1, 2**31)",
         )
-        gamma = self.num_draft_tokens
-        _check(
-            gamma is None or (_is_int(gamma) and 0 <= gamma <= MAX_NUM_DRAFT_TOKENS),
-            "num_draft_tokens",
-            gamma,
-            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
-        )
+        for name in ("num_draft_tokens", "max_depth"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and 0 <= value <= MAX_NUM_DRAFT_TOKENS)
+            _check(ok, name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
         self._check_draft()
         logprobs = self.logprobs
         _check(
@@ -225,14 +222,7 @@ class SamplingParams:
             _check(_is_count(token_id), "stop_token_ids", token_id, "must be token ids")
 
     def _check_depth(self) -> None:
-        depth = self.max_depth
-        _check(
-            depth is None or (_is_int(depth) and 0 <= depth <= MAX_NUM_DRAFT_TOKENS),
-            "max_depth",
-            depth,
-            f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]",
-        )
-        can_match = self.matches_tokens or self.rule is None
+        depth, can_match = self.max_depth, self.matches_tokens or self.rule is None
         _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
 
     def _check_draft(self) -> None:
