@@ -5,6 +5,7 @@ The weights are spread widely, so that greedy text wanders instead of repeating 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,17 @@ def save(model: PreTrainedModel, directory: Path | str) -> Path:
     """Write the model as `from_pretrained` reads it; returns the directory."""
     model.save_pretrained(directory)
     return Path(directory)
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """The family's model; a runner gives it an attention of its own."""
+    return build(family)
+
+
+@functools.cache
+def reference_model(family: str) -> Any:
+    """The same with transformers' own eager attention."""
+    model = build(family)
+    model.set_attn_implementation("eager")
+    return model

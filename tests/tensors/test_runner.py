@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,16 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
-from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, REFUSED_FAMILIES, VOCAB_SIZE, WINDOW, build
+from tests.support.tiny_models import (
+    EXTRA_FAMILIES,
+    FAMILIES,
+    REFUSED_FAMILIES,
+    VOCAB_SIZE,
+    WINDOW,
+    build,
+    model_of,
+    reference_model,
+)
 
 ALL_FAMILIES = (*FAMILIES, *EXTRA_FAMILIES)
 NUM_TOKENS = 4 * WINDOW
@@ -33,27 +41,15 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@functools.cache
-def _model(family: str) -> Any:
-    return build(family)
-
-
-@functools.cache
-def _reference_model(family: str) -> Any:
-    model = build(family)
-    model.set_attn_implementation("eager")
-    return model
-
-
 def _runner(family: str, *, num_pages: int = 128, page_size: int = 4) -> ModelRunner:
-    return ModelRunner(_model(family), num_pages=num_pages, page_size=page_size)
+    return ModelRunner(model_of(family), num_pages=num_pages, page_size=page_size)
 
 
 @torch.inference_mode()
 def _reference(family: str, token_ids: Sequence[int]) -> Tensor:
     """transformers' own eager logits from scratch, [num_tokens, vocab_size]."""
     ids = torch.tensor([list(token_ids)])
-    logits: Tensor = _reference_model(family)(input_ids=ids, use_cache=False).logits[0]
+    logits: Tensor = reference_model(family)(input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
@@ -191,7 +187,7 @@ def test_after_any_history_logits_equal_those_from_scratch(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_generate(family: str) -> None:
     prompt, num_new = _tokens(WINDOW - 2), 3 * WINDOW + 6
-    model = _reference_model(family)
+    model = reference_model(family)
     expected = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -298,7 +294,7 @@ def test_views_share_the_cache_memory() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_are_learned(family: str) -> None:
-    runner, config = _runner(family, num_pages=3, page_size=5), _model(family).config
+    runner, config = _runner(family, num_pages=3, page_size=5), model_of(family).config
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert runner.kv_bytes_per_token == config.num_hidden_layers * 2 * kv_heads * head_dim * 4
@@ -387,4 +383,4 @@ def test_unknown_attention_keywords_are_refused() -> None:
 def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     assert context_length(build("llama", rope_parameters=rope).config) == 64
-    assert context_length(_model("gpt2").config) == 512
+    assert context_length(model_of("gpt2").config) == 512

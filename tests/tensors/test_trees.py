@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,15 @@ from specwire.engine.replies import Replies
 from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.tree import TokenTree, path_to
-from tests.support.tiny_models import CONTEXT_LEN, EXTRA_FAMILIES, FAMILIES, VOCAB_SIZE, WINDOW, build
+from tests.support.tiny_models import (
+    CONTEXT_LEN,
+    EXTRA_FAMILIES,
+    FAMILIES,
+    VOCAB_SIZE,
+    WINDOW,
+    model_of,
+    reference_model,
+)
 from tests.tensors.test_padded import Traced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,24 +69,12 @@ class Drawn(NamedTuple):
         return [*self.token_ids[:PREFIX_LEN], *(self.token_ids[PREFIX_LEN + i] for i in nodes)]
 
 
-@functools.cache
-def _model(family: str) -> Any:
-    return build(family)
-
-
-@functools.cache
-def _reference_model(family: str) -> Any:
-    model = build(family)
-    model.set_attn_implementation("eager")
-    return model
-
-
 @torch.inference_mode()
 def _alone(family: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """transformers' own eager logits of each text, from scratch."""
     longest = max(map(len, texts))
     padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-    logits = _reference_model(family)(input_ids=padded, use_cache=False).logits
+    logits = reference_model(family)(input_ids=padded, use_cache=False).logits
     return [of_one[: len(text)] for of_one, text in zip(logits, texts, strict=True)]
 
 
@@ -98,7 +93,7 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def _runner(family: str, **options: Any) -> ModelRunner:
-    return ModelRunner(_model(family), **{"num_pages": 128, "page_size": 4} | options)
+    return ModelRunner(model_of(family), **{"num_pages": 128, "page_size": 4} | options)
 
 
 def _feed(cache: SequenceCache, drawn: Drawn, end: int | None = None, tree: TokenTree | None = None) -> Feed:
