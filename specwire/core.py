@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
@@ -395,6 +396,24 @@ class Verdict:
     target_probs: Sequence[FloatArray] = ()
     tail_mass: Sequence[float] = ()
     logprobs: Sequence[Logprobs] = ()
+
+
+class Timings(NamedTuple):
+    """Where the time of a request went while it was at the service that answered it, in nanoseconds.
+
+    Attributes:
+        queue_ns: from its arrival to its first forward pass.
+        forward_ns: its passes since its arrival.
+        residence_ns: from its arrival until its answer was sent.
+        stall_ns: between its passes.
+        ahead_ns: passes for it before it arrived; not part of the residence.
+    """
+
+    queue_ns: int = 0
+    forward_ns: int = 0
+    residence_ns: int = 0
+    stall_ns: int = 0
+    ahead_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ fields below as metadata, so the client raises the same type as the service. Thi
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import re
+from collections.abc import Mapping, Sized
 from typing import ClassVar
 
 _MAX_VALUE_LEN = 200
@@ -202,3 +203,32 @@ class InternalError(SpecwireError):
 
     status = "INTERNAL"
     reason = "INTERNAL"
+
+
+def rebuild(reason: str, fields: Mapping[str, str], message: str) -> SpecwireError:
+    """An error that a peer reported, from what was sent of it.
+
+    Raises:
+        KeyError, ValueError: the reason is unknown, or a field is missing or no number.
+    """
+    kind = {each.reason: each for each in _kinds(SpecwireError)}[reason]
+    if issubclass(kind, InvalidRequestError):
+        return kind(fields["field"], fields["value"], fields["problem"])
+    if kind is PrefixMismatchError:
+        return PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
+    if issubclass(kind, ResourceExhaustedError | ServiceUnavailableError):
+        return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
+    return kind(message)
+
+
+def _kinds(base: type[SpecwireError]) -> list[type[SpecwireError]]:
+    """Those of this module."""
+    own = [each for each in base.__subclasses__() if each.__module__ == __name__]
+    return [kind for each in own for kind in (each, *_kinds(each))]
+
+
+def _count(text: str) -> int:
+    """A number from a peer; ValueError for any other text, and for one that is too long."""
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise ValueError
+    return int(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,6 +127,7 @@ class Job:
         parent: the sequence that this job's new sequence is forked from, if any.
         worth: priority of a background job; higher runs earlier.
         result: set by the service's decider once it has seen enough logits.
+        tag: what its caller knows it by.
     """
 
     sequence: TokenSequence
@@ -144,7 +144,7 @@ class Job:
     parent: TokenSequence | None = None
     worth: float = 0.0
     result: Any = None
-    future: asyncio.Future[Any] | None = None
+    tag: Any = None
 
     def start(self) -> None:
         """Called once on the engine thread: roll the sequence back and commit."""
@@ -196,8 +196,9 @@ def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) ->
         raise InvalidRequestError("token_ids", [], "at least one token must be committed")
     if length + extra_len > context_len:
         raise ContextLengthError("token_ids", length + extra_len, f"over the context of {context_len}")
-    for i, token_id in enumerate(job.token_ids):
-        check_token(f"token_ids[{i}]", token_id, vocab_size)
+    if job.token_ids and (min(job.token_ids) < 0 or max(job.token_ids) >= vocab_size):
+        for i, token_id in enumerate(job.token_ids):
+            check_token(f"token_ids[{i}]", token_id, vocab_size)
 
 
 def check_token(name: str, token_id: int, vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """The batching loop: one thread that owns the model, its cache and every sequence.
 
-    submit(job) ─▶ inbox ─▶ queues ─▶ one packed forward ─▶ apply(jobs, answer) ─▶ futures
+    submit(jobs) ─▶ inbox ─▶ queues ─▶ one packed forward ─▶ apply(jobs, answer) ─▶ sinks
                               ▲                                      │
                               └───── jobs that want another pass ◀───┘
 
@@ -12,15 +12,16 @@ inbox, and only the thread touches queues and caches.
 foreground jobs as far as that adds next to nothing to the step.
 
 The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams about to return), `executor.py`
-(one step and its failures), `recovery.py` (a lost device), `progress.py` (a hung device), `replies.py` (the
-futures).
+(one step and its failures), `recovery.py` (a lost device), `progress.py` (a hung device), `replies.py`
+(results on their way to callers).
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,10 +36,15 @@ from specwire.engine.jobs import Job, TokenSequence, check_job, check_token
 from specwire.engine.progress import Heartbeat, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.recovery import DeviceRecovery
-from specwire.engine.replies import Replies
+from specwire.engine.replies import Replies, Sink, into_future
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
-from specwire.errors import ResourceExhaustedError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    RequestCancelledError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
 from specwire.estimate import clock
 from specwire.estimate.costs import CostModel
 
@@ -70,6 +76,7 @@ class Engine:
         self._context_len = context_len
         self._step_timeout_s = step_timeout_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._gathered: list[Callable[[], None]] | None = None  # event loop only
         self._sequences: set[TokenSequence] = set()
         self._num_opened = 0
         self._num_forks = 0
@@ -122,30 +129,55 @@ class Engine:
         self._sequences.add(sequence)
         return sequence
 
-    async def run(self, job: Job, extra_len: int = 0, *, background: bool = False) -> Any:
-        """The job's result; `extra_len` tokens may be added to its sequence meanwhile.
-
-        A background job gives way to all others. It is cancelled when another job on its sequence arrives,
-        and fails when memory is short.
+    async def run(self, job: Job, extra_len: int = 0) -> Any:
+        """The job's result.
 
         Raises:
             SpecwireError: what the job failed with; other jobs are not affected.
         """
-        return await self.submit(job, extra_len, background=background)
+        future = asyncio.get_running_loop().create_future()
+        self.submit(job, into_future(future), extra_len)
+        return await future
 
-    def submit(self, job: Job, extra_len: int = 0, *, background: bool = False) -> asyncio.Future[Any]:
-        """As `run`, without waiting. A job that cannot be run at all raises here, not through the future."""
+    def submit(self, job: Job, sink: Sink, extra_len: int = 0, *, background: bool = False) -> None:
+        """Run a job; the sink gets its result, together with others that are there at the same time.
+
+        A background job gives way to all others. It is cancelled when another job on its sequence arrives,
+        and fails when memory is short.
+
+        Args:
+            extra_len: tokens that may be added to its sequence meanwhile.
+
+        Raises:
+            SpecwireError: it cannot be run at all.
+        """
         check_job(job, extra_len, context_len=self._context_len, vocab_size=self._runner.vocab_size)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
         self._watchdog.check()
-        future = self._replies.expect(job)
-        self._inbox.put(lambda: self._start(job, background))
-        return future
+        self._replies.expect([job], sink)
+        self._put(lambda: self._start(job, background))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the body submits and closes reaches the thread at once and in order, before any further step."""
+        commands = self._gathered = []
+        try:
+            yield
+        finally:
+            self._gathered = None
+            if commands:
+                self._inbox.put(lambda: _run_all(commands))
+
+    def _put(self, command: Callable[[], None]) -> None:
+        if self._gathered is None:
+            self._inbox.put(command)
+        else:
+            self._gathered.append(command)
 
     def promote(self, job: Job) -> None:
         """Make a background job a foreground job, since its result is waited for now."""
-        self._inbox.put(lambda: self._queues.promote(job))
+        self._put(lambda: self._queues.promote(job))
 
     def replace_with_fork(self, sequence: TokenSequence, fork: TokenSequence) -> None:
         """Let a sequence continue from its fork's tokens and cache, and close the fork.
@@ -153,12 +185,12 @@ class Engine:
         The fork's jobs become jobs of the sequence.
         """
         self._forget(fork)
-        self._inbox.put(lambda: self._replace_with_fork(sequence, fork))
+        self._put(lambda: self._replace_with_fork(sequence, fork))
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Cancel the sequence's jobs and free its memory, before the next step."""
         self._forget(sequence)
-        self._inbox.put(lambda: self._close_sequence(sequence))
+        self._put(lambda: self._close_sequence(sequence))
 
     def _forget(self, sequence: TokenSequence) -> None:
         self._sequences.remove(sequence)
@@ -234,6 +266,7 @@ class Engine:
 
     def _start(self, job: Job, background: bool) -> None:
         if job.sequence.closed:
+            self._replies.fail(job, RequestCancelledError("the sequence was closed"))
             return
         if not background:
             self._gathering.arrived(job)
@@ -322,3 +355,8 @@ class Engine:
         patience_ns = min(finished_ns - started_ns, int(self._costs.base))
         self._gathering.expect([job.sequence for job in answered], patience_ns, finished_ns)
         self._queues.remove_done()
+
+
+def _run_all(commands: Sequence[Callable[[], None]]) -> None:
+    for command in commands:
+        command()

@@ -1,53 +1,68 @@
-"""The futures that callers wait for: one a job, created on the event loop, resolved on the engine thread."""
+"""Results on their way to callers: handed in by the engine thread, received on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError, SpecwireError
 
 log = logging.getLogger(__name__)
 
+Result = tuple[Job, Any]
+Sink = Callable[[Sequence[Result]], None]
+"""Takes jobs with their results, or with the errors that they failed with. Must not raise."""
+
+
+class _Pending(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    sink: Sink
+
 
 class Replies:
-    """Hands results from the engine thread to the event loops of their callers."""
+    """Hands results from the engine thread to the event loops of their callers, each exactly once."""
 
     def __init__(self) -> None:
-        self._pending: set[asyncio.Future[Any]] = set()  # event loop only
-        self._resolved: list[tuple[asyncio.Future[Any], Any]] = []  # engine thread only
+        self._pending: dict[Job, _Pending] = {}  # event loop only
+        self._resolved: list[Result] = []  # engine thread only
+        self._loops: set[asyncio.AbstractEventLoop] = set()
 
     # --- called from the event loop ---
 
-    def expect(self, job: Job) -> asyncio.Future[Any]:
-        """A new future for the job's result."""
-        # Keep it in a variable: the engine thread may take it off the job before this returns.
-        future = job.future = asyncio.get_running_loop().create_future()
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+    def expect(self, jobs: Sequence[Job], sink: Sink) -> None:
+        """The sink is called, on this event loop, with all results that are there at the same time."""
+        loop = asyncio.get_running_loop()
+        self._loops.add(loop)
+        self._pending.update(dict.fromkeys(jobs, _Pending(loop, sink)))
 
     @property
     def num_pending(self) -> int:
-        """Futures without a result."""
+        """Jobs without a result."""
         return len(self._pending)
 
     def fail_pending(self, error: Exception) -> None:
-        """Fail all futures without a result at once, without the engine thread, which may be blocked."""
-        for future in list(self._pending):
-            if not future.done():
-                future.set_exception(error)
+        """Fail all jobs without a result at once, without the engine thread, which may be blocked."""
+        self._settle([(job, error) for job in self._pending])
+
+    def _settle(self, results: Sequence[Result]) -> None:
+        loop, by_sink = asyncio.get_running_loop(), defaultdict[Sink, list[Result]](list)
+        for job, result in results:
+            pending = self._pending.get(job)
+            if pending is not None and pending.loop is loop:
+                del self._pending[job]
+                by_sink[pending.sink].append((job, result))
+        for sink, own in by_sink.items():
+            sink(own)
 
     # --- on the engine thread ---
 
     def resolve(self, job: Job) -> None:
         """The job has its result; the caller gets it with the next `flush`."""
-        if job.future is not None:
-            self._resolved.append((job.future, job.result))
-            job.future = None
+        self._resolved.append((job, job.result))
 
     def fail(self, job: Job, error: Exception) -> None:
         """End the job with an error; one that is not ours is logged, and hidden from the caller."""
@@ -59,17 +74,26 @@ class Replies:
 
     def flush(self) -> None:
         """Send all results at once: waking an event loop costs more than a result does."""
+        if not self._resolved:
+            return
         resolved, self._resolved = self._resolved, []
-        for loop in {future.get_loop() for future, _ in resolved}:
-            own = [(future, result) for future, result in resolved if future.get_loop() is loop]
-            loop.call_soon_threadsafe(_settle, own)
+        for loop in list(self._loops):
+            if loop.is_closed():
+                self._loops.discard(loop)
+            else:
+                loop.call_soon_threadsafe(self._settle, resolved)
 
 
-def _settle(resolved: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, result in resolved:
+def into_future(future: asyncio.Future[Any]) -> Sink:
+    """A sink for one job, whose result goes into a future."""
+
+    def settle(results: Sequence[Result]) -> None:
+        [(_, result)] = results
         if future.done():
-            continue
+            return
         if isinstance(result, Exception):
             future.set_exception(result)
         else:
             future.set_result(result)
+
+    return settle

@@ -1,20 +1,19 @@
-"""What draft and verify service say about the requests of a stream: timings in the answer, and spans."""
+"""What draft and verify service say about the requests of a sequence: timings in the answer, and spans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specwire.core import Timings
 from specwire.engine.jobs import Job
 from specwire.estimate import clock
 from specwire.telemetry import semantics as names
 from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Span, SpanKind, Tracing
-from specwire.v1 import common_pb2
-from specwire.wire import model as wire
 
 
-def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings:
+def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> Timings:
     """Of a finished job whose answer is sent now.
 
     Args:
@@ -24,7 +23,7 @@ def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings
     began_ns = max(job.started_ns, received_ns)
     worked_ns = max(0, job.finished_ns - began_ns)
     forward_ns = min(job.forward_ns - ahead_ns, worked_ns)  # of a pass under way only what was left of it
-    return common_pb2.Timings(
+    return Timings(
         queue_ns=max(0, job.started_ns - max(job.arrived_ns, received_ns)),
         forward_ns=forward_ns,
         residence_ns=clock.stopwatch_ns() - received_ns,
@@ -33,14 +32,17 @@ def timings(job: Job, received_ns: int, ahead_ns: int = 0) -> common_pb2.Timings
     )
 
 
+_NOT_RECORDED = Span()
+
+
 @dataclass(frozen=True, slots=True)
-class StreamSpans:
-    """Makes the spans of one stream's requests.
+class SequenceSpans:
+    """Makes the spans of one sequence's requests.
 
     Attributes:
         role: "draft" or "verify".
         method: full name of the gRPC method.
-        context: the trace that the stream belongs to.
+        context: the trace that the sequence belongs to.
         is_detailed: whether a request has spans of its queue and its passes.
     """
 
@@ -59,18 +61,14 @@ class StreamSpans:
         headers: Iterable[tuple[str, str]],
         *,
         is_detailed: bool,
-    ) -> StreamSpans:
-        """From the headers of the stream's call."""
+    ) -> SequenceSpans:
+        """From the trace headers of its opening."""
         return cls(tracer, role, method, tracer.propagators.read(headers), is_detailed)
 
     def serving(self, traceparent: str) -> Span:
-        """A span around one request, whose sender's span is `traceparent`; not recorded where that is empty.
-
-        Raises:
-            InvalidRequestError: it is too long to be one.
-        """
-        if not wire.checked_traceparent(traceparent):
-            return Span()
+        """A span around a request, whose sender's span is `traceparent`; not recorded where that is empty."""
+        if not traceparent:
+            return _NOT_RECORDED
         return self.tracer.span(
             f"{self.role}.serve",
             kind=SpanKind.SERVER,
@@ -78,8 +76,8 @@ class StreamSpans:
             attributes={names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: self.method},
         )
 
-    def finish(self, span: Span, job: Job, spent: common_pb2.Timings) -> None:
-        """End a request's span before its answer is sent: with it, the caller may end the stream.
+    def finish(self, span: Span, job: Job, spent: Timings) -> None:
+        """End a request's span before its answer is sent: with it, the caller may close the sequence.
 
         It says what the job was, and where the time went.
         """

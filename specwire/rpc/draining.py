@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from specwire.errors import ServiceUnavailableError
 
@@ -17,6 +17,12 @@ class Drain:
         self._is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._on_close: list[Callable[[], None]] = []
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it admits no more requests."""
+        return self._is_closed
 
     @property
     def num_running(self) -> int:
@@ -44,6 +50,17 @@ class Drain:
     def close(self) -> None:
         """Admit no more requests."""
         self._is_closed = True
+        for call in self._on_close:
+            call()
+
+    @contextlib.contextmanager
+    def closing(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call this when it is closed, if that is while the body runs."""
+        self._on_close.append(call)
+        try:
+            yield
+        finally:
+            self._on_close.remove(call)
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request runs; False at the timeout."""

@@ -7,7 +7,6 @@ metadata has the fields, so both sides raise the same class (`specwire.errors`).
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import Any
 
 import grpc
@@ -20,11 +19,6 @@ from specwire import errors
 from specwire.errors import SpecwireError
 
 _DOMAIN = "specwire"
-_BY_REASON: dict[str, type[SpecwireError]] = {
-    error.reason: error
-    for error in vars(errors).values()
-    if isinstance(error, type) and issubclass(error, SpecwireError) and error is not SpecwireError
-}
 _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.ServiceUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
@@ -67,7 +61,7 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     info = _error_info(error)
     if info is not None:
         with contextlib.suppress(KeyError, ValueError):  # not an error of ours, or with other fields
-            return _rebuild(_BY_REASON[info.reason], dict(info.metadata), error.details() or "")
+            return errors.rebuild(info.reason, dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     return kind(f"{error.code().name}: {error.details()}")
 
@@ -88,23 +82,3 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
                     if detail.Unpack(info) and info.domain == _DOMAIN:
                         return info
     return None
-
-
-def _rebuild(kind: type[SpecwireError], fields: dict[str, str], message: str) -> SpecwireError:
-    """Raises:
-    KeyError, ValueError: a field is missing, or is no number.
-    """
-    if issubclass(kind, errors.InvalidRequestError):
-        return kind(fields["field"], fields["value"], fields["problem"])
-    if kind is errors.PrefixMismatchError:
-        return errors.PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
-    if issubclass(kind, errors.ResourceExhaustedError | errors.ServiceUnavailableError):
-        return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
-    return kind(message)
-
-
-def _count(text: str) -> int:
-    """A number from a peer; ValueError for any other text, and for one that is too long."""
-    if not re.fullmatch("[0-9]{1,10}", text):
-        raise ValueError
-    return int(text)

@@ -63,16 +63,48 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sampling", "prompt_len", "vocab_limit", "cache_salt")
+    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers")
+    class TraceHeadersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
     sampling: SamplingParams
     prompt_len: int
     vocab_limit: int
     cache_salt: str
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    timeout_ms: int
+    trace_headers: _containers.ScalarMap[str, str]
+    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class SequenceError(_message.Message):
+    __slots__ = ("sequence_id", "reason", "message", "fields")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    reason: str
+    message: str
+    fields: _containers.ScalarMap[str, str]
+    def __init__(self, sequence_id: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "residence_ns", "stall_ns", "ahead_ns")
@@ -81,12 +113,12 @@ class Timings(_message.Message):
     RESIDENCE_NS_FIELD_NUMBER: _ClassVar[int]
     STALL_NS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_NS_FIELD_NUMBER: _ClassVar[int]
-    queue_ns: int
-    forward_ns: int
-    residence_ns: int
-    stall_ns: int
-    ahead_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., residence_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., ahead_ns: _Optional[int] = ...) -> None: ...
+    queue_ns: _containers.RepeatedScalarFieldContainer[int]
+    forward_ns: _containers.RepeatedScalarFieldContainer[int]
+    residence_ns: _containers.RepeatedScalarFieldContainer[int]
+    stall_ns: _containers.RepeatedScalarFieldContainer[int]
+    ahead_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, queue_ns: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[_Iterable[int]] = ..., residence_ns: _Optional[_Iterable[int]] = ..., stall_ns: _Optional[_Iterable[int]] = ..., ahead_ns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_waiting", "num_sequences", "base_ns", "sequence_ns", "token_ns")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specwire.v1 import common_pb2 as specwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xdd\x01\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x19.specwire.v1.OpenSequence\x12\x12\n\nrequest_id\x18\x02 \x01(\x03\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x05\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12)\n\x07prepare\x18\x07 \x01(\x0b\x32\x18.specwire.v1.Preparation\x12\x11\n\tmax_depth\x18\x08 \x01(\x05\"P\n\x0bPreparation\x12\x14\n\x0cnum_outcomes\x18\x01 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x05\x12\x11\n\tmax_depth\x18\x03 \x01(\x05\"\x96\x02\n\rDraftResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.specwire.v1.Timings\x12(\n\tproposals\x18\x05 \x03(\x0b\x32\x15.specwire.v1.Proposal\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x05\x12\x13\n\x0b\x62\x65gun_ahead\x18\x07 \x01(\x08\x12\x17\n\x0flast_request_id\x18\x08 \x01(\x03\x12\x1b\n\x13last_request_age_ns\x18\t \x01(\x03\x12\x13\n\x0btraceparent\x18\n \x01(\t\"\x91\x01\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0f\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x05\x12&\n\x08supports\x18\x03 \x03(\x0b\x32\x14.specwire.v1.Support\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\x0f\x12\x12\n\nforward_ns\x18\x06 \x01(\x06J\x04\x08\x04\x10\x05\"+\n\x07Support\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\r\n\x05probs\x18\x02 \x01(\x0c\"!\n\x1f\x44raftServiceGetModelInfoRequest\"t\n DraftServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus2\xbf\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.specwire.v1.DraftRequest\x1a\x1a.specwire.v1.DraftResponse(\x01\x30\x01\x12k\n\x0cGetModelInfo\x12,.specwire.v1.DraftServiceGetModelInfoRequest\x1a-.specwire.v1.DraftServiceGetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\x9b\x02\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x03(\x0b\x32\x19.specwire.v1.OpenSequence\x12\r\n\x05\x63lose\x18\x02 \x03(\x03\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x08 \x03(\x05\x12\x12\n\nmax_depths\x18\t \x03(\x05\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x19.specwire.v1.Preparations\x12\x14\n\x0ctraceparents\x18\x0b \x03(\t\"R\n\x0cPreparations\x12\x14\n\x0cnum_outcomes\x18\x01 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x03(\x05\x12\x12\n\nmax_depths\x18\x03 \x03(\x05\"\xc2\x02\n\rDraftResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12*\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1a.specwire.v1.SequenceError\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.specwire.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x07 \x03(\x05\x12\x13\n\x0b\x62\x65gun_ahead\x18\x08 \x03(\x08\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\x12\x30\n\x08prepared\x18\n \x01(\x0b\x32\x1e.specwire.v1.PreparedProposals\"\xf3\x01\n\x11PreparedProposals\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x11\n\tbase_lens\x18\x02 \x03(\x05\x12\x18\n\x10last_request_ids\x18\x03 \x03(\x03\x12\x1b\n\x13last_request_age_ns\x18\x04 \x03(\x06\x12\x12\n\nforward_ns\x18\x05 \x03(\x06\x12\x11\n\tpath_lens\x18\x06 \x03(\x05\x12\x16\n\x0epath_token_ids\x18\x07 \x01(\x0c\x12\x14\n\x0ctraceparents\x18\x08 \x03(\t\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\"\xa7\x01\n\tProposals\x12\x12\n\nnum_tokens\x18\x01 \x03(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x16\n\x0eparent_indices\x18\x03 \x01(\x0c\x12\x14\n\x0chas_supports\x18\x04 \x03(\x08\x12\x13\n\x0bsupport_len\x18\x05 \x01(\x05\x12\x19\n\x11support_token_ids\x18\x06 \x01(\x0c\x12\x15\n\rsupport_probs\x18\x07 \x01(\x0c\"!\n\x1f\x44raftServiceGetModelInfoRequest\"t\n DraftServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus2\xbf\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.specwire.v1.DraftRequest\x1a\x1a.specwire.v1.DraftResponse(\x01\x30\x01\x12k\n\x0cGetModelInfo\x12,.specwire.v1.DraftServiceGetModelInfoRequest\x1a-.specwire.v1.DraftServiceGetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=67
-  _globals['_DRAFTREQUEST']._serialized_end=288
-  _globals['_PREPARATION']._serialized_start=290
-  _globals['_PREPARATION']._serialized_end=370
-  _globals['_DRAFTRESPONSE']._serialized_start=373
-  _globals['_DRAFTRESPONSE']._serialized_end=651
-  _globals['_PROPOSAL']._serialized_start=654
-  _globals['_PROPOSAL']._serialized_end=799
-  _globals['_SUPPORT']._serialized_start=801
-  _globals['_SUPPORT']._serialized_end=844
-  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_start=846
-  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_end=879
-  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_start=881
-  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=997
-  _globals['_DRAFTSERVICE']._serialized_start=1000
-  _globals['_DRAFTSERVICE']._serialized_end=1191
+  _globals['_DRAFTREQUEST']._serialized_end=350
+  _globals['_PREPARATIONS']._serialized_start=352
+  _globals['_PREPARATIONS']._serialized_end=434
+  _globals['_DRAFTRESPONSE']._serialized_start=437
+  _globals['_DRAFTRESPONSE']._serialized_end=759
+  _globals['_PREPAREDPROPOSALS']._serialized_start=762
+  _globals['_PREPAREDPROPOSALS']._serialized_end=1005
+  _globals['_PROPOSALS']._serialized_start=1008
+  _globals['_PROPOSALS']._serialized_end=1175
+  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_start=1177
+  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_end=1210
+  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_start=1212
+  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=1328
+  _globals['_DRAFTSERVICE']._serialized_start=1331
+  _globals['_DRAFTSERVICE']._serialized_end=1522
 # @@protoc_insertion_point(module_scope)

@@ -8,80 +8,104 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("open", "request_id", "base_len", "token_ids", "num_draft_tokens", "traceparent", "prepare", "max_depth")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "max_depths", "prepare", "traceparents")
     OPEN_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
-    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
-    open: _common_pb2.OpenSequence
-    request_id: int
-    base_len: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_draft_tokens: int
-    traceparent: str
-    prepare: Preparation
-    max_depth: int
-    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prepare: _Optional[_Union[Preparation, _Mapping]] = ..., max_depth: _Optional[int] = ...) -> None: ...
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    open: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSequence]
+    close: _containers.RepeatedScalarFieldContainer[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
+    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    max_depths: _containers.RepeatedScalarFieldContainer[int]
+    prepare: Preparations
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., prepare: _Optional[_Union[Preparations, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class Preparation(_message.Message):
-    __slots__ = ("num_outcomes", "num_draft_tokens", "max_depth")
+class Preparations(_message.Message):
+    __slots__ = ("num_outcomes", "num_draft_tokens", "max_depths")
     NUM_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
-    num_outcomes: int
-    num_draft_tokens: int
-    max_depth: int
-    def __init__(self, num_outcomes: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ...) -> None: ...
+    MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    num_outcomes: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    max_depths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_outcomes: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("request_id", "base_len", "incarnation", "timings", "proposals", "num_cached_tokens", "begun_ahead", "last_request_id", "last_request_age_ns", "traceparent")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "begun_ahead", "proposals", "prepared")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
-    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
-    LAST_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    LAST_REQUEST_AGE_NS_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    request_id: int
-    base_len: int
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
+    errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceError]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
     timings: _common_pb2.Timings
-    proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
-    num_cached_tokens: int
-    begun_ahead: bool
-    last_request_id: int
-    last_request_age_ns: int
-    traceparent: str
-    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., begun_ahead: _Optional[bool] = ..., last_request_id: _Optional[int] = ..., last_request_age_ns: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    begun_ahead: _containers.RepeatedScalarFieldContainer[bool]
+    proposals: Proposals
+    prepared: PreparedProposals
+    def __init__(self, incarnation: _Optional[str] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., begun_ahead: _Optional[_Iterable[bool]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., prepared: _Optional[_Union[PreparedProposals, _Mapping]] = ...) -> None: ...
 
-class Proposal(_message.Message):
-    __slots__ = ("token_ids", "parent_indices", "supports", "prefix_token_ids", "forward_ns")
+class PreparedProposals(_message.Message):
+    __slots__ = ("sequence_ids", "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens", "path_token_ids", "traceparents", "proposals")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_REQUEST_AGE_NS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    PATH_LENS_FIELD_NUMBER: _ClassVar[int]
+    PATH_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    last_request_ids: _containers.RepeatedScalarFieldContainer[int]
+    last_request_age_ns: _containers.RepeatedScalarFieldContainer[int]
+    forward_ns: _containers.RepeatedScalarFieldContainer[int]
+    path_lens: _containers.RepeatedScalarFieldContainer[int]
+    path_token_ids: bytes
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    proposals: Proposals
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., last_request_ids: _Optional[_Iterable[int]] = ..., last_request_age_ns: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[_Iterable[int]] = ..., path_lens: _Optional[_Iterable[int]] = ..., path_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ...) -> None: ...
+
+class Proposals(_message.Message):
+    __slots__ = ("num_tokens", "token_ids", "parent_indices", "has_supports", "support_len", "support_token_ids", "support_probs")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    parent_indices: _containers.RepeatedScalarFieldContainer[int]
-    supports: _containers.RepeatedCompositeFieldContainer[Support]
-    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    forward_ns: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., supports: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
-
-class Support(_message.Message):
-    __slots__ = ("token_ids", "probs")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    PROBS_FIELD_NUMBER: _ClassVar[int]
+    HAS_SUPPORTS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: bytes
-    probs: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., probs: _Optional[bytes] = ...) -> None: ...
+    parent_indices: bytes
+    has_supports: _containers.RepeatedScalarFieldContainer[bool]
+    support_len: int
+    support_token_ids: bytes
+    support_probs: bytes
+    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., has_supports: _Optional[_Iterable[bool]] = ..., support_len: _Optional[int] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ...) -> None: ...
 
 class DraftServiceGetModelInfoRequest(_message.Message):
     __slots__ = ()

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
+    """DraftService proposes tokens.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,13 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
+    """DraftService proposes tokens.
     """
 
     def Draft(self, request_iterator, context):
-        """Draft answers each request with a proposal that extends the committed tokens; prepared ones come in between.
+        """Draft answers each request with a proposal that extends the committed tokens; prepared ones come in between. One
+        stream carries all sequences of a coordinator; the KV cache of a sequence lives until it is closed, or its stream
+        ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +89,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """DraftService proposes tokens. One stream is one sequence; its KV cache lives exactly as long as the stream.
+    """DraftService proposes tokens.
     """
 
     @staticmethod

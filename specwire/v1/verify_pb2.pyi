@@ -8,48 +8,68 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("open", "request_id", "base_len", "token_ids", "draft_token_ids", "parent_indices", "support_token_ids", "traceparent")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "draft_token_ids", "parent_indices", "support_lens", "support_token_ids", "traceparents")
     OPEN_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_LENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    open: _common_pb2.OpenSequence
-    request_id: int
-    base_len: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    parent_indices: _containers.RepeatedScalarFieldContainer[int]
-    support_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    traceparent: str
-    def __init__(self, open: _Optional[_Union[_common_pb2.OpenSequence, _Mapping]] = ..., request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[bytes]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    open: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSequence]
+    close: _containers.RepeatedScalarFieldContainer[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
+    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    draft_token_ids: bytes
+    parent_indices: bytes
+    support_lens: bytes
+    support_token_ids: bytes
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., support_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("request_id", "base_len", "incarnation", "timings", "target_token_ids", "target_probs", "tail_mass", "logprobs", "num_cached_tokens", "load")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "load", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "num_rows", "target_token_ids", "support_lens", "target_probs", "tail_mass", "has_logprobs", "logprobs")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_LENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_PROBS_FIELD_NUMBER: _ClassVar[int]
     TAIL_MASS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
-    request_id: int
-    base_len: int
     incarnation: str
-    timings: _common_pb2.Timings
-    target_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    target_probs: _containers.RepeatedScalarFieldContainer[bytes]
-    tail_mass: _containers.RepeatedScalarFieldContainer[float]
-    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    num_cached_tokens: int
     load: _common_pb2.Load
-    def __init__(self, request_id: _Optional[int] = ..., base_len: _Optional[int] = ..., incarnation: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., target_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[_Iterable[bytes]] = ..., tail_mass: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+    errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceError]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    timings: _common_pb2.Timings
+    num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_rows: _containers.RepeatedScalarFieldContainer[int]
+    target_token_ids: bytes
+    support_lens: bytes
+    target_probs: bytes
+    tail_mass: bytes
+    has_logprobs: _containers.RepeatedScalarFieldContainer[bool]
+    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
+    def __init__(self, incarnation: _Optional[str] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., target_token_ids: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., target_probs: _Optional[bytes] = ..., tail_mass: _Optional[bytes] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("token_ids", "values", "num_top")

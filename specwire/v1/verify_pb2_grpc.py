@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class VerifyServiceStub:
-    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
-    the stream.
+    """VerifyService runs the target over proposals.
     """
 
     def __init__(self, channel):
@@ -49,12 +48,12 @@ class VerifyServiceStub:
 
 
 class VerifyServiceServicer:
-    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
-    the stream.
+    """VerifyService runs the target over proposals.
     """
 
     def Verify(self, request_iterator, context):
-        """Verify answers each request with the target's verdict at every draft position and at the one after.
+        """Verify answers requests with the target's verdict at every draft position and at the one after. One stream
+        carries all sequences of a coordinator; the KV cache of a sequence lives until it is closed, or its stream ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +88,7 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService:
-    """VerifyService runs the target over proposals. One stream is one sequence; its KV cache lives exactly as long as
-    the stream.
+    """VerifyService runs the target over proposals.
     """
 
     @staticmethod

@@ -1,34 +1,27 @@
-"""Messages of draft and verify service to nouns and back, and what all three services share. No I/O.
+"""What the messages of all three services share, as nouns and back. No I/O.
 
-Incoming messages are checked here and in `wire/client.py`, the only files that know both sides, so that the
-rest of the code has only valid nouns.
+Incoming messages are checked in this folder, which alone knows both sides, so that the rest of the code has
+only valid nouns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from specwire import tree
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
-    MAX_NUM_OUTCOMES,
     FloatArray,
     IntArray,
     Load,
-    Logprobs,
     ModelInfo,
-    Preparation,
-    Proposal,
     Rule,
     SamplingParams,
-    Support,
-    Verdict,
 )
 from specwire.errors import InvalidRequestError
-from specwire.v1 import common_pb2, draft_pb2, verify_pb2
+from specwire.v1 import common_pb2
 
 RULES = {
     Rule.REJECTION: common_pb2.RULE_REJECTION,
@@ -36,13 +29,6 @@ RULES = {
     Rule.GUMBEL: common_pb2.RULE_GUMBEL,
 }
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
-MAX_TRACEPARENT_LEN = 256
-
-# Padding of a proposal.
-_NO_TOKEN = -1
-_NO_ID, _NO_PROB = b"\xff\xff\xff\xff", b"\0\0\0\0"
-_NO_SUPPORT = Support(np.empty(0, np.int64), np.empty(0, np.float32))
-
 _WARPS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -108,17 +94,6 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def checked_traceparent(value: str) -> str:
-    """A caller's trace context.
-
-    Raises:
-        InvalidRequestError: too long to be one.
-    """
-    if len(value) > MAX_TRACEPARENT_LEN:
-        raise InvalidRequestError("traceparent", f"{len(value)} characters", f"over {MAX_TRACEPARENT_LEN}")
-    return value
-
-
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
     """Parameters of a model-service stream.
 
@@ -132,13 +107,19 @@ def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
     return SamplingParams(**sampling_from_proto(message.sampling), cache_salt=message.cache_salt)
 
 
-def open_sequence(params: SamplingParams, prompt_len: int, vocab_limit: int = 0) -> common_pb2.OpenSequence:
-    """The first message of a model-service stream, without its tokens."""
+def open_sequence(
+    params: SamplingParams,
+    prompt_len: int,
+    vocab_limit: int = 0,
+    trace_headers: Iterable[tuple[str, str]] = (),
+) -> common_pb2.OpenSequence:
+    """What opens a sequence; the caller fills in its id and its deadline."""
     return common_pb2.OpenSequence(
         sampling=sampling_to_proto(params),
         prompt_len=prompt_len,
         vocab_limit=vocab_limit,
         cache_salt=params.cache_salt,
+        trace_headers=dict(trace_headers),
     )
 
 
@@ -150,102 +131,6 @@ def check_num_draft_tokens(name: str, value: int) -> int:
     if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
         raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
     return value
-
-
-def preparation_to_proto(preparation: Preparation) -> draft_pb2.Preparation:
-    """Field by field."""
-    return draft_pb2.Preparation(
-        num_outcomes=preparation.num_outcomes,
-        num_draft_tokens=preparation.num_draft_tokens,
-        max_depth=preparation.max_depth,
-    )
-
-
-def preparation_from_proto(message: draft_pb2.Preparation) -> Preparation:
-    """Field by field; refuses numbers out of range."""
-    limits = {"num_outcomes": MAX_NUM_OUTCOMES, "num_draft_tokens": MAX_NUM_DRAFT_TOKENS}
-    for name, limit in limits.items():
-        if not 1 <= getattr(message, name) <= limit:
-            raise InvalidRequestError(f"prepare.{name}", getattr(message, name), f"must lie in [1, {limit}]")
-    max_depth = check_num_draft_tokens("prepare.max_depth", message.max_depth)
-    return Preparation(message.num_outcomes, message.num_draft_tokens, max_depth)
-
-
-def proposal_to_proto(
-    proposal: Proposal, path: Sequence[int] = (), *, num_tokens: int = 0, support_len: int = 0
-) -> draft_pb2.Proposal:
-    """A chain with its supports or a tree, and the outcome that it was prepared for.
-
-    Args:
-        num_tokens, support_len: tokens and entries of each support that a proposal with supports is padded
-            to, so that its size does not depend on its tokens.
-    """
-    supports = [_support_to_proto(support, support_len) for support in proposal.supports]
-    token_ids = list(proposal.token_ids)
-    if supports:
-        num_missing = max(0, num_tokens - len(token_ids))
-        token_ids += [_NO_TOKEN] * num_missing
-        supports += [_support_to_proto(_NO_SUPPORT, support_len)] * num_missing
-    return draft_pb2.Proposal(
-        token_ids=token_ids, parent_indices=proposal.parents, prefix_token_ids=path, supports=supports
-    )
-
-
-def _support_to_proto(support: Support, length: int) -> draft_pb2.Support:
-    num_missing = max(0, length - len(support.token_ids))
-    return draft_pb2.Support(
-        token_ids=ids_to_bytes(support.token_ids) + _NO_ID * num_missing,
-        probs=floats_to_bytes(support.probs) + _NO_PROB * num_missing,
-    )
-
-
-def proposal_from_proto(message: draft_pb2.Proposal, base_len: int) -> Proposal:
-    """A chain with its supports, or a tree.
-
-    Raises:
-        InvalidRequestError: supports whose number or lengths do not match the token ids; parents that are no
-            tree, or one with supports.
-    """
-    token_ids = list(message.token_ids)
-    parents = tree.checked_parents(message.parent_indices, len(token_ids))
-    if parents and message.supports:
-        raise InvalidRequestError("supports", len(message.supports), "must be none in a tree")
-    num_tokens = token_ids.index(_NO_TOKEN) if _NO_TOKEN in token_ids else len(token_ids)
-    if message.supports and len(message.supports) != len(token_ids):
-        raise InvalidRequestError("supports", len(message.supports), "must be one for each draft token")
-    supports = [_support_from_proto(support) for support in message.supports[:num_tokens]]
-    return Proposal(base_len, token_ids[:num_tokens], supports, parents=parents)
-
-
-def _support_from_proto(message: draft_pb2.Support) -> Support:
-    token_ids = ids_from_bytes(message.token_ids, "supports.token_ids")
-    probs = floats_from_bytes(message.probs, "supports.probs")
-    if len(token_ids) != len(probs):
-        raise InvalidRequestError("supports.probs", len(probs), "must be one for each token id")
-    length = int(np.count_nonzero(probs))
-    return Support(token_ids[:length], probs[:length])
-
-
-def verdict_to_proto(verdict: Verdict) -> verify_pb2.VerifyResponse:
-    """A verdict; the caller fills in request id, incarnation and timings."""
-    return verify_pb2.VerifyResponse(
-        base_len=verdict.base_len,
-        target_token_ids=verdict.target_token_ids,
-        target_probs=[floats_to_bytes(probs) for probs in verdict.target_probs],
-        tail_mass=verdict.tail_mass,
-        logprobs=[_logprobs_to_proto(entry) for entry in verdict.logprobs],
-    )
-
-
-def verdict_from_proto(message: verify_pb2.VerifyResponse) -> Verdict:
-    """The verdict of a response."""
-    return Verdict(
-        message.base_len,
-        list(message.target_token_ids),
-        [floats_from_bytes(probs, "target_probs") for probs in message.target_probs],
-        list(message.tail_mass),
-        [_logprobs_from_proto(entry) for entry in message.logprobs],
-    )
 
 
 def load_to_proto(load: Load) -> common_pb2.Load:
@@ -267,20 +152,6 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         message.base_ns,
         message.sequence_ns,
         message.token_ns,
-    )
-
-
-def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
-    return verify_pb2.PositionLogprobs(
-        token_ids=ids_to_bytes(entry.token_ids), values=floats_to_bytes(entry.values), num_top=entry.num_top
-    )
-
-
-def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
-    return Logprobs(
-        ids_from_bytes(message.token_ids, "logprobs.token_ids"),
-        floats_from_bytes(message.values, "logprobs.values"),
-        message.num_top,
     )
 
 

@@ -1,0 +1,226 @@
+"""A coordinator's stream to a model service: its open sequences, and the answers that go back.
+
+    message ─▶ close, open ─▶ jobs of all its requests, submitted together ─▶ engine
+    message ◀─ all that is ready when the last one was written ◀─ results of a forward pass
+
+A sequence lives until the coordinator closes it, its deadline, an error of its own, or the end of the stream.
+Draft and verify service differ in what a request is; the rest is here. Knows no grpc.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from specwire.engine.boot import ModelService
+from specwire.engine.jobs import TokenSequence
+from specwire.errors import DeadlineExceededError, InvalidRequestError, SpecwireError
+from specwire.rpc.draining import Drain
+from specwire.rpc.slots import Slots
+from specwire.security.bearer import Principal
+from specwire.v1 import common_pb2
+from specwire.wire import columns
+
+State = TypeVar("State")
+Answer = TypeVar("Answer")
+
+
+@dataclass(eq=False)
+class OpenSequence(Generic[State]):
+    """One open sequence.
+
+    Attributes:
+        tokens: in the engine.
+        state: what the service keeps for it.
+        resources: freed when it is closed.
+        num_unanswered: requests that an answer is still to come to.
+    """
+
+    sequence_id: int
+    tokens: TokenSequence
+    state: State
+    resources: contextlib.ExitStack
+    num_unanswered: int = 0
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self.resources.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What limits the sequences of all streams of a service.
+
+    Attributes:
+        drain: of the server; sequences are its running requests.
+        slots: that sequences of authenticated callers hold.
+    """
+
+    drain: Drain = field(default_factory=Drain)
+    slots: Slots = field(default_factory=lambda: Slots("sequences"))
+
+
+class ModelStream(abc.ABC, Generic[State, Answer]):
+    """One stream, while it is served.
+
+    Attributes:
+        service: model and engine.
+        sequences: those that are open, by id.
+    """
+
+    def __init__(
+        self, service: ModelService, write: Callable[[Any], Any], limits: Limits, caller: Principal
+    ) -> None:
+        """Nothing is open yet.
+
+        Args:
+            write: a coroutine function that writes a message.
+        """
+        self.service = service
+        self.sequences: dict[int, OpenSequence[State]] = {}
+        self._write = write
+        self._limits = limits
+        self._caller = caller
+        self._last_id = 0
+        self._answers: list[Answer] = []
+        self._errors: list[common_pb2.SequenceError] = []
+        self._changed = asyncio.Event()
+
+    @abc.abstractmethod
+    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> State:
+        """The state of a sequence that has just been opened; closed with it if it has a `close`."""
+
+    @abc.abstractmethod
+    def received(self, message: Any) -> None:
+        """Handle the requests of a message, whose sequences are open by now."""
+
+    @abc.abstractmethod
+    def encoded(self, answers: Sequence[Answer], errors: Sequence[common_pb2.SequenceError]) -> Any:
+        """The message that carries these, and is written now."""
+
+    async def serve(self, messages: AsyncIterator[Any]) -> None:
+        """Until the coordinator has no more requests and all are answered, or the service shuts down and no
+        sequence is open."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_all)
+            stack.enter_context(self._limits.drain.closing(self._changed.set))
+            reading = asyncio.create_task(self._read(messages))
+            stack.callback(reading.cancel)
+            writing = asyncio.create_task(self._write_all(reading))
+            stack.callback(writing.cancel)
+            await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            await writing
+
+    async def _read(self, messages: AsyncIterator[Any]) -> None:
+        async for message in messages:
+            with self.service.engine.together():
+                self._close(message.close)
+                for opening in message.open:
+                    self._open(opening)
+                self.received(message)
+        self._changed.set()
+
+    async def _write_all(self, reading: asyncio.Task[None]) -> None:
+        """One message at a time, with all that is ready."""
+        while not (self._is_drained or (reading.done() and self._is_answered)):
+            await self._changed.wait()
+            self._changed.clear()
+            while self._answers or self._errors:
+                answers, self._answers = self._answers, []
+                errors, self._errors = self._errors, []
+                await self._write(self.encoded(answers, errors))
+
+    @property
+    def _is_drained(self) -> bool:
+        return self._limits.drain.is_closed and not self.sequences
+
+    @property
+    def _is_answered(self) -> bool:
+        return not any(each.num_unanswered for each in self.sequences.values())
+
+    # --- what goes back -------------------------------------------------------------------------------
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Send these as soon as the last message was written."""
+        self._answers += answers
+        self._changed.set()
+
+    def fail(self, sequence_id: int, error: SpecwireError) -> None:
+        """Close a sequence with an error; one that is not open any more is left alone."""
+        if sequence_id in self.sequences:
+            self._close([sequence_id])
+            self._errors.append(columns.error_to_proto(sequence_id, error))
+            self._changed.set()
+
+    def of(self, sequence_id: int) -> OpenSequence[State] | None:
+        """The sequence of a request; None if it was closed by now, as by an error that is on its way.
+
+        Raises:
+            InvalidRequestError: it was never opened.
+        """
+        found = self.sequences.get(sequence_id)
+        if found is None and not 0 < sequence_id <= self._last_id:
+            raise InvalidRequestError("sequence_ids", sequence_id, "was never opened")
+        return found
+
+    @contextlib.contextmanager
+    def failing(self, sequence_id: int) -> Iterator[None]:
+        """An error in the body ends this sequence, and no other."""
+        try:
+            yield
+        except SpecwireError as error:
+            self.fail(sequence_id, error)
+
+    # --- sequences ------------------------------------------------------------------------------------
+
+    def _open(self, message: common_pb2.OpenSequence) -> None:
+        """Raises:
+        InvalidRequestError: the id was used before, which is no error of one sequence.
+        """
+        sequence_id = message.sequence_id
+        if sequence_id <= self._last_id:
+            raise InvalidRequestError(
+                "sequence_id", sequence_id, f"must be over {self._last_id}, the last one"
+            )
+        self._last_id = sequence_id
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._limits.drain.request())
+                stack.callback(self._changed.set)  # it may have been the last one of a service that drains
+                stack.enter_context(self._limits.slots.held(self._slots()))
+                tokens = stack.enter_context(self.service.opened(message))
+                state = self.opened(message, tokens)
+                if hasattr(state, "close"):
+                    stack.callback(state.close)
+            except SpecwireError as error:
+                self._errors.append(columns.error_to_proto(sequence_id, error))
+                self._changed.set()
+                return
+            if message.timeout_ms > 0:
+                timer = asyncio.get_running_loop().call_later(
+                    message.timeout_ms / 1e3,
+                    self.fail,
+                    sequence_id,
+                    DeadlineExceededError("the deadline passed"),
+                )
+                stack.callback(timer.cancel)
+            self.sequences[sequence_id] = OpenSequence(sequence_id, tokens, state, stack.pop_all())
+
+    def _slots(self) -> dict[str, int]:
+        """The slots of an authenticated caller; others share those of the service."""
+        most = self._caller.capacity((self.service.max_sequences, 0))
+        return {self._caller.name: most} if most < self.service.max_sequences else {}
+
+    def _close(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            if found := self.sequences.pop(sequence_id, None):
+                found.close()
+
+    def _close_all(self) -> None:
+        self._close([*self.sequences])

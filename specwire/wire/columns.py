@@ -1,0 +1,155 @@
+"""Columns of a message: one entry for each of many requests or answers, or for each of their tokens. No I/O.
+
+Entries of tokens are packed as little-endian bytes, which numpy reads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+import numpy as np
+
+from specwire import errors
+from specwire.core import FloatArray, IntArray, Timings
+from specwire.errors import InternalError, InvalidRequestError, SpecwireError
+from specwire.v1 import common_pb2
+
+Entry = TypeVar("Entry")
+MAX_TRACEPARENT_LEN = 256
+
+
+def pack(lists: Iterable[Sequence[int]], dtype: str = "<u4") -> bytes:
+    """All entries of some lists."""
+    return np.fromiter(chain.from_iterable(lists), dtype=np.int64).astype(dtype).tobytes()
+
+
+def unpack(name: str, data: bytes, num_entries: int, dtype: str = "<u4") -> Any:
+    """[num_entries] of this type, as it is in the message.
+
+    Raises:
+        InvalidRequestError: the column has another length.
+    """
+    if len(data) != num_entries * np.dtype(dtype).itemsize:
+        raise InvalidRequestError(name, f"{len(data)} bytes", f"must have {num_entries} entries")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entry]]:
+    """Consecutive parts of these lengths."""
+    ends = [*accumulate(counts)]
+    return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def counts_of(name: str, column: Sequence[int]) -> tuple[list[int], int]:
+    """A column that says how many entries of others belong to each request, and its sum.
+
+    Raises:
+        InvalidRequestError: one is negative.
+    """
+    counts = list(column)
+    if counts and min(counts) < 0:
+        raise InvalidRequestError(name, min(counts), "must be at least 0")
+    return counts, sum(counts)
+
+
+def check_lengths(message: Any, num_entries: int, *names: str) -> None:
+    """Columns with one entry for each request.
+
+    Raises:
+        InvalidRequestError: one has another length.
+    """
+    for name in names:
+        if len(getattr(message, name)) != num_entries:
+            raise InvalidRequestError(name, len(getattr(message, name)), f"must have {num_entries} entries")
+
+
+def traceparents_of(message: Any, num_entries: int) -> list[str]:
+    """One for each request; empty where it is not traced.
+
+    Raises:
+        InvalidRequestError: their number is wrong, or one is too long to be one.
+    """
+    found = list(message.traceparents)
+    if not found:
+        return [""] * num_entries
+    check_lengths(message, num_entries, "traceparents")
+    longest = max(map(len, found))
+    if longest > MAX_TRACEPARENT_LEN:
+        raise InvalidRequestError("traceparent", f"{longest} characters", f"over {MAX_TRACEPARENT_LEN}")
+    return found
+
+
+def traceparents_to(traceparents: Sequence[str]) -> Sequence[str]:
+    """The column; empty if nothing is traced."""
+    return traceparents if any(traceparents) else ()
+
+
+# --- parents ------------------------------------------------------------------------------------------
+
+
+def pack_parents(parents: Sequence[Sequence[int]], lengths: Sequence[int]) -> bytes:
+    """The parents of proposals of these lengths, none for chains; empty if all are chains."""
+    if not any(parents):
+        return b""
+    filled = (each or range(-1, length - 1) for each, length in zip(parents, lengths, strict=True))
+    return pack(filled, "<i1")
+
+
+def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
+    """The parents of each proposal; none where all are chains.
+
+    Raises:
+        InvalidRequestError: the column has another length.
+    """
+    if not data:
+        return [()] * len(lengths)
+    return split(unpack("parent_indices", data, sum(lengths), "<i1").tolist(), lengths)
+
+
+# --- supports -----------------------------------------------------------------------------------------
+
+
+def ids_of(name: str, data: bytes, num_entries: int) -> IntArray:
+    """Token ids, int64 [num_entries]."""
+    ids: IntArray = unpack(name, data, num_entries).astype(np.int64)
+    return ids
+
+
+def join(arrays: Sequence[IntArray | FloatArray], dtype: str) -> bytes:
+    """All entries of some arrays."""
+    return np.concatenate(arrays).astype(dtype, copy=False).tobytes() if arrays else b""
+
+
+# --- timings and errors -------------------------------------------------------------------------------
+
+
+def timings_to_proto(timings: Sequence[Timings]) -> common_pb2.Timings:
+    """One entry for each answer."""
+    columns = zip(*timings, strict=True) if timings else ()
+    return common_pb2.Timings(**dict(zip(Timings._fields, columns, strict=False)))
+
+
+def timings_from_proto(message: common_pb2.Timings, num_entries: int) -> list[Timings]:
+    """Raises:
+    InvalidRequestError: a column has another length.
+    """
+    check_lengths(message, num_entries, *Timings._fields)
+    columns = (getattr(message, name) for name in Timings._fields)
+    return list(map(Timings, *columns))
+
+
+def error_to_proto(sequence_id: int, error: SpecwireError) -> common_pb2.SequenceError:
+    """What ended a sequence."""
+    return common_pb2.SequenceError(
+        sequence_id=sequence_id, reason=error.reason, message=str(error), fields=error.details()
+    )
+
+
+def error_from_proto(message: common_pb2.SequenceError) -> SpecwireError:
+    """The error that the peer raised."""
+    try:
+        return errors.rebuild(message.reason, message.fields, message.message)
+    except (KeyError, ValueError):  # not an error of ours, or with other fields
+        return InternalError(f"{message.reason}: {message.message}")

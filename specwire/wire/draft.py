@@ -1,0 +1,406 @@
+"""Messages of the draft service to nouns and back, all requests or answers of a message at once. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire import tree
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    MAX_NUM_OUTCOMES,
+    FloatArray,
+    IntArray,
+    Preparation,
+    Proposal,
+    Support,
+    Timings,
+)
+from specwire.errors import InvalidRequestError
+from specwire.v1 import common_pb2, draft_pb2
+from specwire.wire import columns
+
+# Padding of a proposal.
+NO_TOKEN = -1
+NO_ID = 2**32 - 1
+
+
+class DraftOrder(NamedTuple):
+    """A request: commit tokens, and draft what follows them.
+
+    Attributes:
+        base_len: length that the sequence is rolled back to, in tokens.
+        token_ids: committed after it.
+        num_draft_tokens: wanted after these; 0 only commits.
+        max_depth: longest path of a tree; 0 for a chain.
+        prepare: what to prepare ahead of the next request; None for nothing.
+        traceparent: of the span around it; empty if it is not traced.
+    """
+
+    sequence_id: int
+    request_id: int
+    base_len: int
+    token_ids: Sequence[int]
+    num_draft_tokens: int
+    max_depth: int = 0
+    prepare: Preparation | None = None
+    traceparent: str = ""
+
+
+class DraftAnswer(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        proposal: without tokens where none were wanted.
+        begun_ahead: it had begun to be prepared before its request arrived.
+        num_wanted: draft tokens that were requested, which a proposal with supports is padded to.
+    """
+
+    sequence_id: int
+    request_id: int
+    proposal: Proposal
+    timings: Timings
+    num_cached_tokens: int = 0
+    begun_ahead: bool = False
+    num_wanted: int = 0
+
+
+class PreparedAnswer(NamedTuple):
+    """A proposal that was prepared ahead of requests.
+
+    Attributes:
+        path: tokens between the proposal's `base_len` and the proposal; it is valid once they are committed.
+        last_request_id: the last request that had arrived when it was sent.
+        last_request_age_ns: the age of that request then.
+        forward_ns: the passes that made it.
+        traceparent: of the span of its preparation; empty if it is not traced.
+        num_wanted: as of `DraftAnswer`.
+    """
+
+    sequence_id: int
+    path: Sequence[int]
+    proposal: Proposal
+    last_request_id: int
+    last_request_age_ns: int
+    forward_ns: int
+    traceparent: str = ""
+    num_wanted: int = 0
+
+
+# --- requests -------------------------------------------------------------------------------------------
+
+
+def request_to_proto(
+    opened: Sequence[common_pb2.OpenSequence], closed: Sequence[int], orders: Sequence[DraftOrder]
+) -> draft_pb2.DraftRequest:
+    """All that is ready, in one message."""
+    if not orders:
+        return draft_pb2.DraftRequest(open=opened, close=closed)
+    sequence_ids, request_ids, base_lens, token_ids, nums, max_depths, prepare, traces = zip(
+        *orders, strict=True
+    )
+    return draft_pb2.DraftRequest(
+        open=opened,
+        close=closed,
+        sequence_ids=sequence_ids,
+        request_ids=request_ids,
+        base_lens=base_lens,
+        num_tokens=[*map(len, token_ids)],
+        token_ids=columns.pack(token_ids),
+        num_draft_tokens=nums,
+        max_depths=max_depths,
+        prepare=_preparations_to_proto(prepare),
+        traceparents=columns.traceparents_to(traces),
+    )
+
+
+def _preparations_to_proto(prepare: Sequence[Preparation | None]) -> draft_pb2.Preparations | None:
+    if not any(prepare):
+        return None
+    filled = [each or Preparation(0, 0) for each in prepare]
+    return draft_pb2.Preparations(
+        num_outcomes=[each.num_outcomes for each in filled],
+        num_draft_tokens=[each.num_draft_tokens for each in filled],
+        max_depths=[each.max_depth for each in filled],
+    )
+
+
+def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
+    """The requests of a message. `check_order` checks each by itself.
+
+    Raises:
+        InvalidRequestError: columns that do not fit each other; the message cannot be read.
+    """
+    num = len(message.sequence_ids)
+    columns.check_lengths(
+        message, num, "request_ids", "base_lens", "num_tokens", "num_draft_tokens", "max_depths"
+    )
+    num_tokens, num_committed = columns.counts_of("num_tokens", message.num_tokens)
+    token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
+    return list(
+        map(
+            DraftOrder,
+            message.sequence_ids,
+            message.request_ids,
+            message.base_lens,
+            columns.split(token_ids, num_tokens),
+            message.num_draft_tokens,
+            message.max_depths,
+            _preparations_from_proto(message, num),
+            columns.traceparents_of(message, num),
+        )
+    )
+
+
+def _preparations_from_proto(message: draft_pb2.DraftRequest, num: int) -> Sequence[Preparation | None]:
+    if not message.HasField("prepare"):
+        return [None] * num
+    prepare = message.prepare
+    columns.check_lengths(prepare, num, "num_outcomes", "num_draft_tokens", "max_depths")
+    return [
+        Preparation(*each) if any(each) else None
+        for each in zip(prepare.num_outcomes, prepare.num_draft_tokens, prepare.max_depths, strict=True)
+    ]
+
+
+def check_order(order: DraftOrder) -> None:
+    """Refuse counts out of range.
+
+    Raises:
+        InvalidRequestError: naming the column and the value.
+    """
+    counts = [("num_draft_tokens", order.num_draft_tokens, 0), ("max_depth", order.max_depth, 0)]
+    if order.prepare is not None:
+        counts += [
+            ("prepare.num_draft_tokens", order.prepare.num_draft_tokens, 1),
+            ("prepare.max_depth", order.prepare.max_depth, 0),
+        ]
+        _check_range("prepare.num_outcomes", order.prepare.num_outcomes, 1, MAX_NUM_OUTCOMES)
+    for name, value, least in counts:
+        _check_range(name, value, least, MAX_NUM_DRAFT_TOKENS)
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequestError(name, value, f"must lie in [{least}, {most}]")
+
+
+# --- responses ------------------------------------------------------------------------------------------
+
+
+def response_to_proto(
+    answers: Sequence[DraftAnswer],
+    prepared: Sequence[PreparedAnswer],
+    errors: Sequence[common_pb2.SequenceError],
+    incarnation: str,
+    support_len: int,
+) -> draft_pb2.DraftResponse:
+    """All that is ready, in one message.
+
+    Args:
+        support_len: entries that each support is padded to, so that the size does not depend on tokens.
+    """
+    message = draft_pb2.DraftResponse(incarnation=incarnation, errors=errors)
+    if answers:
+        message.sequence_ids.extend([answer.sequence_id for answer in answers])
+        message.request_ids.extend([answer.request_id for answer in answers])
+        message.base_lens.extend([answer.proposal.base_len for answer in answers])
+        message.timings.CopyFrom(columns.timings_to_proto([answer.timings for answer in answers]))
+        message.num_cached_tokens.extend([answer.num_cached_tokens for answer in answers])
+        message.begun_ahead.extend([answer.begun_ahead for answer in answers])
+        message.proposals.CopyFrom(_proposals_to_proto(answers, support_len))
+    if prepared:
+        message.prepared.CopyFrom(_prepared_to_proto(prepared, support_len))
+    return message
+
+
+def _prepared_to_proto(prepared: Sequence[PreparedAnswer], support_len: int) -> draft_pb2.PreparedProposals:
+    return draft_pb2.PreparedProposals(
+        sequence_ids=[each.sequence_id for each in prepared],
+        base_lens=[each.proposal.base_len for each in prepared],
+        last_request_ids=[each.last_request_id for each in prepared],
+        last_request_age_ns=[each.last_request_age_ns for each in prepared],
+        forward_ns=[each.forward_ns for each in prepared],
+        path_lens=[len(each.path) for each in prepared],
+        path_token_ids=columns.pack(each.path for each in prepared),
+        traceparents=columns.traceparents_to([each.traceparent for each in prepared]),
+        proposals=_proposals_to_proto(prepared, support_len),
+    )
+
+
+def _proposals_to_proto(
+    answers: Sequence[DraftAnswer | PreparedAnswer], support_len: int
+) -> draft_pb2.Proposals:
+    proposals = [answer.proposal for answer in answers]
+    token_ids = [
+        [*answer.proposal.token_ids, *[NO_TOKEN] * (answer.num_wanted - len(answer.proposal.token_ids))]
+        if answer.proposal.supports
+        else answer.proposal.token_ids
+        for answer in answers
+    ]
+    num_tokens = [*map(len, token_ids)]
+    message = draft_pb2.Proposals(
+        num_tokens=num_tokens,
+        token_ids=columns.pack(token_ids, "<i4"),
+        parent_indices=columns.pack_parents([each.parents for each in proposals], num_tokens),
+    )
+    if any(each.supports for each in proposals):
+        _add_supports(message, proposals, num_tokens, support_len)
+    return message
+
+
+def _add_supports(
+    message: draft_pb2.Proposals, proposals: Sequence[Proposal], num_tokens: Sequence[int], support_len: int
+) -> None:
+    has_supports = [bool(each.supports) for each in proposals]
+    num_rows = sum(num for num, has in zip(num_tokens, has_supports, strict=True) if has)
+    ids = np.full((num_rows, support_len), NO_ID, "<u4")
+    probs = np.zeros((num_rows, support_len), "<f4")
+    start = 0
+    for proposal, num in zip(proposals, num_tokens, strict=True):
+        for row, support in enumerate(proposal.supports, start):
+            ids[row, : len(support.token_ids)] = support.token_ids
+            probs[row, : len(support.probs)] = support.probs
+        start += num if proposal.supports else 0
+    message.has_supports.extend(has_supports)
+    message.support_len = support_len
+    message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
+
+
+class ProposalColumns(NamedTuple):
+    """The proposals of a message, before they are split; padding included.
+
+    Attributes:
+        num_tokens: of each proposal.
+        token_ids: int32, of all proposals.
+        parents: of each; empty where all are chains.
+        has_supports: of each.
+        support_ids: int64 [tokens of proposals with supports, support_len].
+        support_probs: float32, for these.
+    """
+
+    num_tokens: list[int]
+    token_ids: IntArray
+    parents: list[Sequence[int]]
+    has_supports: list[bool]
+    support_ids: IntArray
+    support_probs: FloatArray
+
+    @property
+    def drawn(self) -> IntArray:
+        """int64, the tokens of proposals with supports."""
+        if all(self.has_supports):
+            return self.token_ids.astype(np.int64)
+        return self.token_ids[np.repeat(self.has_supports, self.num_tokens)].astype(np.int64)
+
+    @property
+    def is_entry(self) -> npt.NDArray[np.bool_]:
+        """Entries of supports that are not padding."""
+        return self.support_ids != NO_ID
+
+
+def columns_from_proto(message: draft_pb2.Proposals, num: int) -> ProposalColumns:
+    """The columns of `num` proposals.
+
+    Raises:
+        InvalidRequestError: they do not fit each other.
+    """
+    columns.check_lengths(message, num, "num_tokens")
+    num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
+    token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
+    parents = columns.split_parents(message.parent_indices, num_tokens)
+    has_supports = list(message.has_supports) or [False] * num
+    if len(has_supports) != num:
+        raise InvalidRequestError("has_supports", len(has_supports), f"must have {num} entries")
+    num_rows = sum(n for n, has in zip(num_tokens, has_supports, strict=True) if has)
+    length = max(0, message.support_len)
+    ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
+    probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
+    shape = num_rows, length
+    return ProposalColumns(
+        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape)
+    )
+
+
+def proposals_of(found: ProposalColumns, base_lens: Sequence[int]) -> list[Proposal]:
+    """Each by itself, without padding.
+
+    Raises:
+        InvalidRequestError: parents that are no tree, or a tree with supports.
+    """
+    token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
+    supports = iter(_supports_of(found))
+    proposals = []
+    for base_len, token_ids, parents, has in zip(
+        base_lens, token_lists, found.parents, found.has_supports, strict=True
+    ):
+        if not has:
+            known = tree.checked_parents(parents, len(token_ids)) if parents else ()
+            proposals.append(Proposal(base_len, token_ids, parents=known))
+            continue
+        if parents and tree.checked_parents(parents, len(token_ids)):
+            raise InvalidRequestError("has_supports", True, "must be false for a tree")
+        own = [next(supports) for _ in token_ids]
+        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
+        proposals.append(Proposal(base_len, token_ids[:num], own[:num]))
+    return proposals
+
+
+def _supports_of(found: ProposalColumns) -> list[Support]:
+    lengths = found.is_entry.sum(axis=1).tolist()
+    return [
+        Support(ids[:length], probs[:length])
+        for ids, probs, length in zip(found.support_ids, found.support_probs, lengths, strict=True)
+    ]
+
+
+def answers_from_proto(message: draft_pb2.DraftResponse, proposals: Sequence[Proposal]) -> list[DraftAnswer]:
+    """The answers of a message, given the proposals in its `proposals`.
+
+    Raises:
+        InvalidRequestError: columns that do not fit each other.
+    """
+    num = len(message.sequence_ids)
+    columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "begun_ahead")
+    return list(
+        map(
+            DraftAnswer,
+            message.sequence_ids,
+            message.request_ids,
+            proposals,
+            columns.timings_from_proto(message.timings, num),
+            message.num_cached_tokens,
+            message.begun_ahead,
+        )
+    )
+
+
+def prepared_from_proto(
+    message: draft_pb2.PreparedProposals, proposals: Sequence[Proposal]
+) -> list[PreparedAnswer]:
+    """The prepared proposals of a message, given the proposals in its `proposals`.
+
+    Raises:
+        InvalidRequestError: columns that do not fit each other.
+    """
+    num = len(message.sequence_ids)
+    columns.check_lengths(
+        message, num, "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens"
+    )
+    path_lens, total = columns.counts_of("path_lens", message.path_lens)
+    token_ids = columns.unpack("path_token_ids", message.path_token_ids, total).tolist()
+    return list(
+        map(
+            PreparedAnswer,
+            message.sequence_ids,
+            columns.split(token_ids, path_lens),
+            proposals,
+            message.last_request_ids,
+            message.last_request_age_ns,
+            message.forward_ns,
+            columns.traceparents_of(message, num),
+        )
+    )
