@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
+from specwire.engine.streams import Limits
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
@@ -33,7 +34,8 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(
-            VerifyServicer(service, tracer, trace_detail=config.trace_detail), server.grpc
+            VerifyServicer(service, tracer, trace_detail=config.trace_detail, limits=Limits(server.drain)),
+            server.grpc,
         )
         address = await server.start()
         await stack.enter_async_context(service.watched(server.set_serving))

@@ -128,7 +128,7 @@ class _VerifyStream(ModelStream[SequenceSpans, VerifyJob]):
 
     def _judged(self, results: Sequence[Result]) -> None:
         """Results of a pass."""
-        answered = []
+        answered: list[Any] = []
         for job, result in results:
             asked: _Asked = job.tag
             asked.sequence.num_unanswered -= 1

@@ -223,4 +223,5 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
                 found.close()
 
     def _close_all(self) -> None:
-        self._close([*self.sequences])
+        with self.service.engine.together():
+            self._close([*self.sequences])

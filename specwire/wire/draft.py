@@ -291,15 +291,17 @@ class ProposalColumns(NamedTuple):
 
     @property
     def drawn(self) -> IntArray:
-        """int64, the tokens of proposals with supports."""
+        """int32, the tokens of proposals with supports."""
         if all(self.has_supports):
-            return self.token_ids.astype(np.int64)
-        return self.token_ids[np.repeat(self.has_supports, self.num_tokens)].astype(np.int64)
+            return self.token_ids
+        drawn: IntArray = self.token_ids[np.repeat(self.has_supports, self.num_tokens)]
+        return drawn
 
     @property
     def is_entry(self) -> npt.NDArray[np.bool_]:
         """Entries of supports that are not padding."""
-        return self.support_ids != NO_ID
+        is_entry: npt.NDArray[np.bool_] = self.support_ids != NO_ID
+        return is_entry
 
 
 def columns_from_proto(message: draft_pb2.Proposals, num: int) -> ProposalColumns:
