@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+from specwire.v1 import draft_pb2
 
 _WAKING = ("wake_ms", "round_ms")
 
@@ -165,12 +166,19 @@ class Line:
         self._deliver(self._arrived.popleft())
 
 
+def _num_proposals(response: Any) -> int:
+    """In an answer of the draft."""
+    if not isinstance(response, draft_pb2.DraftResponse):
+        return 0
+    return len(response.proposals.num_tokens) + len(response.prepared.sequence_ids)
+
+
 Handler = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 """A servicer's streaming method, bound: takes the requests and a context to write to."""
 
 
 class VirtualCall:
-    """A `coordinator.peers.streams.Call` to a handler in another simulated process."""
+    """A `coordinator.peers.link.Call` to a handler in another simulated process."""
 
     def __init__(
         self,
@@ -210,11 +218,15 @@ class VirtualCall:
 
     async def write(self, response: Any) -> None:
         """The service's side: it is the handler's context, too."""
-        self._down.put(response, work_s=self._proposal_s * len(getattr(response, "proposals", ())))
+        self._down.put(response, work_s=self._proposal_s * _num_proposals(response))
 
     def invocation_metadata(self) -> tuple[()]:
         """The service's side, too: no headers."""
         return ()
+
+    def peer(self) -> str:
+        """All are one coordinator."""
+        return "simulation"
 
     async def _serve(self, handler: Handler) -> None:
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from benchmarks.simulation.devices import (
     Device,
@@ -17,9 +17,11 @@ from benchmarks.simulation.devices import (
 )
 from benchmarks.simulation.network import Hosts, Link, Overheads, Process, VirtualCall
 from coordinator.peers.addresses import Names
+from coordinator.peers.codecs import draft_codec, verify_codec
 from coordinator.peers.handshake import DraftPool, VerifyPool
+from coordinator.peers.link import Call
+from coordinator.peers.link import Link as SharedLink
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import Call
 from coordinator.servicer import GenerationServicer
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
@@ -51,7 +53,7 @@ class Setting:
         speculative_config: drafts from text, as of the coordinator's flag.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
-        num_drafts: draft services, which the streams of all groups take in turn; 0 for none.
+        num_drafts: draft services, among which the sequences of all groups are spread; 0 for none.
         colocated: drafts run on their group's target device, in the same process: one for each group, with
             no messages to pay for.
         exact: real sampling code; needed for any rule but greedy.
@@ -131,29 +133,15 @@ class DraftService(_Service):
 
 
 class _Replica(Replica):
-    """No channel: its streams are simulated ones."""
+    """No channel: its stream is a simulated one."""
 
-    def __init__(self, role: str, info: ModelInfo, open_call: Callable[[], Call]) -> None:
+    def __init__(self, role: str, info: ModelInfo, open_link: Callable[[], SharedLink]) -> None:
         super().__init__(role, role)
-        self._open_call = open_call
+        self._open = open_link
         self.mark_ready(info)
 
-    def open_stream(self, timeout_s: float | None, headers: object = ()) -> Call:
-        return self._open_call()
-
-
-def _verify_pool(info: ModelInfo, open_call: Callable[[], Call]) -> VerifyPool:
-    pool = VerifyPool("", Names())
-    pool.add(_Replica("verify", info, open_call))
-    pool.check_info(info)
-    return pool
-
-
-def _draft_pool(target: ModelInfo, info: ModelInfo | None, open_call: Callable[[], Call]) -> DraftPool:
-    pool = DraftPool("", Names(), PLAINTEXT, target)
-    if info:
-        pool.add(_Replica("draft", info, open_call))
-    return pool
+    def _open_link(self) -> SharedLink:
+        return self._open()
 
 
 class Group:
@@ -168,7 +156,6 @@ class Group:
             drafts = [DraftService(setting, hosts, self.verify.device)]
             drafts[0].engine.share_device()
         self._process, self._client_process = hosts.process(), hosts.process()
-        self._turns = itertools.cycle(drafts)
         config = CoordinatorConfig(
             verify_address="127.0.0.1:1",
             draft_address="127.0.0.1:1" if drafts else "",
@@ -178,19 +165,19 @@ class Group:
             speculative_config=setting.speculative_config,
             max_running=_UNLIMITED,
         )
-        info = drafts[0].info if drafts else None
-        servicer = GenerationServicer(
-            config,
-            _verify_pool(self.verify.info, self._open_verify),
-            _draft_pool(self.verify.info, info, self._open_draft),
-            None,
-            tracer,
-        )
+        target = self.verify.info
+        verify_pool = VerifyPool("", Names())
+        verify_pool.add(_Replica("verify", target, self._open_verify))
+        verify_pool.check_info(target)
+        draft_pool = DraftPool("", Names(), PLAINTEXT, target)
+        for draft in drafts:
+            draft_pool.add(_Replica("draft", draft.info, partial(self._open_draft, draft)))
+        servicer = GenerationServicer(config, verify_pool, draft_pool, None, tracer)
         self._generate = servicer.Generate
 
-    def _open_verify(self) -> Call:
+    def _open_verify(self) -> SharedLink:
         overheads = self._setting.overheads
-        return VirtualCall(
+        call = VirtualCall(
             self._process,
             self.verify.process,
             self.verify.handler,
@@ -198,9 +185,13 @@ class Group:
             overheads=overheads,
             later_ms=overheads.round_ms,
         )
+        return SharedLink(call, verify_codec(self.verify.info.vocab_size))
 
-    def _open_draft(self) -> Call:
-        draft, setting = next(self._turns), self._setting
+    def _open_draft(self, draft: DraftService) -> SharedLink:
+        return SharedLink(self._draft_call(draft), draft_codec(self.verify.info.vocab_size))
+
+    def _draft_call(self, draft: DraftService) -> Call:
+        setting = self._setting
         if setting.colocated:
             free = Overheads()
             at_home = Hosts(free).process()

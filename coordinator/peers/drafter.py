@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from functools import partial
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
 from coordinator.peers.checks import check_proposal
-from coordinator.peers.draft_stream import DraftStream
+from coordinator.peers.draft_sequence import DraftSequence
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -27,7 +26,6 @@ from specwire.errors import (
 from specwire.estimate import clock
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.v1 import draft_pb2
 from specwire.wire import model as wire
 
 _RETRY_AFTER_MS = 1000
@@ -38,10 +36,10 @@ _HUNG_AFTER_WAITS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenStream:
-    """A stream, its replica, and how often that had been lost when the stream was opened."""
+class _Opened:
+    """A sequence, its replica, and how often that had been lost when it was opened."""
 
-    stream: DraftStream
+    sequence: DraftSequence
     replica: Replica
     num_lost: int
 
@@ -51,7 +49,7 @@ class RemoteDrafter:
 
     What a round gets, besides its cost:
 
-        no replica, or the stream fails     no tokens, `UNAVAILABLE` or `LOST`
+        no replica, or the sequence fails   no tokens, `UNAVAILABLE` or `LOST`
         a prepared proposal follows         the proposal, `READY`; the draft works on from it
         an earlier answer is still late     no tokens; nothing more is requested
         no answer in time                   no tokens, `TIMED_OUT`; the answer is late from now on
@@ -85,18 +83,18 @@ class RemoteDrafter:
         """
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
-        self._opening = wire.open_sequence(params, request.prompt_len, vocab_size)
+        self._opening = wire.open_sequence(
+            params, request.prompt_len, vocab_size, tracer.propagators.headers(parent.context)
+        )
         self._check = partial(
             check_proposal,
-            vocab_size=vocab_size,
             matches_tokens=params.matches_tokens,
             may_be_tree=request.max_depth != 0,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
         self._tracer = tracer
-        self._headers = tracer.propagators.headers(parent.context)
-        self._current: _OpenStream | None = None
+        self._current: _Opened | None = None
         self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
 
@@ -129,7 +127,7 @@ class RemoteDrafter:
         self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """Raises:
-        SpecwireError: the stream failed or the draft hangs.
+        SpecwireError: the sequence failed or the draft hangs.
         """
         prepared = self._take_prepared(committed, plan)
         if prepared is not None:
@@ -148,7 +146,7 @@ class RemoteDrafter:
     # --- where ----------------------------------------------------------------------------------------
 
     def _close_if_lost(self, parent: tracing.Span) -> None:
-        """Close the stream if its replica was lost since it was opened, as another sequence found out."""
+        """Close the sequence if its replica was lost since it was opened, as another one found out."""
         if self._current is not None and self._current.replica.num_lost != self._current.num_lost:
             reason = self._current.replica.unavailable or "it was lost for a while"
             self.unavailable = self.unavailable or reason
@@ -156,7 +154,7 @@ class RemoteDrafter:
             self.close()
 
     def _choose(self, committed: Sequence[int]) -> Replica | None:
-        """The replica to open a stream at; None if there is none."""
+        """The replica to open a sequence at; None if there is none."""
         replica = self._pool.choose(committed, self._avoided(), self._opening.cache_salt)
         if replica is None:
             self.unavailable = self.unavailable or self._pool.unavailable
@@ -174,15 +172,14 @@ class RemoteDrafter:
         """A proposal that has arrived already, if any; the draft works on from it."""
         if self._current is None:
             return None
-        stream = self._current.stream
-        found = stream.prepared.take(committed)
+        sequence = self._current.sequence
+        found = sequence.prepared.take(committed)
         if found is None:
             return None
         proposal, origin = plan.limit(found.proposal), found.origin
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
-            message = draft_pb2.DraftRequest(prepare=preparation)
-            stream.continue_from(committed, proposal, message)
+            sequence.continue_from(committed, proposal, preparation)
         cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
         return proposal, cost
 
@@ -193,48 +190,45 @@ class RemoteDrafter:
     @property
     def _is_late(self) -> bool:
         """Whether an answer is late that may still arrive."""
-        stream = self._current.stream if self._current else None
-        return stream is not None and stream.error is None and 0 < stream.late_s <= self._hung_after_s
+        sequence = self._current.sequence if self._current else None
+        return sequence is not None and sequence.error is None and 0 < sequence.late_s <= self._hung_after_s
 
     def _check_alive(self) -> None:
         """Raises:
-        SpecwireError: the stream has failed, or its answer is so late that the draft counts as lost.
+        SpecwireError: the sequence has failed, or its answer is so late that the draft counts as lost.
         """
         if self._current is None:
             return
-        stream = self._current.stream
-        if stream.error is not None:
-            raise stream.error
-        if stream.late_s > self._hung_after_s:
+        sequence = self._current.sequence
+        if sequence.error is not None:
+            raise sequence.error
+        if sequence.late_s > self._hung_after_s:
             raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
 
     async def _request(
         self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str
     ) -> tuple[Proposal, Cost]:
         """Raises:
-        SpecwireError: the stream failed.
+        SpecwireError: the sequence failed.
         """
-        is_new = self._current is None
         if self._current is None:
-            self._current = self._open_stream(replica, committed)
-        stream = self._current.stream
-        message = draft_pb2.DraftRequest(
-            open=self._opening if is_new else None,
-            num_draft_tokens=plan.num_draft_tokens,
-            max_depth=plan.max_depth,
-            traceparent=traceparent,
-            prepare=_preparation(replica, plan),
-        )
-        expected_s = replica.costs.bound((plan.num_steps, len(committed) - stream.num_sent_tokens)) / 1e9
+            self._current = self._open_at(replica, committed)
+        sequence = self._current.sequence
+        expected_s = replica.costs.bound((plan.num_steps, len(committed) - sequence.num_sent_tokens)) / 1e9
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
         started_ns = clock.stopwatch_ns()
         try:
-            async with asyncio.timeout(patience_s):
-                found, cost = await stream.request(committed, message)
+            found, cost = await sequence.request(
+                committed,
+                plan,
+                _preparation(replica, plan),
+                timeout_s=patience_s,
+                traceparent=traceparent,
+            )
         except TimeoutError:
-            stream.abandon()
+            sequence.abandon()
             waited_ns = clock.stopwatch_ns() - started_ns
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost
@@ -243,20 +237,27 @@ class RemoteDrafter:
             replica.costs.add((num_steps, cost.num_prefill_tokens), max(1, cost.wall_ns))
         return plan.limit(found), cost
 
-    def _open_stream(self, replica: Replica, committed: Sequence[int]) -> _OpenStream:
-        call = replica.open_stream(self._deadline_s, self._headers)
+    def _open_at(self, replica: Replica, committed: Sequence[int]) -> _Opened:
+        sequence = DraftSequence(
+            replica.link(),
+            self._opening,
+            self._deadline_s,
+            waits=self._pool.waits,
+            check=self._check,
+            on_answer=replica.mark_proven,
+        )
         self._pool.opened(replica, committed, self._opening.cache_salt)
-        return _OpenStream(DraftStream(call, self._check, replica.mark_proven), replica, replica.num_lost)
+        return _Opened(sequence, replica, replica.num_lost)
 
-    # --- the end of a stream --------------------------------------------------------------------------
+    # --- the end of a sequence --------------------------------------------------------------------------
 
     def _close_after(self, error: SpecwireError, replica: Replica) -> None:
-        """Close the stream after a failure, and note when its replica may be used again."""
+        """Close the sequence after a failure, and note when its replica may be used again."""
         self.close()
         match error:
             case PrefixMismatchError():
-                pass  # the next round opens a stream with all tokens
-            case ResourceExhaustedError():  # full, not lost: streams that are open there go on
+                pass  # the next round opens a sequence with all tokens
+            case ResourceExhaustedError():  # full, not lost: sequences that are open there go on
                 self.unavailable = str(error)
                 retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS
                 self._not_before_s[replica] = clock.stopwatch_ns() / 1e9 + retry_after_ms / 1e3
@@ -268,18 +269,18 @@ class RemoteDrafter:
                 self._not_before_s[replica] = math.inf
 
     def close(self) -> None:
-        """End the stream; a later round opens another one."""
+        """Close the sequence; a later round opens another one."""
         if self._current is not None:
-            self._current.stream.close()
+            self._current.sequence.close()
             self._pool.closed(self._current.replica)
         self._current = None
 
 
-def _preparation(replica: Replica, plan: Plan) -> draft_pb2.Preparation | None:
+def _preparation(replica: Replica, plan: Plan) -> Preparation | None:
     """What the draft prepares during the verify pass, if the plan asks for it and the replica can."""
     if not plan.num_outcomes or replica.info is None or not replica.info.prepares_outcomes:
         return None
-    return wire.preparation_to_proto(Preparation(plan.num_outcomes, plan.num_draft_tokens, plan.max_depth))
+    return Preparation(plan.num_outcomes, plan.num_draft_tokens, plan.max_depth)
 
 
 def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.peers.addresses import Names
+from coordinator.peers.codecs import draft_codec, verify_codec
+from coordinator.peers.link import Codec, Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import Call, GrpcCall, peer_error
+from coordinator.peers.streams import GrpcCall, peer_error
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
 from specwire.rpc import channel
@@ -95,6 +97,7 @@ class Role:
     stub: Callable[[Any], Any]
     stream: str
     info_request: Any
+    codec: Callable[[int], Codec]
 
 
 VERIFY = Role(
@@ -102,12 +105,14 @@ VERIFY = Role(
     verify_pb2_grpc.VerifyServiceStub,
     "Verify",
     verify_pb2.VerifyServiceGetModelInfoRequest(),
+    verify_codec,
 )
 DRAFT = Role(
     "draft",
     draft_pb2_grpc.DraftServiceStub,
     "Draft",
     draft_pb2.DraftServiceGetModelInfoRequest(),
+    draft_codec,
 )
 
 
@@ -120,17 +125,24 @@ class RemoteReplica(Replica):
     """
 
     def __init__(
-        self, role: Role, address: str, credentials: Credentials, check: Callable[[ModelInfo], None]
+        self,
+        role: Role,
+        address: str,
+        credentials: Credentials,
+        check: Callable[[ModelInfo], None],
+        target: Callable[[], ModelInfo],
     ) -> None:
         """Begins to monitor.
 
         Args:
             credentials: of both sides of the connection.
             check: raises HandshakeError for an incompatible service.
+            target: whose vocabulary all token ids belong to; known once a service is compatible.
         """
         super().__init__(role.name, address)
         self._role = role
         self._check = check
+        self._target = target
         self._channel = channel.open_channel(address, credentials=credentials)
         self._stub = role.stub(self._channel)
         self._health_stub = health_pb2_grpc.HealthStub(self._channel)
@@ -138,10 +150,9 @@ class RemoteReplica(Replica):
         self._is_suspect = False
         self._monitoring = asyncio.create_task(self._monitor())
 
-    def open_stream(self, timeout_s: float | None, headers: Sequence[tuple[str, str]] = ()) -> Call:
-        """See `Replica`."""
+    def _open_link(self) -> Link:
         open_stream = getattr(self._stub, self._role.stream)
-        return GrpcCall(open_stream(timeout=timeout_s, metadata=tuple(headers)))
+        return Link(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size))
 
     def mark_lost(self, reason: str) -> None:
         """See `Replica`; the next handshake follows at once."""
@@ -152,6 +163,7 @@ class RemoteReplica(Replica):
     async def close(self) -> None:
         """Stop monitoring and close the channel."""
         self._monitoring.cancel()
+        await super().close()
         await self._channel.close()
 
     async def _monitor(self) -> None:
@@ -272,7 +284,7 @@ class VerifyPool(Pool):
         """As `Pool`."""
 
         def make(address: str) -> Replica:
-            return RemoteReplica(VERIFY, address, credentials, self.check_info)
+            return RemoteReplica(VERIFY, address, credentials, self.check_info, lambda: self.info)
 
         super().__init__("verify", addresses, make, names, is_needed=True)
         self._info: ModelInfo | None = None
@@ -322,7 +334,7 @@ class DraftPool(Pool):
         check = functools.partial(check_pair, target)
 
         def make(address: str) -> Replica:
-            return RemoteReplica(DRAFT, address, credentials, check)
+            return RemoteReplica(DRAFT, address, credentials, check, lambda: target)
 
         super().__init__("draft", addresses, make, names, is_needed=False)
 

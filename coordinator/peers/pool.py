@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.peers.addresses import Names, follow
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
+from coordinator.peers.waits import Waits
 from specwire.config.fields import DNS, split_addresses
 
 
@@ -19,6 +20,7 @@ class Pool:
     Attributes:
         role: "verify" or "draft".
         replicas: all of them, whether available or not.
+        waits: time limits of all waits for them.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Pool:
         """
         self.role = role
         self.replicas: list[Replica] = []
+        self.waits = Waits()
         self._entries = split_addresses(f"{role}_address", addresses) if addresses else ()
         self._make = make
         self._is_needed = is_needed

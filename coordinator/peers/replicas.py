@@ -13,7 +13,7 @@ from specwire.estimate import clock
 from specwire.estimate.costs import CostModel
 
 if TYPE_CHECKING:
-    from coordinator.peers.streams import Call
+    from coordinator.peers.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Replica(abc.ABC):
         self._not_before_s = 0.0
         self.last_used = 0
         self.on_change: Callable[[], None] = lambda: None
+        self._link: Link | None = None
 
     @property
     def load(self) -> int:
@@ -68,17 +69,21 @@ class Replica(abc.ABC):
         """Whether it has answered a request since it was last lost. A handshake does not prove its device."""
         return not self.num_failures
 
+    def link(self) -> Link:
+        """The stream for new sequences; another one after it was lost."""
+        if self._link is None or self._link.error is not None:
+            self._link = self._open_link()
+        return self._link
+
     @abc.abstractmethod
-    def open_stream(self, timeout_s: float | None, headers: Sequence[tuple[str, str]] = ()) -> Call:
-        """Open one sequence's stream.
+    def _open_link(self) -> Link:
+        """Open a stream."""
 
-        Args:
-            timeout_s: its deadline, in seconds from now; None for none.
-            headers: of the call; those of a trace.
-        """
-
-    async def close(self) -> None:  # noqa: B027 - not every kind holds resources
+    async def close(self) -> None:
         """Release what it holds."""
+        if self._link is not None:
+            self._link.close()
+            await self._link.ended()
 
     def mark_ready(self, info: ModelInfo) -> None:
         """A handshake succeeded: new streams may go there, after its pause if it has one."""
@@ -108,6 +113,9 @@ class Replica(abc.ABC):
             self.num_failures += 1
             pause_s = _FIRST_PAUSE_S * 2 ** (self.num_failures - 2) if self.num_failures > 1 else 0.0
             self._not_before_s = clock.stopwatch_ns() / 1e9 + min(pause_s, _LONGEST_PAUSE_S)
+            if self._link is not None:
+                self._link.retire()
+                self._link = None
         self.mark_unavailable(reason)
 
     def mark_proven(self) -> None:

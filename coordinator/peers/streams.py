@@ -1,16 +1,16 @@
-"""What draft and verify share as peers of a sequence: one gRPC stream each, errors, costs."""
+"""What draft and verify share as peers: gRPC streams, their errors, costs and spans of requests."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from coordinator.cost import CallOutcome, Cost, split
-from specwire.core import Proposal
+from specwire.core import Proposal, Timings
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
 from specwire.rpc import private, statuses
@@ -40,38 +40,18 @@ async def why_ended(call: Any) -> SpecwireError:
     return ServiceUnavailableError("the stream was cancelled")
 
 
-class Call(Protocol):
-    """One sequence's stream to a model service, as its coordinator uses it."""
-
-    async def send(self, request: Any) -> None:
-        """Send a message; if the stream has ended, `read` raises why."""
-        ...
-
-    async def read(self) -> Any:
-        """The next message.
-
-        Raises:
-            SpecwireError: as the peer raised it, or for a failure of the transport.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """End the stream; the peer frees its memory."""
-        ...
-
-
 class GrpcCall:
-    """A `Call` over gRPC."""
+    """A `link.Call` over gRPC."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     async def send(self, request: Any) -> None:
-        """See `Call`."""
+        """See `link.Call`."""
         await private.send(self._call, request)
 
     async def read(self) -> Any:
-        """See `Call`."""
+        """See `link.Call`."""
         try:
             response = await self._call.read()
         except grpc.RpcError as error:
@@ -83,18 +63,22 @@ class GrpcCall:
         return response
 
     def cancel(self) -> None:
-        """See `Call`."""
+        """See `link.Call`."""
         self._call.cancel()
 
 
-def cost_of(request: Any, response: Any, started_ns: int) -> Cost:
-    """The cost of a request that was sent at `started_ns` and is answered now."""
+def cost_of(timings: Timings, started_ns: int, request_bytes: int, response_bytes: int, cached: int) -> Cost:
+    """The cost of a request that was put in line at `started_ns` and is answered now.
+
+    Args:
+        cached: its tokens that were found in the service's cache.
+    """
     return replace(
-        split(clock.stopwatch_ns() - started_ns, response.timings),
+        split(clock.stopwatch_ns() - started_ns, timings),
         outcome=CallOutcome.ASKED,
-        request_bytes=request.ByteSize(),
-        response_bytes=response.ByteSize(),
-        num_cached_tokens=response.num_cached_tokens,
+        request_bytes=request_bytes,
+        response_bytes=response_bytes,
+        num_cached_tokens=cached,
     )
 
 

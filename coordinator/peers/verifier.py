@@ -10,70 +10,105 @@ from dataclasses import replace
 from coordinator.cost import Cost
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
+from coordinator.peers.link import Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import Call, cost_of, describe, span_around
+from coordinator.peers.streams import cost_of, describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire.core import Proposal, Verdict
 from specwire.errors import (
     InternalError,
-    InvalidRequestError,
     PrefixMismatchError,
     ResourceExhaustedError,
     ServiceUnavailableError,
+    SpecwireError,
 )
 from specwire.estimate import clock
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.v1 import verify_pb2
+from specwire.v1 import common_pb2
 from specwire.wire import model as wire
+from specwire.wire.verify import VerifyAnswer, VerifyOrder
 
 log = logging.getLogger(__name__)
 
 
-class _VerifyStream:
-    """Sends one request at a time, and waits for its answer.
+class _VerifySequence:
+    """One sequence at a replica: sends one request at a time, and waits for its answer.
 
     Attributes:
         num_sent_tokens: committed tokens that the peer was sent.
+        request_bytes: see `link.Receiver`.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, link: Link, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
+        self.num_sent_tokens = self.request_bytes = 0
+        self._link = link
         self._num_requests = 0
-        self.num_sent_tokens = 0
+        self._response_bytes = 0
+        self._error: SpecwireError | None = None
+        self._answer: asyncio.Future[VerifyAnswer] | None = None
+        self._sequence_id = link.open(opening, self, timeout_s)
 
-    async def exchange(self, request: verify_pb2.VerifyRequest) -> tuple[verify_pb2.VerifyResponse, Cost]:
+    async def exchange(
+        self, committed: Sequence[int], proposal: Proposal, traceparent: str
+    ) -> tuple[VerifyAnswer, Cost]:
         """Send one request and wait for its answer; answers to earlier requests are dropped.
 
         Raises:
             SpecwireError: as the peer raised it, or for a failure of the transport.
         """
+        if self._error is not None:
+            raise self._error
         self._num_requests += 1
-        request.request_id = self._num_requests
+        base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
+        order = VerifyOrder(
+            self._sequence_id,
+            self._num_requests,
+            base_len,
+            committed[base_len:],
+            proposal.token_ids,
+            proposal.parents,
+            [support.token_ids for support in proposal.supports],
+            traceparent,
+        )
         started_ns = clock.stopwatch_ns()
-        await self._call.send(request)
-        response = await self._call.read()
-        while response.request_id != self._num_requests:
-            response = await self._call.read()
-        return response, cost_of(request, response, started_ns)
+        self._answer = asyncio.get_running_loop().create_future()
+        self._link.put(order)
+        answer = await self._answer
+        cost = cost_of(
+            answer.timings, started_ns, self.request_bytes, self._response_bytes, answer.num_cached_tokens
+        )
+        return answer, cost
+
+    def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
+        """See `link.Receiver`."""
+        if answer.request_id == self._num_requests and self._answer and not self._answer.done():
+            self._response_bytes = num_bytes
+            self._answer.set_result(answer)
+
+    def failed(self, error: SpecwireError) -> None:
+        """See `link.Receiver`."""
+        self._error = error
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
 
     def close(self) -> None:
-        """Cancel the stream; the peer frees its memory."""
-        self._call.cancel()
+        """Close it; the peer frees its memory."""
+        self._link.close_sequence(self._sequence_id)
 
 
 class RemoteVerifier:
-    """The verify service: one stream to one of its replicas, and to another one when that is lost.
+    """The verify service: one sequence at one of its replicas, and at another one when that is lost.
 
-    Why reopening a stream does not change the text. A verdict counts once `verify` has returned it, and its
-    tokens are committed before the next request; so the new stream begins with exactly the tokens that the
+    Why reopening a sequence does not change the text. A verdict counts once `verify` has returned it, and its
+    tokens are committed before the next request; so the new sequence begins with exactly the tokens that the
     client has or will get, and no index is repeated or skipped. A failure can only lose an answer that was
     not used. Its proposal is verified again unchanged: target tokens are drawn with noise that is a function
     of (seed, position, purpose, base), and so are acceptance and residual in the coordinator. The second
     verdict therefore equals the first one, up to rounding, and is not a second draw that would favour
-    outcomes which fail quickly. A late answer is never read: each stream has its own call, which was
-    cancelled.
+    outcomes which fail quickly. A late answer is never read: it is for a
+    sequence that was closed.
     """
 
     def __init__(
@@ -95,13 +130,14 @@ class RemoteVerifier:
         """
         self._pool = pool
         self._params = request.keyed_params
-        self._prompt_len = request.prompt_len
         self._remaining_s = remaining_s
         self._timeout_s = timeout_s
         self._tracer = tracer
-        self._headers = tracer.propagators.headers(parent.context)
+        self._opening = wire.open_sequence(
+            self._params, request.prompt_len, trace_headers=tracer.propagators.headers(parent.context)
+        )
         self._replica: Replica | None = None
-        self._stream: _VerifyStream | None = None
+        self._sequence: _VerifySequence | None = None
         self._has_begun = False
 
     async def verify(
@@ -162,45 +198,20 @@ class RemoteVerifier:
     async def _ask(
         self, replica: Replica, committed: Sequence[int], proposal: Proposal, traceparent: str
     ) -> tuple[Verdict, Cost]:
-        opening = self._stream is None
-        if self._stream is None:
-            self._stream = _VerifyStream(replica.open_stream(self._remaining_s(), self._headers))
+        if self._sequence is None:
+            self._sequence = _VerifySequence(replica.link(), self._opening, self._remaining_s())
             self._replica = replica
             self._pool.opened(replica, committed, self._params.cache_salt)
-        base_len, self._stream.num_sent_tokens = self._stream.num_sent_tokens, len(committed)
-        request = verify_pb2.VerifyRequest(
-            open=wire.open_sequence(self._params, self._prompt_len) if opening else None,
-            base_len=base_len,
-            token_ids=committed[base_len:],
-            draft_token_ids=proposal.token_ids,
-            parent_indices=proposal.parents,
-            support_token_ids=[wire.ids_to_bytes(support.token_ids) for support in proposal.supports],
-            traceparent=traceparent,
-        )
-        response, cost = await self._stream.exchange(request)
-        return self._checked(response, proposal), replace(cost, load=wire.load_from_proto(response.load))
-
-    def _checked(self, response: verify_pb2.VerifyResponse, proposal: Proposal) -> Verdict:
-        """Raises:
-        ServiceUnavailableError: the answer is invalid; another replica may give a valid one.
-        """
-        assert self._replica is not None
-        assert self._replica.info is not None
+        answer, cost = await self._sequence.exchange(committed, proposal, traceparent)
         try:
-            verdict = wire.verdict_from_proto(response)
-            check_verdict(
-                verdict,
-                proposal,
-                self._replica.info.vocab_size,
-                matches_tokens=self._params.matches_tokens,
-            )
-        except (InternalError, InvalidRequestError) as error:
+            check_verdict(answer.verdict, proposal)
+        except InternalError as error:  # another replica may give a valid answer
             raise ServiceUnavailableError(f"the service sent {error}") from None
-        return verdict
+        return answer.verdict, replace(cost, load=answer.load)
 
     def close(self) -> None:
-        """End the stream; a later round opens another one."""
-        if self._stream is not None and self._replica is not None:
-            self._stream.close()
+        """Close the sequence; a later round opens another one."""
+        if self._sequence is not None and self._replica is not None:
+            self._sequence.close()
             self._pool.closed(self._replica)
-        self._stream = self._replica = None
+        self._sequence = self._replica = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -46,6 +46,7 @@ class VerifyAnswer(NamedTuple):
 
     Attributes:
         num_cached_tokens: found in the prefix cache instead of being computed.
+        load: of the service, as it reports it.
     """
 
     sequence_id: int
@@ -53,6 +54,7 @@ class VerifyAnswer(NamedTuple):
     verdict: Verdict
     timings: Timings
     num_cached_tokens: int
+    load: Load = Load()
 
 
 def request_to_proto(
@@ -231,6 +233,7 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows) -> list[V
             verdicts,
             columns.timings_from_proto(message.timings, num),
             message.num_cached_tokens,
+            repeat(wire.load_from_proto(message.load)),
         )
     )
 
@@ -260,11 +263,6 @@ def _split_logprobs(
     counts = [num if has else 0 for num, has in zip(num_rows, message.has_logprobs, strict=True)]
     columns.check_lengths(message, sum(counts), "logprobs")
     return columns.split([*map(_logprobs_from_proto, message.logprobs)], counts)
-
-
-def errors_from_proto(errors: Sequence[common_pb2.SequenceError]) -> list[tuple[int, Exception]]:
-    """Sequences that were closed, and why."""
-    return [(error.sequence_id, columns.error_from_proto(error)) for error in errors]
 
 
 def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:

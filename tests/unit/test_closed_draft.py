@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-
 from coordinator.peers.draft_stream import DraftStream
+
 from specwire.errors import ServiceUnavailableError
 from specwire.v1 import draft_pb2
 

@@ -1,0 +1,57 @@
+"""How requests to draft and verify become messages, and their messages checked answers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from coordinator.peers.checks import check_proposals, check_rows
+from coordinator.peers.link import Codec
+from specwire.core import Proposal
+from specwire.errors import SpecwireError
+from specwire.v1 import draft_pb2, verify_pb2
+from specwire.wire import columns
+from specwire.wire import draft as draft_wire
+from specwire.wire import verify as verify_wire
+
+Answers = Iterator[tuple[int, Any]]
+
+
+def verify_codec(vocab_size: int) -> Codec:
+    """Of a verify service with this vocabulary, in tokens."""
+
+    def decode(message: verify_pb2.VerifyResponse) -> Answers:
+        rows = verify_wire.rows_from_proto(message)
+        check_rows(rows, vocab_size)
+        for answer in verify_wire.answers_from_proto(message, rows):
+            yield answer.sequence_id, answer
+        yield from _errors(message)
+
+    return Codec(verify_wire.request_to_proto, decode)
+
+
+def draft_codec(vocab_size: int) -> Codec:
+    """Of a draft service, for a target with this vocabulary, in tokens."""
+
+    def proposals(message: draft_pb2.Proposals, base_lens: Any) -> list[Proposal]:
+        found = draft_wire.columns_from_proto(message, len(base_lens))
+        check_proposals(found, vocab_size)
+        return draft_wire.proposals_of(found, base_lens)
+
+    def decode(message: draft_pb2.DraftResponse) -> Answers:
+        answers = draft_wire.answers_from_proto(message, proposals(message.proposals, message.base_lens))
+        for answer in answers:
+            yield answer.sequence_id, answer
+        if message.HasField("prepared"):
+            ahead = message.prepared
+            for each in draft_wire.prepared_from_proto(ahead, proposals(ahead.proposals, ahead.base_lens)):
+                yield each.sequence_id, each
+        yield from _errors(message)
+
+    return Codec(draft_wire.request_to_proto, decode)
+
+
+def _errors(message: Any) -> Iterator[tuple[int, SpecwireError]]:
+    """Sequences that the service closed, and why."""
+    for error in message.errors:
+        yield error.sequence_id, columns.error_from_proto(error)

@@ -1,0 +1,201 @@
+"""One sequence at a draft service. Knows no grpc."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from coordinator.cost import CallOutcome, Cost, split
+from coordinator.generation import Plan
+from coordinator.peers.link import Link
+from coordinator.peers.prepared import Origin, PreparedProposals
+from coordinator.peers.streams import cost_of
+from coordinator.peers.waits import Waits
+from specwire import tree
+from specwire.core import Preparation, Proposal, Timings
+from specwire.errors import InternalError, ServiceUnavailableError, SpecwireError
+from specwire.estimate import clock
+from specwire.v1 import common_pb2
+from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+
+
+class DraftSequence:
+    """Sends requests in order, and keeps the proposals that arrive by the tokens that they follow.
+
+    Attributes:
+        prepared: proposals that no round has used yet.
+        num_sent_tokens: committed tokens that the draft was sent.
+        error: why nothing more will arrive; None while the sequence is open.
+        request_bytes: see `link.Receiver`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        opening: common_pb2.OpenSequence,
+        timeout_s: float | None,
+        *,
+        waits: Waits,
+        check: Callable[[Proposal], None] = lambda _: None,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open it.
+
+        Args:
+            timeout_s: its deadline, in seconds from now; None for none.
+            check: raises SpecwireError for a proposal that could not be judged.
+            on_answer: called for each answer.
+        """
+        self._link = link
+        self._waits = waits
+        self._check = check
+        self._on_answer = on_answer
+        self.num_sent_tokens = 0
+        self.request_bytes = 0
+        self._last_proposed = Proposal(0)  # after the committed tokens that were sent
+        self._num_requests = self._num_answered = self._num_abandoned = 0
+        self._asked_id = self._asked_ns = 0
+        self._arrival: asyncio.Future[None] | None = None
+        self.prepared = PreparedProposals()
+        self.error: SpecwireError | None = None
+        self._cost = Cost()
+        self._sequence_id = link.open(opening, self, timeout_s)
+
+    @property
+    def late_s(self) -> float:
+        """How long ago the abandoned request was sent, in seconds; 0 once it is answered."""
+        is_late = self._num_answered < self._num_abandoned
+        return (clock.stopwatch_ns() - self._asked_ns) / 1e9 if is_late else 0.0
+
+    def abandon(self) -> None:
+        """Stop waiting for the last answer; it is late from now on."""
+        self._num_abandoned = self._num_requests
+
+    async def request(
+        self,
+        committed: Sequence[int],
+        plan: Plan,
+        preparation: Preparation | None = None,
+        *,
+        timeout_s: float,
+        traceparent: str = "",
+    ) -> tuple[Proposal, Cost]:
+        """Commit tokens, and wait for a proposal that follows them, be it the answer or a prepared one.
+
+        Raises:
+            SpecwireError: the sequence failed, or the answer does not follow the tokens.
+            TimeoutError: nothing arrived in time.
+        """
+        token_ids = committed[self.num_sent_tokens :]
+        self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
+        self._asked_id, self._asked_ns = self._num_requests, clock.stopwatch_ns()
+        due_ns = self._asked_ns + timeout_s * 1e9
+        while (found := self.prepared.take(committed)) is None:
+            if self.error is not None:
+                raise self.error
+            if self._num_answered == self._asked_id:
+                raise InternalError(f"the draft answered with nothing that follows {len(committed)} tokens")
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._waits.of(self._arrival, timeout_s)
+            timeout_s = (due_ns - clock.stopwatch_ns()) / 1e9
+        num_drafted = tree.num_in_common(self._last_proposed, token_ids)
+        self._last_proposed = found.proposal
+        answered = self._num_answered == self._asked_id
+        cost = self._cost if answered else self._cost_of_pushed(found.origin)
+        return found.proposal, replace(cost, num_prefill_tokens=len(token_ids) - num_drafted)
+
+    def _cost_of_pushed(self, origin: Origin) -> Cost:
+        """Of the request that was sent last, which a prepared proposal has made unnecessary.
+
+        Where the request had arrived when the proposal was sent, the draft worked on since; else the
+        proposal was on its way already.
+        """
+        had_arrived = origin.last_request_id >= self._asked_id
+        age_ns = origin.request_age_ns if had_arrived else 0
+        on_path_ns = min(origin.forward_ns, age_ns)
+        timings = Timings(residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns)
+        return replace(
+            split(clock.stopwatch_ns() - self._asked_ns, timings),
+            outcome=CallOutcome.BEGUN,
+            request_bytes=self.request_bytes,
+            prepared_by=origin.traceparent,
+        )
+
+    def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
+        """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
+        self._put(committed, 0, 0, preparation, "")
+        self._last_proposed = proposal
+
+    def _put(
+        self,
+        committed: Sequence[int],
+        num_draft_tokens: int,
+        max_depth: int,
+        preparation: Preparation | None,
+        traceparent: str,
+    ) -> None:
+        base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
+        self._num_requests += 1
+        self._link.put(
+            DraftOrder(
+                self._sequence_id,
+                self._num_requests,
+                base_len,
+                committed[base_len:],
+                num_draft_tokens,
+                max_depth,
+                preparation,
+                traceparent,
+            )
+        )
+
+    def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
+        """See `link.Receiver`."""
+        proposal = answer.proposal
+        try:
+            self._check(proposal)
+        except InternalError as error:
+            self.failed(InternalError(f"the service sent {error}"))
+            self._link.close_sequence(self._sequence_id)
+            return
+        if isinstance(answer, DraftAnswer):
+            self._answered(answer, num_bytes)
+            if proposal.token_ids:
+                self.prepared.add((), proposal)
+        else:
+            self.prepared.add(answer.path, proposal, _origin(answer))
+        self._wake()
+
+    def _answered(self, answer: DraftAnswer, num_bytes: int) -> None:
+        self._num_answered = answer.request_id
+        self._on_answer()
+        if answer.request_id == self._asked_id:
+            cost = cost_of(
+                answer.timings, self._asked_ns, self.request_bytes, num_bytes, answer.num_cached_tokens
+            )
+            self._cost = replace(cost, outcome=CallOutcome.BEGUN) if answer.begun_ahead else cost
+
+    def failed(self, error: SpecwireError) -> None:
+        """See `link.Receiver`."""
+        self.error = self.error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)
+
+    def close(self) -> None:
+        """Close it; the peer frees its memory, and a wait for a proposal ends."""
+        self._link.close_sequence(self._sequence_id)
+        self.failed(ServiceUnavailableError("the sequence was closed"))
+
+
+def _origin(prepared: PreparedAnswer) -> Origin:
+    return Origin(
+        forward_ns=prepared.forward_ns,
+        last_request_id=prepared.last_request_id,
+        request_age_ns=prepared.last_request_age_ns,
+        traceparent=prepared.traceparent,
+    )

@@ -1,0 +1,199 @@
+"""One stream to a model service, shared by all sequences of this coordinator there. Knows no grpc.
+
+    sequences ─▶ put, open, close ─▶ collected while the last message is sent ─▶ one message
+    sequences ◀─ received, failed ◀─ one message, decoded and checked as a whole
+
+A lone sequence's request goes out at once. When the stream ends, all of its sequences have failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
+from specwire.v1 import common_pb2
+
+
+class Call(Protocol):
+    """A stream of messages to a model service."""
+
+    async def send(self, request: Any) -> None:
+        """Send a message; if the stream has ended, `read` raises why."""
+        ...
+
+    async def read(self) -> Any:
+        """The next message.
+
+        Raises:
+            SpecwireError: as the peer raised it, or for a failure of the transport.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End the stream; the peer frees its memory."""
+        ...
+
+
+class Codec(NamedTuple):
+    """How requests become messages, and messages answers.
+
+    Attributes:
+        encode: a message, from sequences to open and to close, and requests.
+        decode: a message's answers and errors, each with the sequence that it is for; raises InternalError or
+            InvalidRequestError for a message that cannot be right.
+    """
+
+    encode: Callable[[Sequence[common_pb2.OpenSequence], Sequence[int], Sequence[Any]], Any]
+    decode: Callable[[Any], Iterable[tuple[int, Any]]]
+
+
+class Receiver(Protocol):
+    """One sequence's end of a link.
+
+    Attributes:
+        request_bytes: its share of the message with its last request.
+    """
+
+    request_bytes: int
+
+    def received(self, answer: Any, num_bytes: int) -> None:
+        """An answer, and its share of the message that it came with. Must not raise."""
+        ...
+
+    def failed(self, error: SpecwireError) -> None:
+        """The sequence is closed: nothing more is received. Must not raise."""
+        ...
+
+
+class Link:
+    """One stream, and the sequences that are open on it.
+
+    Attributes:
+        error: why it has ended; None while it is open.
+    """
+
+    def __init__(self, call: Call, codec: Codec) -> None:
+        """Begin to send and to receive."""
+        self.error: SpecwireError | None = None
+        self._call = call
+        self._codec = codec
+        self._receivers: dict[int, Receiver] = {}
+        self._last_id = 0
+        self._opened: list[common_pb2.OpenSequence] = []
+        self._closed: list[int] = []
+        self._orders: list[Any] = []
+        self._is_retired = False
+        self._ready = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._send_all()), asyncio.create_task(self._receive_all())]
+
+    @property
+    def num_sequences(self) -> int:
+        """Those that are open."""
+        return len(self._receivers)
+
+    def open(self, opening: common_pb2.OpenSequence, receiver: Receiver, timeout_s: float | None) -> int:
+        """Open a sequence; returns its id.
+
+        Args:
+            timeout_s: its deadline, in seconds from now; None for none.
+        """
+        self._last_id += 1
+        message = common_pb2.OpenSequence()
+        message.CopyFrom(opening)
+        message.sequence_id = self._last_id
+        message.timeout_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1e3))
+        self._receivers[self._last_id] = receiver
+        self._opened.append(message)
+        self._ready.set()
+        return self._last_id
+
+    def put(self, order: Any) -> None:
+        """Send a request with the next message."""
+        self._orders.append(order)
+        self._ready.set()
+
+    def close_sequence(self, sequence_id: int) -> None:
+        """Close a sequence; the peer frees its memory."""
+        if self._receivers.pop(sequence_id, None) is not None:
+            self._closed.append(sequence_id)
+            self._ready.set()
+            self._end_if_unused()
+
+    def retire(self) -> None:
+        """End it after its last sequence: new ones are opened elsewhere."""
+        self._is_retired = True
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_retired and not self._receivers:
+            self.close()
+
+    def close(self) -> None:
+        """End the stream with all its sequences."""
+        self._end(ServiceUnavailableError("the stream was closed"))
+
+    def _end(self, error: SpecwireError) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        self._call.cancel()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.failed(error)
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            await self._call.send(self._next_message())
+
+    def _next_message(self) -> Any:
+        opened, self._opened = self._opened, []
+        closed, self._closed = self._closed, []
+        orders, self._orders = self._orders, []
+        message = self._codec.encode(opened, closed, orders)
+        share = message.ByteSize() // max(1, len(orders))
+        for order in orders:
+            if receiver := self._receivers.get(order.sequence_id):
+                receiver.request_bytes = share
+        return message
+
+    async def _receive_all(self) -> None:
+        try:
+            while True:
+                self._dispatch(await self._call.read())
+        except SpecwireError as error:
+            self._end(error)
+
+    def _dispatch(self, message: Any) -> None:
+        """Raises:
+        SpecwireError: the message cannot be right, so nothing of the peer can be trusted.
+        """
+        try:
+            answers = list(self._codec.decode(message))
+        except (InternalError, InvalidRequestError) as error:
+            raise ServiceUnavailableError(f"the service sent {error}") from None
+        share = message.ByteSize() // max(1, len(answers))
+        for sequence_id, answer in answers:
+            receiver = self._receivers.get(sequence_id)
+            if receiver is None:
+                continue  # closed while it was under way
+            if isinstance(answer, SpecwireError):
+                del self._receivers[sequence_id]
+                receiver.failed(answer)
+            else:
+                receiver.received(answer, share)
+        self._end_if_unused()
+
+    async def ended(self) -> None:
+        """Wait until its tasks have ended, after `close`."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, return_exceptions=True)
