@@ -94,6 +94,10 @@ class Drafter(Protocol):
         """Why the draft was not there for a part of the generation; empty if it always was."""
         ...
 
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """The target goes on by itself with this proposal, which was prepared; the draft works on from it."""
+        ...
+
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
@@ -116,6 +120,13 @@ class Verifier(Protocol):
         self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
     ) -> tuple[Verdict, Cost]:
         """The target's verdict on every draft position and on the one after them."""
+        ...
+
+    def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
+        """The proposal that the target judges next by itself, after the outcome of the last verdict.
+
+        None if it waits for a request, or came to another outcome.
+        """
         ...
 
 
@@ -203,6 +214,7 @@ class Generation:
         self._trace_detail = trace_detail
         self._parent = parent
         self._may_start = may_start
+        self._begun: Proposal | None = None
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Rounds until `max_tokens` are emitted; at a stop condition the caller stops iterating."""
@@ -214,6 +226,7 @@ class Generation:
             with self._tracer.span("round", parent=self._parent.context) as span:
                 done = await self._round(span)
                 self.committed.extend(token_id for token_id, _ in done.emitted)
+                self._begun = self._verifier.begun(self.committed, done.outcome)
                 if span.trace_id:
                     span.link(done.draft_cost.prepared_by)
                     span.set({names.ROUND: number, **_round_attributes(done)})
@@ -237,6 +250,8 @@ class Generation:
         return Round(proposal, verdict, outcome, draft_cost, verify_cost)
 
     async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
+        if self._begun is not None and plan.num_draft_tokens:
+            return self._begun, self._drafter.follow(self.committed, self._begun, plan)
         self._ledger.switch(Stage.DRAFT)
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost)

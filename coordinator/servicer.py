@@ -27,6 +27,7 @@ from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
+from specwire.core import Proposal
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -182,7 +183,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
     ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
-        drafter = self._drafter(request, remaining_s(), parent)
         verifier = RemoteVerifier(
             self._verify,
             request,
@@ -190,11 +190,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
             parent=parent,
+            goes_on=self._config.verify_ahead and not request.draft.method,
         )
+        drafter = self._drafter(request, remaining_s(), parent, verifier.prepare)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
-    def _drafter(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> Drafter:
+    def _drafter(
+        self,
+        request: GenerationRequest,
+        deadline_s: float | None,
+        parent: Span,
+        on_prepared: Callable[[Sequence[int], Proposal], None],
+    ) -> Drafter:
         """The draft service, a text, or both."""
         model = RemoteDrafter(
             self._draft,
@@ -203,6 +211,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             deadline_s=deadline_s,
             tracer=self._tracer,
             parent=parent,
+            on_prepared=on_prepared,
         )
         return self._texts.drafter(request, model) if request.draft.method else model
 

@@ -89,6 +89,11 @@ class TextDrafter:
         """See `generation.Drafter`; why the model was not there."""
         return self._model.unavailable
 
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """See `generation.Drafter`."""
+        self._guess = None
+        return self._model.follow(committed, begun, plan)
+
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
 from coordinator.peers.link import Link
-from coordinator.peers.prepared import Origin, PreparedProposals
 from coordinator.peers.streams import cost_of
 from coordinator.peers.waits import Waits
 from specwire import tree
 from specwire.core import Preparation, Proposal, Timings
 from specwire.errors import InternalError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
+from specwire.prepared import PreparedProposals
 from specwire.v1 import common_pb2
 from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a proposal was made, for the ledger; empty for the answer to a request.
+
+    Attributes:
+        forward_ns: the passes that made it.
+        last_request_id: the last request that had arrived at the draft when it was sent.
+        request_age_ns: the age of that request then.
+        traceparent: of the span of its preparation; empty if there is none.
+    """
+
+    forward_ns: int = 0
+    last_request_id: int = 0
+    request_age_ns: int = 0
+    traceparent: str = ""
 
 
 class DraftSequence:
@@ -39,6 +56,7 @@ class DraftSequence:
         waits: Waits,
         check: Callable[[Proposal], None] = lambda _: None,
         on_answer: Callable[[], None] = lambda: None,
+        on_prepared: Callable[[Sequence[int], Proposal], None] = lambda path, proposal: None,
     ) -> None:
         """Open it.
 
@@ -46,11 +64,13 @@ class DraftSequence:
             timeout_s: its deadline, in seconds from now; None for none.
             check: raises SpecwireError for a proposal that could not be judged.
             on_answer: called for each answer.
+            on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
         self._link = link
         self._waits = waits
         self._check = check
         self._on_answer = on_answer
+        self._on_prepared = on_prepared
         self.num_sent_tokens = 0
         self.request_bytes = 0
         self._last_proposed = Proposal(0)  # after the committed tokens that were sent
@@ -162,9 +182,10 @@ class DraftSequence:
         if isinstance(answer, DraftAnswer):
             self._answered(answer, num_bytes)
             if proposal.token_ids:
-                self.prepared.add((), proposal)
+                self.prepared.add((), proposal, Origin())
         else:
             self.prepared.add(answer.path, proposal, _origin(answer))
+            self._on_prepared(answer.path, proposal)
         self._wake()
 
     def _answered(self, answer: DraftAnswer, num_bytes: int) -> None:

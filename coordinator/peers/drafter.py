@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
 from coordinator.peers.checks import check_proposal
-from coordinator.peers.draft_sequence import DraftSequence
+from coordinator.peers.draft_sequence import DraftSequence, Origin
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -24,6 +24,7 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.estimate import clock
+from specwire.prepared import Prepared
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.wire import model as wire
@@ -73,6 +74,7 @@ class RemoteDrafter:
         deadline_s: float | None,
         tracer: tracing.Tracing,
         parent: tracing.Span,
+        on_prepared: Callable[[Sequence[int], Proposal], None] = lambda path, proposal: None,
     ) -> None:
         """Opens nothing yet.
 
@@ -80,6 +82,7 @@ class RemoteDrafter:
             timeout_s: longest wait for a proposal, unless proposals are known to cost more.
             deadline_s: of the request, from now; None without one.
             parent: span of the generation.
+            on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
@@ -93,10 +96,17 @@ class RemoteDrafter:
         )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
+        self._on_prepared = on_prepared
         self._tracer = tracer
         self._current: _Opened | None = None
         self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
+
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """See `generation.Drafter`."""
+        if self._current is None:
+            return Cost(outcome=CallOutcome.READY)
+        return self._continue_from(committed, begun, plan, self._current.sequence.prepared.take(committed))
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
@@ -176,12 +186,19 @@ class RemoteDrafter:
         found = sequence.prepared.take(committed)
         if found is None:
             return None
-        proposal, origin = plan.limit(found.proposal), found.origin
+        proposal = plan.limit(found.proposal)
+        return proposal, self._continue_from(committed, proposal, plan, found)
+
+    def _continue_from(
+        self, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
+    ) -> Cost:
+        """The draft works on from a proposal that it had prepared, if the plan asks for it; what that cost."""
+        assert self._current is not None
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
-            sequence.continue_from(committed, proposal, preparation)
-        cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
-        return proposal, cost
+            self._current.sequence.continue_from(committed, proposal, preparation)
+        origin = found.origin if found is not None else Origin()
+        return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
     @property
     def _hung_after_s(self) -> float:
@@ -245,9 +262,14 @@ class RemoteDrafter:
             waits=self._pool.waits,
             check=self._check,
             on_answer=replica.mark_proven,
+            on_prepared=self._prepared_at(replica),
         )
         self._pool.opened(replica, committed, self._opening.cache_salt)
         return _Opened(sequence, replica, replica.num_lost)
+
+    def _prepared_at(self, replica: Replica) -> Callable[[Sequence[int], Proposal], None]:
+        source = replica.info.name if replica.info else ""
+        return lambda path, proposal: self._on_prepared(path, replace(proposal, source=source))
 
     # --- the end of a sequence --------------------------------------------------------------------------
 

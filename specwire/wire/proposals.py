@@ -27,7 +27,7 @@ def to_proto(
     """One entry for each.
 
     Args:
-        num_wanted: tokens that each is padded to, if it has supports; so that its size does not depend on them.
+        num_wanted: tokens that each is padded to if it has supports: its size must not depend on them.
         support_len: entries that each support is padded to, likewise.
     """
     token_ids = [
