@@ -192,7 +192,7 @@ class RemoteDrafter:
     def _continue_from(
         self, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
     ) -> Cost:
-        """The draft works on from a proposal that it had prepared, if the plan asks for it; what that cost."""
+        """The draft works on from a proposal that it had prepared, if the plan says so; what that cost."""
         assert self._current is not None
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:

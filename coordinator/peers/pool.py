@@ -21,7 +21,7 @@ class Pool:
         role: "verify" or "draft".
         replicas: all of them, whether available or not.
         waits: time limits of all waits for them.
-        num_disagreements: rounds where the service, going on by itself, came to another outcome than the rule.
+        num_disagreements: rounds where the service, going on by itself, came to another outcome than we did.
     """
 
     def __init__(
