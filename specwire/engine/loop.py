@@ -160,7 +160,7 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What the body submits and closes reaches the thread at once and in order, before any further step."""
+        """What the body submits and closes reaches the thread at once, before any further step."""
         commands = self._gathered = []
         try:
             yield
