@@ -1,6 +1,6 @@
-"""One stream of the draft service: proposals on request, and others prepared ahead of requests.
+"""One sequence of the draft service: proposals on request, and others prepared ahead of requests.
 
-While the target verifies a proposal the stream works ahead: it forks its sequence for the likeliest outcomes
+While the target verifies a proposal the draft works ahead: it forks the sequence for the likeliest outcomes
 of the round, drafts what would follow each, all in the same forward passes, and hands over each proposal when
 it is ready. When it gets ahead of the target, it continues with the likeliest outcomes of those proposals.
 
@@ -11,88 +11,39 @@ The next request commits tokens. If a branch was made for them, it becomes the r
 branches; every other branch is closed, and its memory is free before the next forward pass. Proposals are the
 same as if they had been requested: a draft token depends only on seed, position and the tokens before it, and
 under block verification on the committed length that the branch is for.
+
+It never waits: each call does what can be done now, and the engine's results continue it.
+
+    request(..)         serve it if none is served, else queue it
+    settle(.., result)  of a job; the answer to the request that waited for it, then the next request
+    work_ahead()        after results: branch out
+    take_ready()        when the link has room: prepared proposals
+
 Knows no grpc.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
-from specwire.core import MAX_TREE_NODES, Preparation, Proposal, SamplingParams
-from specwire.engine.jobs import TokenSequence
+from specwire.core import MAX_TREE_NODES, Preparation, Proposal
+from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
-from specwire.errors import SpecwireError
-from specwire.estimate.calibration import NUM_RANKS, Calibration
+from specwire.engine.replies import Sink
+from specwire.errors import ResourceExhaustedError, SpecwireError
+from specwire.estimate.calibration import NUM_RANKS
 from specwire.estimate.forecast import Forecast
+from specwire.telemetry.tracing import Span
+from specwire.wire.draft import DraftOrder
 
+MAX_REQUESTS = 64
+"""Most requests of a sequence that are queued or served. A coordinator has one or two at a time."""
 MIN_WORTH = 0.005
 """Outcomes less likely than this are not prepared."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBranch:
-    """A proposal for the case that `path` follows the tokens which the stream's last request committed.
-
-    Attributes:
-        num_wanted: draft tokens that were asked for; the proposal may have fewer.
-        started_ns, finished_ns: when it was worked on, by the stopwatch.
-        forward_ns: its passes.
-    """
-
-    path: tuple[int, ...]
-    proposal: Proposal
-    num_wanted: int
-    started_ns: int
-    finished_ns: int
-    forward_ns: int
-
-
-class Kind(NamedTuple):
-    """What a proposal is to be.
-
-    Attributes:
-        max_depth: longest path of a tree; 0 for a chain.
-        num_candidates: likeliest tokens to record at each position.
-        calibration: of a tree's candidates.
-    """
-
-    num_draft_tokens: int
-    max_depth: int
-    num_candidates: int
-    calibration: Calibration
-
-    @property
-    def extra_len(self) -> int:
-        """Tokens that its job may add to the sequence."""
-        return min(self.num_draft_tokens, MAX_TREE_NODES) if self.max_depth else self.num_draft_tokens
-
-    def job(self, *args: Any, **fields: Any) -> DraftJob:
-        """Drafts it; arguments as of `Job`."""
-        fields |= {"num_draft_tokens": self.num_draft_tokens, "num_candidates": self.num_candidates}
-        if not (self.max_depth and self.num_draft_tokens):
-            return DraftJob(*args, **fields)
-        fields |= {"max_depth": self.max_depth, "calibration": self.calibration}
-        return TreeJob(*args, **fields)
-
-
-class DraftAnswer(NamedTuple):
-    """The answer to one request.
-
-    Attributes:
-        job: the job that committed its tokens.
-        proposal: None when no tokens were wanted.
-        was_prepared: whether the work began before the request arrived.
-        ahead_ns: passes that had ended when it arrived.
-    """
-
-    job: DraftJob
-    proposal: Proposal | None
-    was_prepared: bool
-    ahead_ns: int
 
 
 class Likely(NamedTuple):
@@ -102,61 +53,58 @@ class Likely(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-Push = Callable[[int, Sequence[PreparedBranch]], Awaitable[None]]
-"""Sends prepared proposals, given the committed length that their paths begin at; likeliest first."""
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Branch:
     """A proposal, finished or in progress, and the tokens between the root's committed ones and it.
 
     Attributes:
         path: these tokens; empty for the root.
         worth: estimated probability that the proposal will be requested.
-        peek: the job that finds the candidates after the whole proposal, once it was submitted.
-        bonus_worths: worth of each of these candidates, likeliest first.
+        done: its job has ended.
+        proposal: None while it is in progress, when it failed, and where no tokens were wanted.
+        error: what its job failed with.
+        pushed: the proposal was handed over.
+        peeked: a job was submitted that finds the candidates after the whole proposal.
+        bonus: these candidates, likeliest first, once they are known.
+        bonus_worths: worth of each of them while that job runs.
         outcomes: outcomes of its own proposal without a branch, likeliest last.
         taken: the tokens of the outcomes that have a branch, or had one.
         num_listed: positions whose candidates are in `outcomes`; nodes of a tree.
     """
 
     job: DraftJob
-    future: asyncio.Future[Proposal]
     path: tuple[int, ...] = ()
     worth: float = 1.0
+    done: bool = False
+    proposal: Proposal | None = None
+    error: SpecwireError | None = None
     pushed: bool = False
-    peek: asyncio.Future[Any] | None = None
+    peeked: bool = False
+    bonus: list[int] | None = None
     bonus_worths: list[float] = field(default_factory=list)
     outcomes: list[Likely] = field(default_factory=list)
     taken: set[tuple[int, ...]] = field(default_factory=set)
     num_listed: int = 0
 
-    @property
-    def proposal(self) -> Proposal | None:
-        """None while it is in progress, or when it failed."""
-        found: Proposal | None = _result(self.future)
-        return found
-
-    @property
-    def failed(self) -> bool:
-        """Whether there will never be a proposal."""
-        return self.future.done() and self.proposal is None
+    def settle(self, job: Job, result: Any) -> None:
+        """The result of its job, or of the one that looked at what follows."""
+        error = result if isinstance(result, SpecwireError) else None
+        if job is self.job:
+            self.done, self.error = True, error
+            self.proposal = None if error else result
+        else:
+            self.bonus_worths = []
+            self.bonus = result if isinstance(job, PeekJob) and not error else None
 
     @property
     def candidates(self) -> list[list[int]]:
         """By position of its proposal, and for the position after it where that is known."""
-        bonus = _result(self.peek) if self.peek else None
-        return self.job.candidates if bonus is None else [*self.job.candidates, bonus]
+        return self.job.candidates if self.bonus is None else [*self.job.candidates, self.bonus]
 
     @property
     def next_worth(self) -> float:
         """Worth of its likeliest outcome without a branch."""
         return self.worth * self.outcomes[-1].probability if self.outcomes else 0.0
-
-    @property
-    def worths_to_come(self) -> list[float]:
-        """Worth of each outcome that a running peek will list."""
-        return [] if self.peek is None or self.peek.done() else self.bonus_worths
 
     def list_outcomes(self, forecast: Forecast) -> None:
         """List the outcomes again if candidates of another position are known by now."""
@@ -199,111 +147,220 @@ class Branch:
         self.num_listed = 0  # outcomes below the minimum worth may be above it now
 
 
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request that is queued, served, or answered.
+
+    Attributes:
+        received_ns: when it arrived, by the stopwatch.
+        span: around it.
+        root: the branch that is its answer, once it is served.
+        was_prepared: the work on it had begun before.
+        ahead_ns: passes for it that had ended when its turn came.
+    """
+
+    order: DraftOrder
+    received_ns: int
+    span: Span
+    root: Branch | None = None
+    was_prepared: bool = False
+    ahead_ns: int = 0
+
+    @property
+    def job(self) -> DraftJob:
+        """The job that committed its tokens."""
+        assert self.root is not None
+        return self.root.job
+
+    @property
+    def proposal(self) -> Proposal:
+        """Its answer; empty where no tokens were wanted."""
+        assert self.root is not None
+        found, num_wanted = self.root.proposal, self.order.num_draft_tokens
+        if found is None or not num_wanted:
+            return Proposal(self.root.job.committed_len)
+        return found if len(found.token_ids) <= num_wanted else found.first(num_wanted)
+
+
 class Lookahead:
-    """Drafts for one stream.
+    """Drafts for one sequence.
 
     Args:
-        sequence: the stream's own, which lives as long as the stream.
+        sequence: it lives longer than this.
         vocab_limit: token ids from here on are never proposed; 0 for no limit.
-        forecast: of this stream's rounds.
-        push: sends prepared proposals.
+        forecast: of this sequence's rounds.
+        sink: gets the results of all jobs, to pass each on to `settle`; the tag of a job is the id of the
+            sequence, and the branch that it is for.
+        answer: called with every request that was served.
+
+    Attributes:
+        requests: the one that is served, and those that wait for it.
     """
 
     def __init__(
-        self, engine: Engine, sequence: TokenSequence, *, vocab_limit: int, forecast: Forecast, push: Push
+        self,
+        engine: Engine,
+        sequence: TokenSequence,
+        *,
+        sequence_id: int,
+        vocab_limit: int,
+        forecast: Forecast,
+        sink: Sink,
+        answer: Callable[[Request], None],
     ) -> None:
+        self.requests: deque[Request] = deque()
         self._engine = engine
         self._sequence = sequence
+        self._sequence_id = sequence_id
         self._vocab_limit = vocab_limit
         self._forecast = forecast
-        self._push = push
+        self._sink = sink
+        self._answer = answer
         self._root: Branch | None = None
         self._branches: list[Branch] = []
         self._preparation: Preparation | None = None  # for the root; None while a request is served
-        self._work: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
 
     @property
-    def params(self) -> SamplingParams:
-        """Of the stream."""
-        return self._sequence.params
+    def works_ahead(self) -> bool:
+        """Whether something is to be prepared now."""
+        return self._preparation is not None
 
-    async def draft(
-        self,
-        base_len: int,
-        token_ids: Sequence[int],
-        num_draft_tokens: int,
-        preparation: Preparation | None,
-        max_depth: int = 0,
-    ) -> DraftAnswer:
-        """Commit tokens and draft what follows; then work ahead if asked to, until the next request.
-
-        Args:
-            base_len: committed length that the sequence is rolled back to.
-            token_ids: committed tokens after it.
-            num_draft_tokens: wanted; 0 with a preparation when the proposal was pushed before.
-            preparation: what to prepare ahead of the next request; None for nothing.
-            max_depth: longest path of a tree; 0 for a chain.
+    def request(self, request: Request) -> None:
+        """Commit its tokens and draft what follows; then work ahead if asked to, until the next request.
 
         Raises:
-            SpecwireError: the request cannot be served.
+            SpecwireError: it cannot be served, or too many wait; the sequence cannot be continued.
         """
-        if self._work is not None and self._work.done():
-            self._work.result()  # it only ends with an exception, a defect, which ends the stream too
-        self._preparation = None
-        path = self._path_from_root(base_len, token_ids)
-        if path:
-            self._learn(path)
-        root = self._follow(path)
-        ahead_ns = root.job.forward_ns if root else 0
-        was_prepared = root is not None and await self._finishes(root)
-        if root is None or not was_prepared:
-            num_candidates = NUM_RANKS if preparation or max_depth else 0
-            kind = Kind(num_draft_tokens, max_depth, num_candidates, self._forecast.calibration)
-            root, ahead_ns = self._draft_unprepared(base_len, token_ids, kind), 0
-        self._root = root
-        proposal: Proposal | None = await root.future
-        if proposal is not None and preparation is not None:
-            self._start_working_ahead(preparation)
-        if proposal is not None:
-            proposal = proposal.first(num_draft_tokens) if num_draft_tokens else None
-        return DraftAnswer(root.job, proposal, was_prepared, ahead_ns)
+        self.requests.append(request)
+        if len(self.requests) > MAX_REQUESTS:
+            raise ResourceExhaustedError(f"{MAX_REQUESTS} requests of a sequence are not answered")
+        if len(self.requests) == 1:
+            self._serve()
+
+    def settle(self, branch: Branch, job: Job, result: Any) -> None:
+        """The result of a job, or the error that it failed with.
+
+        Errors of background jobs are not reported, since the sequence works without them.
+
+        Raises:
+            SpecwireError: a request cannot be served.
+        """
+        branch.settle(job, result)
+        if self.requests and self.requests[0].root is branch:
+            self._serve()
 
     def close(self) -> None:
-        """Stop working ahead and close all forks; the stream's own sequence belongs to the caller."""
-        if self._work is not None and not self._work.cancel() and not self._work.cancelled():
-            self._work.exception()  # retrieved: most likely the stream it pushed to has ended
+        """Close all forks; the sequence itself belongs to the caller."""
         self._close(self._branches)
-        self._branches = []
+        self._branches, self._preparation = [], None
 
-    async def _finishes(self, branch: Branch) -> bool:
-        """Wait for the proposal of a branch that was requested; False if it fails.
+    def _close(self, branches: Iterable[Branch]) -> None:
+        for branch in branches:
+            self._engine.close_sequence(branch.job.sequence)
 
-        It may fail for lack of memory to work ahead in, just before the engine promotes its job.
+    # --- requests -------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Serve requests in their order, up to the first one whose proposal is not there yet."""
+        while self.requests:
+            request = self.requests[0]
+            if request.root is None:
+                self._begin(request)
+            if not self._is_served(request):
+                return
+            self.requests.popleft()
+            if request.root and request.root.proposal:
+                self._preparation = request.order.prepare
+            self._answer(request)
+
+    def _begin(self, request: Request) -> None:
+        """Take the branch that was made for its tokens, if there is one, else draft them."""
+        self._preparation = None
+        branch = self._prepared(request.order)
+        if branch is None:
+            branch = self._draft_unprepared(request.order)
+        else:
+            request.was_prepared, request.ahead_ns = True, branch.job.forward_ns
+            if not branch.done:
+                self._engine.promote(branch.job)
+        request.root = self._root = branch
+
+    def _is_served(self, request: Request) -> bool:
+        """Whether its proposal is there.
+
+        A branch may fail for lack of memory to work ahead in, just before the engine promotes its job: then
+        the request gets a job of its own.
         """
-        if not branch.future.done():
-            self._engine.promote(branch.job)
-            await asyncio.wait([branch.future])
-        return not branch.failed
+        branch = request.root
+        assert branch is not None
+        if branch.error and request.was_prepared:
+            request.was_prepared, request.ahead_ns = False, 0
+            request.root = self._root = self._draft_unprepared(request.order)
+            return False
+        if branch.error:
+            raise branch.error
+        return branch.done
 
-    def _draft_unprepared(self, base_len: int, token_ids: Sequence[int], kind: Kind) -> Branch:
-        """Draft on the stream's own sequence, where nothing was prepared for these tokens."""
-        job = kind.job(self._sequence, base_len, list(token_ids), vocab_limit=self._vocab_limit)
-        return Branch(job, self._engine.submit(job, kind.extra_len))
+    def _prepared(self, order: DraftOrder) -> Branch | None:
+        """The branch that was made for these tokens, which is the root from now on."""
+        if self._root is None or not self._root.job.num_candidates:  # nothing is prepared without candidates
+            return None
+        path = self._path_from_root(order.base_len, order.token_ids)
+        if path:
+            self._learn(path)
+        return self._follow(path)
+
+    def _draft_unprepared(self, order: DraftOrder) -> Branch:
+        """Draft on the sequence itself, where nothing was prepared for these tokens."""
+        branch = Branch(
+            self._job(
+                self._sequence,
+                order.base_len,
+                order.token_ids,
+                num_draft_tokens=order.num_draft_tokens,
+                max_depth=order.max_depth,
+                num_candidates=NUM_RANKS if order.prepare or order.max_depth else 0,
+            )
+        )
+        self._submit(branch, branch.job, order.num_draft_tokens)
+        return branch
+
+    def _job(
+        self,
+        sequence: TokenSequence,
+        base_len: int,
+        token_ids: Sequence[int],
+        *,
+        max_depth: int,
+        **fields: Any,
+    ) -> DraftJob:
+        """Drafts a tree, or a chain if its depth is 0; other arguments as of `DraftJob`."""
+        fields["vocab_limit"] = self._vocab_limit
+        if not (max_depth and fields["num_draft_tokens"]):
+            return DraftJob(sequence, base_len, token_ids, **fields)
+        fields |= {"max_depth": max_depth, "calibration": self._forecast.calibration}
+        return TreeJob(sequence, base_len, token_ids, **fields)
+
+    def _submit(self, branch: Branch, job: DraftJob, extra_len: int, *, background: bool = False) -> None:
+        """Raises:
+        SpecwireError: it cannot be run at all.
+        """
+        job.tag = self._sequence_id, branch
+        self._engine.submit(job, self._sink, extra_len, background=background)
 
     def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens committed after the root's own; None where they do not build on the root."""
         root = self._root
-        proposal = root.proposal if root else None
-        if root is None or proposal is None or base_len < root.job.committed_len:
+        if root is None or root.proposal is None or base_len < root.job.committed_len:
             return None
+        proposal = root.proposal
         if proposal.parents and base_len > root.job.committed_len:
             return None
         return (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
 
     def _follow(self, path: tuple[int, ...] | None) -> Branch | None:
         """Make the branch of this path the new root, if there is one; close all that do not continue it."""
-        found = next((b for b in self._branches if b.path == path and not b.failed), None)
+        found = next((b for b in self._branches if b.path == path and not b.error), None)
         kept: list[Branch] = []
         if found is not None:
             kept = [b for b in self._branches if b is not found and b.path[: len(found.path)] == path]
@@ -319,8 +376,8 @@ class Lookahead:
     def _learn(self, path: tuple[int, ...]) -> None:
         """Tell the forecast how the root's round ended, if the path is an outcome of that one round."""
         assert self._root is not None
+        assert self._root.proposal is not None
         proposal = self._root.proposal
-        assert proposal is not None
         if isinstance(self._root.job, TreeJob):
             self._root.job.growth.learn(path)
             return
@@ -332,55 +389,28 @@ class Lookahead:
             rank = known.index(next_token) if next_token in known else None
             self._forecast.add(len(drafted), num_accepted, rank)
 
-    def _close(self, branches: Iterable[Branch]) -> None:
-        for branch in branches:
-            self._engine.close_sequence(branch.job.sequence)
+    # --- ahead of the next request --------------------------------------------------------------------
 
-    # --- ahead of the next request ---
+    def take_ready(self) -> Iterator[Branch]:
+        """Finished proposals, each once, likeliest first; nothing while a request is served.
 
-    def _start_working_ahead(self, preparation: Preparation) -> None:
-        self._preparation = preparation
-        if self._work is None:
-            self._work = asyncio.create_task(self._work_ahead())
-        self._changed.set()
-
-    async def _work_ahead(self) -> None:
-        """For the life of the stream: whenever something changed, branch out, and push what is ready.
-
-        One task serves all roots, and reads root and branches again after every await. A task for each root
-        that outlived its root branched out from tokens that were not committed: it drafted with random
-        numbers that had been judged already, which biases the output distribution.
+        Those that are not taken are found again next time, if they are still of use.
         """
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self._branch_out()
-            while (root := self._root) and (prepared := self._take_ready()):
-                await self._push(root.job.committed_len, prepared)
-
-    def _take_ready(self) -> list[PreparedBranch]:
-        """Finished proposals, each once, likeliest first; nothing while a request is served."""
         if self._preparation is None:
-            return []
-        prepared = []
+            return
         for branch in sorted(self._branches, key=lambda branch: -branch.worth):
             if branch.proposal and not branch.pushed:
                 branch.pushed = True
-                job = branch.job
-                prepared.append(
-                    PreparedBranch(
-                        path=branch.path,
-                        proposal=branch.proposal,
-                        num_wanted=job.num_draft_tokens,
-                        started_ns=job.started_ns,
-                        finished_ns=job.finished_ns,
-                        forward_ns=job.forward_ns,
-                    )
-                )
-        return prepared
+                yield branch
 
-    def _branch_out(self) -> None:
-        """Add branches for the likeliest outcomes without one; nothing while a request is served."""
+    def work_ahead(self) -> None:
+        """Branch out, where jobs have ended since the last time; nothing while a request is served.
+
+        A result only marks its branch. What to do next is decided here, for all roots, from root and branches
+        as they are now. A task for each root that outlived its root once branched out from tokens that were
+        not committed: it drafted with random numbers that had been judged already, which biases the output
+        distribution.
+        """
         root, preparation = self._root, self._preparation
         if root is None or preparation is None:
             return
@@ -388,17 +418,13 @@ class Lookahead:
         for branch in (root, *self._branches):
             self._peek(branch)
             branch.list_outcomes(self._forecast)
-        kind = Kind(
-            preparation.num_draft_tokens, preparation.max_depth, NUM_RANKS, self._forecast.calibration
-        )
-        worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.worths_to_come]
+        worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.bonus_worths]
         while parent := self._next_parent(root, preparation.num_outcomes, worths_to_come):
-            self._add_branch(parent, kind)
+            self._add_branch(parent, preparation)
 
     def _close_failed(self) -> None:
-        failed = [branch for branch in self._branches if branch.failed]
-        self._close(failed)
-        self._branches = [branch for branch in self._branches if branch not in failed]
+        self._close(branch for branch in self._branches if branch.error)
+        self._branches = [branch for branch in self._branches if not branch.error]
 
     def _next_parent(self, root: Branch, max_branches: int, worths_to_come: list[float]) -> Branch | None:
         """The branch whose next outcome is the likeliest; None when no further branch is worth it or fits.
@@ -416,78 +442,71 @@ class Lookahead:
 
     def _peek(self, branch: Branch) -> None:
         """Once a proposal is finished, find the candidates that may follow all of it."""
-        proposal = branch.proposal
-        if proposal is None or branch.peek is not None:
+        if branch.proposal is None or branch.peeked:
             return
         if isinstance(branch.job, TreeJob):
             self._peek_at_leaves(branch, branch.job)
             return
-        shares = self._forecast.bonus_probabilities(len(proposal.token_ids))
-        branch.bonus_worths = [branch.worth * share for share in shares]
+        num_drafted = len(branch.proposal.token_ids)
+        worths = [branch.worth * share for share in self._forecast.bonus_probabilities(num_drafted)]
+        if worths[0] < MIN_WORTH:
+            return
         job = PeekJob(
             self._sequence_of(branch),
-            branch.job.committed_len + len(proposal.token_ids),
+            branch.job.committed_len + num_drafted,
             [],
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
-            worth=sum(branch.bonus_worths),
+            worth=sum(worths),
         )
-        if branch.bonus_worths[0] >= MIN_WORTH:
-            branch.peek = self._submit(job, 0)
+        self._submit_peek(branch, job, worths)
 
     def _peek_at_leaves(self, branch: Branch, tree: TreeJob) -> None:
         leaves = branch.leaves()
         if not leaves:
             return
-        branch.bonus_worths = [branch.worth * tree.growth.worths[node] for node in leaves]
+        worths = [branch.worth * tree.growth.worths[node] for node in leaves]
         job = LeavesJob(
             self._sequence_of(branch),
             tree.committed_len,
             [],
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
-            worth=sum(branch.bonus_worths),
+            worth=sum(worths),
             growth=tree.growth,
             leaves=leaves,
         )
-        branch.peek = self._submit(job, len(leaves))
+        self._submit_peek(branch, job, worths)
 
-    def _add_branch(self, parent: Branch, kind: Kind) -> None:
+    def _submit_peek(self, branch: Branch, job: PeekJob | LeavesJob, worths: list[float]) -> None:
+        branch.peeked, branch.bonus_worths = True, worths
+        try:
+            self._submit(branch, job, len(job.leaves) if isinstance(job, LeavesJob) else 0, background=True)
+        except SpecwireError as error:  # the end of the context, or of the service
+            branch.settle(job, error)
+
+    def _add_branch(self, parent: Branch, preparation: Preparation) -> None:
         worth = parent.next_worth
         token_ids = parent.take_outcome().token_ids
         # What a fork shares of a tree is its prefix: the path in it is run again.
         num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
-        job = kind.job(
+        job = self._job(
             self._engine.open_fork(self._sequence),
             parent.job.committed_len + num_shared,
             token_ids[num_shared:],
-            vocab_limit=self._vocab_limit,
+            num_draft_tokens=preparation.num_draft_tokens,
+            max_depth=preparation.max_depth,
+            num_candidates=NUM_RANKS,
             parent=self._sequence_of(parent),
             worth=worth,
         )
-        path = (*parent.path, *token_ids)
-        self._branches.append(Branch(job, self._submit(job, kind.extra_len), path, worth))
-
-    def _submit(self, job: DraftJob, extra_len: int) -> asyncio.Future[Any]:
-        """Submit a background job; its errors are not reported, since the stream works without it."""
+        branch = Branch(job, (*parent.path, *token_ids), worth)
         try:
-            future = self._engine.submit(job, extra_len, background=True)
-        except SpecwireError as error:  # the end of the context, or of the service
-            future = asyncio.get_running_loop().create_future()
-            future.set_exception(error)
-        future.add_done_callback(self._ended)
-        return future
-
-    def _ended(self, done: asyncio.Future[Any]) -> None:
-        if not done.cancelled():
-            done.exception()
-        self._changed.set()
-
-
-def _result(future: asyncio.Future[Any]) -> Any:
-    """None while it is pending, or when it failed."""
-    failed = not future.done() or future.cancelled() or future.exception() is not None
-    return None if failed else future.result()
+            self._submit(branch, job, preparation.num_draft_tokens, background=True)
+        except SpecwireError:  # the end of the context, or of the service
+            self._close([branch])
+        else:
+            self._branches.append(branch)
 
 
 def _of_tree(job: TreeJob, least: float) -> list[Likely]:

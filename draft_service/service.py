@@ -10,6 +10,7 @@ from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
+from specwire.engine.streams import Limits
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import draft_pb2, draft_pb2_grpc
@@ -39,6 +40,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
                 max_outcomes=config.max_outcomes,
                 max_support=config.max_support,
                 trace_detail=config.trace_detail,
+                limits=Limits(server.drain),
             ),
             server.grpc,
         )

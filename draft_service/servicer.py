@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
-from specwire.core import Preparation, Proposal, SamplingParams
+from draft_service.lookahead import Branch, Lookahead, Request
+from draft_service.pushes import PushBudget
+from specwire.core import Proposal, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
-from specwire.engine.serving import StreamSpans
-from specwire.errors import InvalidRequestError, UnsupportedError
+from specwire.engine.jobs import TokenSequence
+from specwire.engine.replies import Result
+from specwire.engine.serving import SequenceSpans
+from specwire.engine.streams import Limits, ModelStream
+from specwire.errors import SpecwireError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
 from specwire.rpc import listening
+from specwire.security.bearer import Principal
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from specwire.wire import draft as draft_wire
 from specwire.wire import model as wire
+from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 
 _METHOD = "specwire.v1.DraftService/Draft"
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One stream is one sequence; its KV cache is freed when the stream ends, for whatever reason."""
+    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends."""
 
     def __init__(
         self,
@@ -37,161 +44,318 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_outcomes: int,
         max_support: int,
         trace_detail: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         self._service = service
         self._tracer = tracer
         self._trace_detail = trace_detail
-        self._max_outcomes = max_outcomes
-        self._support_len = min(max_support, service.info.vocab_size)
-        self._forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
+        self._limits = limits or Limits()
+        self._settings = _Settings(
+            max_outcomes, min(max_support, service.info.vocab_size), defaultdict(SharedForecast), self._spans
+        )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
-        spans = StreamSpans.of(
-            self._tracer, "draft", _METHOD, listening.metadata(context), is_detailed=self._trace_detail
-        )
-        with contextlib.ExitStack() as stack:
-            answers = _Answers(context, self._service.info.incarnation, spans, support_len=self._support_len)
-            lookahead: Lookahead | None = None
-            async for request in requests:
-                answers.received(request)
-                if lookahead is None:
-                    lookahead = self._open(request.open, answers, stack)
-                elif request.HasField("open"):
-                    raise InvalidRequestError("open", "set", "only the first request of a stream may open it")
-                preparation = self._preparation(request)
-                with spans.serving(request.traceparent) as span:
-                    answer = await lookahead.draft(
-                        request.base_len,
-                        request.token_ids,
-                        wire.check_num_draft_tokens("num_draft_tokens", request.num_draft_tokens),
-                        preparation,
-                        self._max_depth(request, lookahead.params),
-                    )
-                    if request.num_draft_tokens or preparation is None:
-                        await answers.answer(request, answer, span)
+        caller = listening.caller(context)
+        await _DraftStream(self._service, context.write, self._limits, caller, self._settings).serve(requests)
 
-    def _open(
-        self, message: common_pb2.OpenSequence, answers: _Answers, stack: contextlib.ExitStack
-    ) -> Lookahead:
-        sequence = stack.enter_context(self._service.opened(message))
-        lookahead = Lookahead(
-            self._service.engine,
-            sequence,
-            vocab_limit=message.vocab_limit,
-            forecast=Forecast(self._forecasts[_kind(sequence.params)]),
-            push=answers.push,
-        )
-        stack.callback(lookahead.close)
-        return lookahead
-
-    def _preparation(self, request: draft_pb2.DraftRequest) -> Preparation | None:
-        """What the request asks to prepare, limited to what this service allows."""
-        if not request.HasField("prepare"):
-            return None
-        if not self._max_outcomes:
-            raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
-        asked = wire.preparation_from_proto(request.prepare)
-        return dataclasses.replace(asked, num_outcomes=min(asked.num_outcomes, self._max_outcomes))
-
-    def _max_depth(self, request: draft_pb2.DraftRequest, params: SamplingParams) -> int:
-        """Raises:
-        UnsupportedError: a tree for a stream, or from a service, that cannot have one.
-        """
-        for name, depth in (
-            ("max_depth", request.max_depth),
-            ("prepare.max_depth", request.prepare.max_depth),
-        ):
-            wire.check_num_draft_tokens(name, depth)
-            if depth and not self._service.info.trees:
-                raise UnsupportedError(name, depth, "this service drafts chains only")
-            if depth and not params.matches_tokens:
-                raise UnsupportedError(name, depth, f"not under rule {params.rule}")
-        return request.max_depth
+    def _spans(self, message: common_pb2.OpenSequence) -> SequenceSpans:
+        headers = message.trace_headers.items()
+        return SequenceSpans.of(self._tracer, "draft", _METHOD, headers, is_detailed=self._trace_detail)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model=wire.model_info_to_proto(
-                dataclasses.replace(self._service.info, prepares_outcomes=self._max_outcomes > 0)
+                dataclasses.replace(self._service.info, prepares_outcomes=self._settings.max_outcomes > 0)
             ),
             status=self._service.status(),
         )
 
 
-class _Answers:
-    """Writes the stream's responses, one at a time: answers, and prepared proposals between them.
-
-    Args:
-        support_len: length that all supports are padded to.
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What all streams of a service share.
 
     Attributes:
-        received_ns: when the last request arrived, by the stopwatch.
+        max_outcomes: most that may be prepared at a time; 0 for none.
+        support_len: length that all supports are padded to.
+        forecasts: learnt from sequences that sample in the same way.
+        spans_of: makes the spans of a sequence.
     """
 
-    def __init__(self, context: Any, incarnation: str, spans: StreamSpans, *, support_len: int) -> None:
-        self._context = context
-        self._incarnation = incarnation
-        self._spans = spans
-        self._support_len = support_len
-        self._write_lock = asyncio.Lock()
-        self._last = draft_pb2.DraftRequest()
-        self.received_ns = 0
+    max_outcomes: int
+    support_len: int
+    forecasts: defaultdict[str, SharedForecast]
+    spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
 
-    def received(self, request: draft_pb2.DraftRequest) -> None:
-        """A request has arrived."""
-        self._last, self.received_ns = request, clock.stopwatch_ns()
 
-    async def answer(self, request: draft_pb2.DraftRequest, answer: DraftAnswer, span: tracing.Span) -> None:
-        """Answer the last request, which `span` is around."""
-        job, proposal, was_prepared, ahead_ns = answer
-        message = draft_pb2.DraftResponse(
-            request_id=request.request_id,
-            base_len=job.committed_len,
-            incarnation=self._incarnation,
-            num_cached_tokens=0 if was_prepared else job.num_cached_tokens,
-            proposals=[self._message(proposal, (), request.num_draft_tokens)] if proposal else [],
-            begun_ahead=was_prepared,
+@dataclass(eq=False, slots=True)
+class _Drafting:
+    """The state of a sequence.
+
+    Attributes:
+        last: the last request that arrived; None before the first one.
+    """
+
+    lookahead: Lookahead
+    spans: SequenceSpans
+    last: Request | None = None
+
+    def fail(self, kind: str, description: str = "") -> None:
+        """Requests without an answer end like this."""
+        for request in self.lookahead.requests:
+            request.span.fail(kind, description)
+            request.span.end()
+
+    def close(self) -> None:
+        """Free what was prepared."""
+        self.fail(tracing.CANCELLED)
+        self.lookahead.close()
+
+
+class _DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
+    """One coordinator's stream: answers, and prepared proposals between them.
+
+    Prepared proposals are collected when the stream has room for them, so those that a request made useless
+    meanwhile are never sent.
+    """
+
+    def __init__(
+        self,
+        service: ModelService,
+        write: Callable[[Any], Any],
+        limits: Limits,
+        caller: Principal,
+        settings: _Settings,
+    ) -> None:
+        super().__init__(service, write, limits, caller)
+        self._settings = settings
+        self._budget = PushBudget()
+        self._to_advance: dict[
+            int, None
+        ] = {}  # sequences with results that they have not worked on ahead from
+        self._to_push: dict[int, None] = {}  # sequences that may have prepared proposals; longest first
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
+        lookahead = Lookahead(
+            self.service.engine,
+            tokens,
+            sequence_id=message.sequence_id,
+            vocab_limit=message.vocab_limit,
+            forecast=Forecast(self._settings.forecasts[_kind(tokens.params)]),
+            sink=self._settle,
+            answer=self._answered,
         )
-        async with self._write_lock:
-            message.timings.CopyFrom(serving.timings(job, self.received_ns, ahead_ns))
-            self._spans.finish(span, job, message.timings)
-            await self._context.write(message)
+        return _Drafting(lookahead, self._settings.spans_of(message))
 
-    async def push(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
-        """Send proposals ahead of a request."""
-        message = draft_pb2.DraftResponse(
-            base_len=base_len, incarnation=self._incarnation, traceparent=self._trace(base_len, prepared)
-        )
-        for each in prepared:
-            proposal = self._message(each.proposal, each.path, each.num_wanted)
-            proposal.forward_ns = each.forward_ns
-            message.proposals.append(proposal)
-        async with self._write_lock:
-            message.last_request_id = self._last.request_id
-            message.last_request_age_ns = clock.stopwatch_ns() - self.received_ns
-            await self._context.write(message)
+    def received(self, message: draft_pb2.DraftRequest) -> None:
+        received_ns = clock.stopwatch_ns()
+        for order in draft_wire.orders_from_proto(message):
+            sequence = self.of(order.sequence_id)
+            if sequence is None:
+                continue
+            with self.failing(order.sequence_id):
+                state = sequence.state
+                order = self._checked(order, sequence.tokens.params)  # noqa: PLW2901
+                state.last = Request(order, received_ns, state.spans.serving(order.traceparent))
+                sequence.num_unanswered += 1
+                state.lookahead.request(state.last)
 
-    def _trace(self, base_len: int, prepared: Sequence[PreparedBranch]) -> str:
-        """Record a span of the preparation, a child of the generation; returns its traceparent.
+    def _checked(self, order: DraftOrder, params: SamplingParams) -> DraftOrder:
+        """The order, limited to what this service prepares.
 
-        Not of a round: it may have begun in one, and is used in another, which links to it.
+        Raises:
+            InvalidRequestError: a count is out of range.
+            UnsupportedError: this service prepares nothing, or cannot draft a tree here.
         """
-        if not self._spans.context.traceparent:
-            return ""
-        span = self._spans.tracer.span(
-            "draft.prepare",
-            parent=self._spans.context,
-            start_ns=clock.epoch_ns(min(each.started_ns for each in prepared)),
-            attributes={names.BASE_LEN: base_len, names.NUM_OUTCOMES: len(prepared)},
-        )
-        span.end(clock.epoch_ns(max(each.finished_ns for each in prepared)))
-        return span.traceparent
+        draft_wire.check_order(order)
+        self._check_depth("max_depth", order.max_depth, params)
+        if order.prepare is None:
+            return order
+        most = self._settings.max_outcomes
+        if not most:
+            raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
+        self._check_depth("prepare.max_depth", order.prepare.max_depth, params)
+        num_outcomes = min(order.prepare.num_outcomes, most)
+        return order._replace(prepare=dataclasses.replace(order.prepare, num_outcomes=num_outcomes))
 
-    def _message(self, proposal: Proposal, path: Sequence[int], num_tokens: int) -> draft_pb2.Proposal:
-        return wire.proposal_to_proto(proposal, path, num_tokens=num_tokens, support_len=self._support_len)
+    def _check_depth(self, name: str, depth: int, params: SamplingParams) -> None:
+        if depth and not self.service.info.trees:
+            raise UnsupportedError(name, depth, "this service drafts chains only")
+        if depth and not params.matches_tokens:
+            raise UnsupportedError(name, depth, f"not under rule {params.rule}")
+
+    def fail(self, sequence_id: int, error: SpecwireError) -> None:
+        if sequence := self.sequences.get(sequence_id):
+            sequence.state.fail(error.status, str(error))
+        super().fail(sequence_id, error)
+
+    # --- results --------------------------------------------------------------------------------------
+
+    def _settle(self, results: Sequence[Result]) -> None:
+        """Results of a step. Answers leave before the draft works ahead."""
+        with self.service.engine.together():
+            for job, result in results:
+                sequence_id, branch = job.tag
+                sequence = self.sequences.get(sequence_id)
+                if sequence is None:
+                    continue
+                with self.failing(sequence_id):
+                    sequence.state.lookahead.settle(branch, job, result)
+                    self._advance_soon(sequence_id, sequence.state.lookahead)
+
+    def _answered(self, request: Request) -> None:
+        order = request.order
+        sequence = self.sequences[order.sequence_id]
+        sequence.num_unanswered -= 1
+        self._advance_soon(order.sequence_id, sequence.state.lookahead)
+        if order.num_draft_tokens or order.prepare is None:
+            self.answer([(sequence.state, request)])
+        else:
+            request.span.end()
+            self.changed()
+
+    def _advance_soon(self, sequence_id: int, lookahead: Lookahead) -> None:
+        if not lookahead.works_ahead:
+            return
+        if not self._to_advance:
+            asyncio.get_running_loop().call_soon(self._advance)
+        self._to_advance[sequence_id] = None
+
+    def _advance(self) -> None:
+        """Let sequences work ahead, those with something new."""
+        sequence_ids, self._to_advance = self._to_advance, {}
+        with self.service.engine.together():
+            for sequence_id in sequence_ids:
+                if sequence := self.sequences.get(sequence_id):
+                    with self.failing(sequence_id):
+                        sequence.state.lookahead.work_ahead()
+        self._to_push |= sequence_ids
+        self.changed()
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def encoded(
+        self, answers: Sequence[tuple[_Drafting, Request]], errors: Sequence[common_pb2.SequenceError]
+    ) -> draft_pb2.DraftResponse:
+        return self._response([_answer(state, request) for state, request in answers], (), errors)
+
+    def _response(
+        self,
+        answers: Sequence[DraftAnswer],
+        prepared: Sequence[PreparedAnswer],
+        errors: Sequence[common_pb2.SequenceError] = (),
+    ) -> draft_pb2.DraftResponse:
+        incarnation, support_len = self.service.info.incarnation, self._settings.support_len
+        return draft_wire.response_to_proto(answers, prepared, errors, incarnation, support_len)
+
+    def next_message(self) -> draft_pb2.DraftResponse | None:
+        """Answers before prepared proposals, which end with the requests."""
+        message: draft_pb2.DraftResponse | None = super().next_message()
+        if message is not None or self.is_half_closed:
+            return message
+        prepared = self._take_prepared()
+        return self._response((), prepared) if prepared else None
+
+    def _take_prepared(self) -> list[PreparedAnswer]:
+        """As many as may be sent at a time; sequences take turns."""
+        found: list[PreparedAnswer] = []
+        room = self._budget.num_bytes
+        while self._to_push and room > 0:
+            sequence_id = next(iter(self._to_push))
+            del self._to_push[sequence_id]
+            if sequence := self.sequences.get(sequence_id):
+                state, branches = sequence.state, list[Branch]()
+                for branch in state.lookahead.take_ready():
+                    branches.append(branch)
+                    room -= self._num_bytes(branch)
+                    if room <= 0:
+                        self._to_push[sequence_id] = None
+                        break
+                found += _prepared(sequence_id, state, branches)
+        return found
+
+    def _num_bytes(self, branch: Branch) -> int:
+        """About the bytes of a prepared proposal."""
+        assert branch.proposal is not None
+        num_supports = branch.job.num_draft_tokens if branch.proposal.supports else 0
+        num_tokens = len(branch.path) + max(len(branch.proposal.token_ids), num_supports)
+        return 32 + 4 * num_tokens + 8 * self._settings.support_len * num_supports
+
+    async def write(self, message: draft_pb2.DraftResponse) -> None:
+        started_ns = clock.stopwatch_ns()
+        await super().write(message)
+        if message.HasField("prepared"):
+            self._budget.add(message.ByteSize(), clock.stopwatch_ns() - started_ns)
+
+
+def _answer(state: _Drafting, request: Request) -> DraftAnswer:
+    order, job = request.order, request.job
+    spent = serving.timings(job, request.received_ns, request.ahead_ns)
+    state.spans.finish(request.span, job, spent)
+    return DraftAnswer(
+        order.sequence_id,
+        order.request_id,
+        request.proposal,
+        spent,
+        0 if request.was_prepared else job.num_cached_tokens,
+        request.was_prepared,
+        order.num_draft_tokens,
+    )
+
+
+def _prepared(sequence_id: int, state: _Drafting, branches: Sequence[Branch]) -> list[PreparedAnswer]:
+    """What is sent of these branches now."""
+    if not branches:
+        return []
+    assert state.last is not None
+    age_ns = clock.stopwatch_ns() - state.last.received_ns
+    traceparent = _trace(state.spans, branches)
+    return [
+        PreparedAnswer(
+            sequence_id,
+            branch.path,
+            _after_root(branch),
+            state.last.order.request_id,
+            age_ns,
+            branch.job.forward_ns,
+            traceparent,
+            branch.job.num_draft_tokens,
+        )
+        for branch in branches
+    ]
+
+
+def _after_root(branch: Branch) -> Proposal:
+    """Its proposal, with the length that its path begins at."""
+    assert branch.proposal is not None
+    return dataclasses.replace(branch.proposal, base_len=branch.proposal.base_len - len(branch.path))
+
+
+def _trace(spans: SequenceSpans, branches: Sequence[Branch]) -> str:
+    """Record a span of the preparation, a child of the generation; returns its traceparent.
+
+    Not of a round: it may have begun in one, and is used in another, which links to it.
+    """
+    if not spans.context.traceparent:
+        return ""
+    first = branches[0]
+    span = spans.tracer.span(
+        "draft.prepare",
+        parent=spans.context,
+        start_ns=clock.epoch_ns(min(branch.job.started_ns for branch in branches)),
+        attributes={
+            names.BASE_LEN: first.job.committed_len - len(first.path),
+            names.NUM_OUTCOMES: len(branches),
+        },
+    )
+    span.end(clock.epoch_ns(max(branch.job.finished_ns for branch in branches)))
+    return span.traceparent
 
 
 def _kind(params: SamplingParams) -> str:
-    """Key of the forecast shared by streams that sample in the same way."""
+    """Key of the forecast shared by sequences that sample in the same way."""
     return "greedy" if params.greedy else str(params.rule)

@@ -12,18 +12,21 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
-from specwire.errors import DeadlineExceededError, InvalidRequestError, SpecwireError
+from specwire.errors import DeadlineExceededError, InternalError, InvalidRequestError, SpecwireError
 from specwire.rpc.draining import Drain
 from specwire.rpc.slots import Slots
 from specwire.security.bearer import Principal
 from specwire.v1 import common_pb2
 from specwire.wire import columns
+
+log = logging.getLogger(__name__)
 
 State = TypeVar("State")
 Answer = TypeVar("Answer")
@@ -70,6 +73,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     Attributes:
         service: model and engine.
         sequences: those that are open, by id.
+        is_half_closed: the coordinator sends no more messages.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         """
         self.service = service
         self.sequences: dict[int, OpenSequence[State]] = {}
+        self.is_half_closed = False
         self._write = write
         self._limits = limits
         self._caller = caller
@@ -110,7 +115,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
             stack.enter_context(self._limits.drain.closing(self._changed.set))
             reading = asyncio.create_task(self._read(messages))
             stack.callback(reading.cancel)
-            writing = asyncio.create_task(self._write_all(reading))
+            writing = asyncio.create_task(self._write_all())
             stack.callback(writing.cancel)
             await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
@@ -124,17 +129,32 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
                 for opening in message.open:
                     self._open(opening)
                 self.received(message)
+        self.is_half_closed = True
         self._changed.set()
 
-    async def _write_all(self, reading: asyncio.Task[None]) -> None:
+    async def _write_all(self) -> None:
         """One message at a time, with all that is ready."""
-        while not (self._is_drained or (reading.done() and self._is_answered)):
-            await self._changed.wait()
+        while True:
             self._changed.clear()
-            while self._answers or self._errors:
-                answers, self._answers = self._answers, []
-                errors, self._errors = self._errors, []
-                await self._write(self.encoded(answers, errors))
+            message = self.next_message()
+            if message is not None:
+                await self.write(message)
+            elif self._is_drained or (self.is_half_closed and self._is_answered):
+                return
+            else:
+                await self._changed.wait()
+
+    def next_message(self) -> Any:
+        """All that is ready, in one message; None if nothing is."""
+        if not (self._answers or self._errors):
+            return None
+        answers, self._answers = self._answers, []
+        errors, self._errors = self._errors, []
+        return self.encoded(answers, errors)
+
+    async def write(self, message: Any) -> None:
+        """Returns when there is room for the next one."""
+        await self._write(message)
 
     @property
     def _is_drained(self) -> bool:
@@ -149,6 +169,10 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     def answer(self, answers: Sequence[Answer]) -> None:
         """Send these as soon as the last message was written."""
         self._answers += answers
+        self.changed()
+
+    def changed(self) -> None:
+        """Something is ready, or nothing is waited for any more."""
         self._changed.set()
 
     def fail(self, sequence_id: int, error: SpecwireError) -> None:
@@ -171,11 +195,14 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     @contextlib.contextmanager
     def failing(self, sequence_id: int) -> Iterator[None]:
-        """An error in the body ends this sequence, and no other."""
+        """An error in the body ends this sequence, and no other. A defect is logged."""
         try:
             yield
         except SpecwireError as error:
             self.fail(sequence_id, error)
+        except Exception:
+            log.exception("a request failed")
+            self.fail(sequence_id, InternalError("the request failed; the service's log has the details"))
 
     # --- sequences ------------------------------------------------------------------------------------
 
