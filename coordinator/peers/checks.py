@@ -10,41 +10,10 @@ import numpy as np
 
 from specwire.core import IntArray, Proposal, Verdict
 from specwire.errors import InternalError
-from specwire.wire.draft import NO_ID, NO_TOKEN, ProposalColumns
 from specwire.wire.verify import Rows
 
 _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
-
-
-def check_proposals(found: ProposalColumns, vocab_size: int) -> None:
-    """Refuse proposals that the rule or the target could not judge.
-
-    Args:
-        vocab_size: of the target, in tokens.
-
-    Raises:
-        InternalError: naming what is wrong.
-    """
-    if not any(found.has_supports):
-        _check_range("draft token", found.token_ids, vocab_size)
-        return
-    _check_range("draft token", found.token_ids[found.token_ids != NO_TOKEN], vocab_size)
-    used = found.drawn != NO_TOKEN
-    ids, drawn, is_entry = found.support_ids[used], found.drawn[used], found.is_entry[used]
-    _check_range("token of a support", ids[is_entry], vocab_size)
-    probs = np.where(is_entry, found.support_probs[used], 0.0)
-    is_first = is_entry[:, 1:] <= is_entry[:, :-1]
-    if not is_entry.any(axis=1).all() or not is_first.all() or not (probs[is_entry] > 0).all():
-        raise InternalError("a support has probabilities that are not positive numbers")
-    sums = probs.sum(axis=1, dtype=np.float64)
-    if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
-        raise InternalError(f"supports whose probabilities add up to {sums.tolist()}")
-    ordered = np.sort(ids, axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ID)).any():
-        raise InternalError("a support names a token twice")
-    if not (ids == drawn[:, None]).any(axis=1).all():
-        raise InternalError("a draft token is not in the support that it was drawn from")
 
 
 def check_proposal(proposal: Proposal, *, matches_tokens: bool, may_be_tree: bool = False) -> None:

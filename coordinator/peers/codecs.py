@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from coordinator.peers.checks import check_proposals, check_rows
+from coordinator.peers.checks import check_rows
 from coordinator.peers.link import Codec
 from specwire.core import Proposal
 from specwire.errors import SpecwireError
-from specwire.v1 import draft_pb2, verify_pb2
-from specwire.wire import columns
+from specwire.v1 import common_pb2, draft_pb2, verify_pb2
+from specwire.wire import columns, proposals
 from specwire.wire import draft as draft_wire
 from specwire.wire import verify as verify_wire
 
@@ -33,18 +33,18 @@ def verify_codec(vocab_size: int) -> Codec:
 def draft_codec(vocab_size: int) -> Codec:
     """Of a draft service, for a target with this vocabulary, in tokens."""
 
-    def proposals(message: draft_pb2.Proposals, base_lens: Any) -> list[Proposal]:
-        found = draft_wire.columns_from_proto(message, len(base_lens))
-        check_proposals(found, vocab_size)
-        return draft_wire.proposals_of(found, base_lens)
+    def split(message: common_pb2.Proposals, base_lens: Sequence[int]) -> list[Proposal]:
+        found = proposals.columns_from_proto(message, len(base_lens))
+        proposals.check(found, vocab_size)
+        return proposals.split(found, base_lens)
 
     def decode(message: draft_pb2.DraftResponse) -> Answers:
-        answers = draft_wire.answers_from_proto(message, proposals(message.proposals, message.base_lens))
+        answers = draft_wire.answers_from_proto(message, split(message.proposals, message.base_lens))
         for answer in answers:
             yield answer.sequence_id, answer
         if message.HasField("prepared"):
             ahead = message.prepared
-            for each in draft_wire.prepared_from_proto(ahead, proposals(ahead.proposals, ahead.base_lens)):
+            for each in draft_wire.prepared_from_proto(ahead, split(ahead.proposals, ahead.base_lens)):
                 yield each.sequence_id, each
         yield from _errors(message)
 

@@ -63,9 +63,9 @@ class DraftResponse(_message.Message):
     timings: _common_pb2.Timings
     num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     begun_ahead: _containers.RepeatedScalarFieldContainer[bool]
-    proposals: Proposals
+    proposals: _common_pb2.Proposals
     prepared: PreparedProposals
-    def __init__(self, incarnation: _Optional[str] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., begun_ahead: _Optional[_Iterable[bool]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., prepared: _Optional[_Union[PreparedProposals, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., begun_ahead: _Optional[_Iterable[bool]] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ..., prepared: _Optional[_Union[PreparedProposals, _Mapping]] = ...) -> None: ...
 
 class PreparedProposals(_message.Message):
     __slots__ = ("sequence_ids", "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens", "path_token_ids", "traceparents", "proposals")
@@ -86,26 +86,8 @@ class PreparedProposals(_message.Message):
     path_lens: _containers.RepeatedScalarFieldContainer[int]
     path_token_ids: bytes
     traceparents: _containers.RepeatedScalarFieldContainer[str]
-    proposals: Proposals
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., last_request_ids: _Optional[_Iterable[int]] = ..., last_request_age_ns: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[_Iterable[int]] = ..., path_lens: _Optional[_Iterable[int]] = ..., path_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ...) -> None: ...
-
-class Proposals(_message.Message):
-    __slots__ = ("num_tokens", "token_ids", "parent_indices", "has_supports", "support_len", "support_token_ids", "support_probs")
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
-    HAS_SUPPORTS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_LEN_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
-    num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    token_ids: bytes
-    parent_indices: bytes
-    has_supports: _containers.RepeatedScalarFieldContainer[bool]
-    support_len: int
-    support_token_ids: bytes
-    support_probs: bytes
-    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., has_supports: _Optional[_Iterable[bool]] = ..., support_len: _Optional[int] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ...) -> None: ...
+    proposals: _common_pb2.Proposals
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., last_request_ids: _Optional[_Iterable[int]] = ..., last_request_age_ns: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[_Iterable[int]] = ..., path_lens: _Optional[_Iterable[int]] = ..., path_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
 
 class DraftServiceGetModelInfoRequest(_message.Message):
     __slots__ = ()

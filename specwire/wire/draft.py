@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from specwire import tree
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     MAX_NUM_OUTCOMES,
-    FloatArray,
-    IntArray,
     Preparation,
     Proposal,
-    Support,
     Timings,
 )
 from specwire.errors import InvalidRequestError
 from specwire.v1 import common_pb2, draft_pb2
-from specwire.wire import columns
-
-# Padding of a proposal.
-NO_TOKEN = -1
-NO_ID = 2**32 - 1
+from specwire.wire import columns, proposals
 
 
 class DraftOrder(NamedTuple):
@@ -233,133 +222,12 @@ def _prepared_to_proto(prepared: Sequence[PreparedAnswer], support_len: int) -> 
 
 def _proposals_to_proto(
     answers: Sequence[DraftAnswer | PreparedAnswer], support_len: int
-) -> draft_pb2.Proposals:
-    proposals = [answer.proposal for answer in answers]
-    token_ids = [
-        [*answer.proposal.token_ids, *[NO_TOKEN] * (answer.num_wanted - len(answer.proposal.token_ids))]
-        if answer.proposal.supports
-        else answer.proposal.token_ids
-        for answer in answers
-    ]
-    num_tokens = [*map(len, token_ids)]
-    message = draft_pb2.Proposals(
-        num_tokens=num_tokens,
-        token_ids=columns.pack(token_ids, "<i4"),
-        parent_indices=columns.pack_parents([each.parents for each in proposals], num_tokens),
-    )
-    if any(each.supports for each in proposals):
-        _add_supports(message, proposals, num_tokens, support_len)
-    return message
+) -> common_pb2.Proposals:
+    found = [answer.proposal for answer in answers]
+    return proposals.to_proto(found, [answer.num_wanted for answer in answers], support_len)
 
 
-def _add_supports(
-    message: draft_pb2.Proposals, proposals: Sequence[Proposal], num_tokens: Sequence[int], support_len: int
-) -> None:
-    has_supports = [bool(each.supports) for each in proposals]
-    num_rows = sum(num for num, has in zip(num_tokens, has_supports, strict=True) if has)
-    ids = np.full((num_rows, support_len), NO_ID, "<u4")
-    probs = np.zeros((num_rows, support_len), "<f4")
-    start = 0
-    for proposal, num in zip(proposals, num_tokens, strict=True):
-        for row, support in enumerate(proposal.supports, start):
-            ids[row, : len(support.token_ids)] = support.token_ids
-            probs[row, : len(support.probs)] = support.probs
-        start += num if proposal.supports else 0
-    message.has_supports.extend(has_supports)
-    message.support_len = support_len
-    message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
-
-
-class ProposalColumns(NamedTuple):
-    """The proposals of a message, before they are split; padding included.
-
-    Attributes:
-        num_tokens: of each proposal.
-        token_ids: int32, of all proposals.
-        parents: of each; empty where all are chains.
-        has_supports: of each.
-        support_ids: int64 [tokens of proposals with supports, support_len].
-        support_probs: float32, for these.
-    """
-
-    num_tokens: list[int]
-    token_ids: IntArray
-    parents: list[Sequence[int]]
-    has_supports: list[bool]
-    support_ids: IntArray
-    support_probs: FloatArray
-
-    @property
-    def drawn(self) -> IntArray:
-        """int32, the tokens of proposals with supports."""
-        if all(self.has_supports):
-            return self.token_ids
-        drawn: IntArray = self.token_ids[np.repeat(self.has_supports, self.num_tokens)]
-        return drawn
-
-    @property
-    def is_entry(self) -> npt.NDArray[np.bool_]:
-        """Entries of supports that are not padding."""
-        is_entry: npt.NDArray[np.bool_] = self.support_ids != NO_ID
-        return is_entry
-
-
-def columns_from_proto(message: draft_pb2.Proposals, num: int) -> ProposalColumns:
-    """The columns of `num` proposals.
-
-    Raises:
-        InvalidRequestError: they do not fit each other.
-    """
-    columns.check_lengths(message, num, "num_tokens")
-    num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
-    token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
-    parents = columns.split_parents(message.parent_indices, num_tokens)
-    has_supports = list(message.has_supports) or [False] * num
-    if len(has_supports) != num:
-        raise InvalidRequestError("has_supports", len(has_supports), f"must have {num} entries")
-    num_rows = sum(n for n, has in zip(num_tokens, has_supports, strict=True) if has)
-    length = max(0, message.support_len)
-    ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
-    probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
-    shape = num_rows, length
-    return ProposalColumns(
-        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape)
-    )
-
-
-def proposals_of(found: ProposalColumns, base_lens: Sequence[int]) -> list[Proposal]:
-    """Each by itself, without padding.
-
-    Raises:
-        InvalidRequestError: parents that are no tree, or a tree with supports.
-    """
-    token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
-    supports = iter(_supports_of(found))
-    proposals = []
-    for base_len, token_ids, parents, has in zip(
-        base_lens, token_lists, found.parents, found.has_supports, strict=True
-    ):
-        if not has:
-            known = tree.checked_parents(parents, len(token_ids)) if parents else ()
-            proposals.append(Proposal(base_len, token_ids, parents=known))
-            continue
-        if parents and tree.checked_parents(parents, len(token_ids)):
-            raise InvalidRequestError("has_supports", True, "must be false for a tree")
-        own = [next(supports) for _ in token_ids]
-        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
-        proposals.append(Proposal(base_len, token_ids[:num], own[:num]))
-    return proposals
-
-
-def _supports_of(found: ProposalColumns) -> list[Support]:
-    lengths = found.is_entry.sum(axis=1).tolist()
-    return [
-        Support(ids[:length], probs[:length])
-        for ids, probs, length in zip(found.support_ids, found.support_probs, lengths, strict=True)
-    ]
-
-
-def answers_from_proto(message: draft_pb2.DraftResponse, proposals: Sequence[Proposal]) -> list[DraftAnswer]:
+def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposal]) -> list[DraftAnswer]:
     """The answers of a message, given the proposals in its `proposals`.
 
     Raises:
@@ -372,7 +240,7 @@ def answers_from_proto(message: draft_pb2.DraftResponse, proposals: Sequence[Pro
             DraftAnswer,
             message.sequence_ids,
             message.request_ids,
-            proposals,
+            found,
             columns.timings_from_proto(message.timings, num),
             message.num_cached_tokens,
             message.begun_ahead,
@@ -381,7 +249,7 @@ def answers_from_proto(message: draft_pb2.DraftResponse, proposals: Sequence[Pro
 
 
 def prepared_from_proto(
-    message: draft_pb2.PreparedProposals, proposals: Sequence[Proposal]
+    message: draft_pb2.PreparedProposals, found: Sequence[Proposal]
 ) -> list[PreparedAnswer]:
     """The prepared proposals of a message, given the proposals in its `proposals`.
 
@@ -399,7 +267,7 @@ def prepared_from_proto(
             PreparedAnswer,
             message.sequence_ids,
             columns.split(token_ids, path_lens),
-            proposals,
+            found,
             message.last_request_ids,
             message.last_request_age_ns,
             message.forward_ns,

@@ -1,0 +1,191 @@
+"""Proposals in columns, as nouns and back, and what makes them valid. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire import tree
+from specwire.core import FloatArray, IntArray, Proposal, Support
+from specwire.errors import InvalidRequestError
+from specwire.v1 import common_pb2
+from specwire.wire import columns
+
+# Padding of a proposal.
+NO_TOKEN = -1
+NO_ID = 2**32 - 1
+_SUM_TOLERANCE = 1e-3
+"""Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
+
+
+def to_proto(
+    proposals: Sequence[Proposal], num_wanted: Sequence[int], support_len: int
+) -> common_pb2.Proposals:
+    """One entry for each.
+
+    Args:
+        num_wanted: tokens that each is padded to, if it has supports; so that its size does not depend on them.
+        support_len: entries that each support is padded to, likewise.
+    """
+    token_ids = [
+        [*each.token_ids, *[NO_TOKEN] * (num - len(each.token_ids))] if each.supports else each.token_ids
+        for each, num in zip(proposals, num_wanted, strict=True)
+    ]
+    num_tokens = [*map(len, token_ids)]
+    message = common_pb2.Proposals(
+        num_tokens=num_tokens,
+        token_ids=columns.pack(token_ids, "<i4"),
+        parent_indices=columns.pack_parents([each.parents for each in proposals], num_tokens),
+    )
+    if any(each.supports for each in proposals):
+        _add_supports(message, proposals, num_tokens, support_len)
+    return message
+
+
+def _add_supports(
+    message: common_pb2.Proposals, proposals: Sequence[Proposal], num_tokens: Sequence[int], support_len: int
+) -> None:
+    has_supports = [bool(each.supports) for each in proposals]
+    num_rows = sum(num for num, has in zip(num_tokens, has_supports, strict=True) if has)
+    ids = np.full((num_rows, support_len), NO_ID, "<u4")
+    probs = np.zeros((num_rows, support_len), "<f4")
+    start = 0
+    for proposal, num in zip(proposals, num_tokens, strict=True):
+        for row, support in enumerate(proposal.supports, start):
+            ids[row, : len(support.token_ids)] = support.token_ids
+            probs[row, : len(support.probs)] = support.probs
+        start += num if proposal.supports else 0
+    message.has_supports.extend(has_supports)
+    message.support_len = support_len
+    message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
+
+
+class ProposalColumns(NamedTuple):
+    """The proposals of a message, before they are split; padding included.
+
+    Attributes:
+        num_tokens: of each proposal.
+        token_ids: int32, of all proposals.
+        parents: of each; empty where all are chains.
+        has_supports: of each.
+        support_ids: int64 [tokens of proposals with supports, support_len].
+        support_probs: float32, for these.
+    """
+
+    num_tokens: list[int]
+    token_ids: IntArray
+    parents: list[Sequence[int]]
+    has_supports: list[bool]
+    support_ids: IntArray
+    support_probs: FloatArray
+
+    @property
+    def drawn(self) -> IntArray:
+        """int32, the tokens of proposals with supports."""
+        if all(self.has_supports):
+            return self.token_ids
+        drawn: IntArray = self.token_ids[np.repeat(self.has_supports, self.num_tokens)]
+        return drawn
+
+    @property
+    def is_entry(self) -> npt.NDArray[np.bool_]:
+        """Entries of supports that are not padding."""
+        is_entry: npt.NDArray[np.bool_] = self.support_ids != NO_ID
+        return is_entry
+
+
+def columns_from_proto(message: common_pb2.Proposals, num: int) -> ProposalColumns:
+    """The columns of `num` proposals.
+
+    Raises:
+        InvalidRequestError: they do not fit each other.
+    """
+    columns.check_lengths(message, num, "num_tokens")
+    num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
+    token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
+    parents = columns.split_parents(message.parent_indices, num_tokens)
+    has_supports = list(message.has_supports) or [False] * num
+    if len(has_supports) != num:
+        raise InvalidRequestError("has_supports", len(has_supports), f"must have {num} entries")
+    num_rows = sum(n for n, has in zip(num_tokens, has_supports, strict=True) if has)
+    length = max(0, message.support_len)
+    ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
+    probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
+    shape = num_rows, length
+    return ProposalColumns(
+        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape)
+    )
+
+
+def check(found: ProposalColumns, vocab_size: int) -> None:
+    """Refuse proposals that the rule or the target could not judge.
+
+    Args:
+        vocab_size: of the target, in tokens.
+
+    Raises:
+        InvalidRequestError: naming what is wrong.
+    """
+    if not any(found.has_supports):
+        check_ids("token_ids", found.token_ids, vocab_size)
+        return
+    check_ids("token_ids", found.token_ids[found.token_ids != NO_TOKEN], vocab_size)
+    used = found.drawn != NO_TOKEN
+    ids, drawn, is_entry = found.support_ids[used], found.drawn[used], found.is_entry[used]
+    check_ids("support_token_ids", ids[is_entry], vocab_size)
+    probs = np.where(is_entry, found.support_probs[used], 0.0)
+    is_first = is_entry[:, 1:] <= is_entry[:, :-1]
+    if not is_entry.any(axis=1).all() or not is_first.all() or not (probs[is_entry] > 0).all():
+        raise InvalidRequestError("support_probs", probs.min(initial=1.0), "must be positive numbers")
+    sums = probs.sum(axis=1, dtype=np.float64)
+    if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
+        raise InvalidRequestError("support_probs", sums.tolist(), "must add up to 1")
+    ordered = np.sort(ids, axis=1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ID)).any():
+        raise InvalidRequestError("support_token_ids", ids.tolist(), "has an id twice")
+    if not (ids == drawn[:, None]).any(axis=1).all():
+        raise InvalidRequestError("support_token_ids", ids.tolist(), "lacks the token that was drawn from it")
+
+
+def check_ids(name: str, ids: IntArray, vocab_size: int) -> None:
+    """Raises:
+    InvalidRequestError: one is outside of the vocabulary.
+    """
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        raise InvalidRequestError(name, int(outside[0]), f"is outside the vocabulary of {vocab_size}")
+
+
+def split(found: ProposalColumns, base_lens: Sequence[int]) -> list[Proposal]:
+    """Each by itself, without padding.
+
+    Raises:
+        InvalidRequestError: parents that are no tree, or a tree with supports.
+    """
+    token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
+    supports = iter(_supports_of(found))
+    proposals = []
+    for base_len, token_ids, parents, has in zip(
+        base_lens, token_lists, found.parents, found.has_supports, strict=True
+    ):
+        if not has:
+            known = tree.checked_parents(parents, len(token_ids)) if parents else ()
+            proposals.append(Proposal(base_len, token_ids, parents=known))
+            continue
+        if parents and tree.checked_parents(parents, len(token_ids)):
+            raise InvalidRequestError("has_supports", True, "must be false for a tree")
+        own = [next(supports) for _ in token_ids]
+        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
+        proposals.append(Proposal(base_len, token_ids[:num], own[:num]))
+    return proposals
+
+
+def _supports_of(found: ProposalColumns) -> list[Support]:
+    lengths = found.is_entry.sum(axis=1).tolist()
+    return [
+        Support(ids[:length], probs[:length])
+        for ids, probs, length in zip(found.support_ids, found.support_probs, lengths, strict=True)
+    ]
