@@ -136,8 +136,11 @@ class _VerifyStream(ModelStream[SequenceSpans, VerifyJob]):
                 asked.span.fail(result.status, str(result))
                 asked.span.end()
                 self.fail(asked.sequence.sequence_id, result)
-            else:
+            elif asked.sequence.sequence_id in self.sequences:
                 answered.append(job)
+            else:  # closed during the pass
+                asked.span.fail(tracing.CANCELLED)
+                asked.span.end()
         self.answer(answered)
 
     def encoded(
