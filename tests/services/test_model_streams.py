@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from specwire import ResourceExhaustedError
-from specwire.errors import DeadlineExceededError, InvalidRequestError
+import draft_service.service
+import verify_service.service
+from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.config.services import DraftConfig, VerifyConfig
+from specwire.errors import DeadlineExceededError
+from specwire.security.bearer import make_token
 from specwire.wire.draft import DraftOrder
 from specwire.wire.verify import VerifyOrder
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, LoopThread, local_stack
 from tests.support.model_streams import (
     RawStream,
     SequenceFailedError,
@@ -20,6 +26,7 @@ from tests.support.model_streams import (
     opening,
     raw_stream,
     sampling,
+    stream_to,
     verify,
 )
 
@@ -66,15 +73,17 @@ def requests(role: str, *ids: int, begin: bool = True, close: tuple[int, ...] = 
     )
 
 
-def answered(stream: RawStream, num_answers: int) -> list[int]:
-    """Sequences of the next answers, in order of their ids."""
+def answered(stream: RawStream, num_answers: int, message: Any = None) -> list[int]:
+    """Sequences of the next answers, after this message if there is one, in order of their ids."""
+    if message is not None:
+        stream.send(message)
     found: list[int] = []
     while len(found) < num_answers:
         found += stream.read().sequence_ids
     return sorted(found)
 
 
-def error_of(stream: RawStream, message: Any) -> Any:
+def error_of(stream: RawStream, message: Any) -> SpecwireError:
     """What a sequence ends with."""
     with pytest.raises(SequenceFailedError) as failed:
         stream.ask(message)
@@ -167,12 +176,11 @@ def test_a_sequence_ends_at_its_deadline(stack: LocalStack, role: str) -> None:
     with raw_stream(stack, role) as stream:
         message = requests(role, 1, 2, 3)
         message.open[0].timeout_ms, message.open[1].timeout_ms = 60, 2**62
-        assert answered(stream_with(stream, message), 3) == [1, 2, 3]
+        assert answered(stream, 3, message) == [1, 2, 3]
         error = error_of(stream, requests(role, close=(50,)))
         assert type(error) is DeadlineExceededError
         assert stack.status(role).num_sequences == 2
-        stream.send(requests(role, 2, 3, begin=False))
-        assert answered(stream, 2) == [2, 3]
+        assert answered(stream, 2, requests(role, 2, 3, begin=False)) == [2, 3]
     stack.assert_idle_within(5.0)
 
 
@@ -186,11 +194,6 @@ def test_a_deadline_during_a_pass(slow: LocalStack, role: str) -> None:
         assert answered(stream, 1) == [2]
 
 
-def stream_with(stream: RawStream, message: Any) -> RawStream:
-    stream.send(message)
-    return stream
-
-
 # --- limits -----------------------------------------------------------------------------------------
 
 
@@ -198,7 +201,7 @@ def stream_with(stream: RawStream, message: Any) -> RawStream:
 def test_a_sequence_over_the_limit_of_the_service(stack: LocalStack, role: str) -> None:
     """Of all streams together; it says when to try again, and a slot that is free again is given away."""
     with raw_stream(stack, role) as full, raw_stream(stack, role) as other:
-        assert answered(stream_with(full, requests(role, 1, 2, 3)), 3) == [1, 2, 3]
+        assert answered(full, 3, requests(role, 1, 2, 3)) == [1, 2, 3]
         for stream, number in ((full, 4), (other, 1)):
             error = error_of(stream, requests(role, number))
             assert type(error) is ResourceExhaustedError
@@ -208,3 +211,72 @@ def test_a_sequence_over_the_limit_of_the_service(stack: LocalStack, role: str) 
         assert full.ask(requests(role, 1, begin=False)).sequence_ids == [1]
         assert other.ask(requests(role, 2)).sequence_ids == [2]
     stack.assert_idle_within(5.0)
+
+
+SERVICES: dict[str, Any] = {
+    "draft": (draft_service.service.serving, DraftConfig),
+    "verify": (verify_service.service.serving, VerifyConfig),
+}
+
+
+class Service:
+    """One model service, whose end a test can follow."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        serving, config = SERVICES[role]
+        self._thread = LoopThread()
+        made = config(model="emulated:step_ms=0", address="127.0.0.1:0", grace_s=20.0, **options)
+        self._context = self._thread.call(serving, made)
+        self.address: str = self._thread.run(self._context.__aenter__())
+
+    def stop(self) -> None:
+        """Returns when it has ended."""
+        self._thread.run(self._context.__aexit__(None, None, None))
+        self._thread.close()
+
+
+@ROLES
+def test_a_callers_own_limit(tmp_path: Path, role: str) -> None:
+    """It holds for all of its streams together, and not for other callers."""
+    few, line = make_token("few", max_running=1, max_waiting=0)
+    other, other_line = make_token("other")
+    (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
+    service = Service(role, tokens=str(tmp_path / "tokens"))
+
+    def stream_of(token: str) -> Any:
+        return stream_to(service.address, role, [("authorization", f"Bearer {token}")])
+
+    with stream_of(few) as first, stream_of(few) as second, stream_of(other) as free:
+        assert first.ask(requests(role, 1)).sequence_ids == [1]
+        for stream, number in ((first, 2), (second, 1)):
+            error = error_of(stream, requests(role, number))
+            assert type(error) is ResourceExhaustedError
+            assert str(error) == "1 sequences of few are open, which is the most"
+        assert answered(free, 2, requests(role, 1, 2)) == [1, 2]
+        assert answered(first, 1, requests(role, 3, close=(1,))) == [3]
+    service.stop()
+
+
+@ROLES
+def test_a_service_that_shuts_down(role: str) -> None:
+    """It ends a stream without sequences at once, and one with sequences when the last is closed."""
+    service = Service(role)
+    with (
+        ThreadPoolExecutor() as pool,
+        stream_to(service.address, role) as empty,
+        stream_to(service.address, role) as busy,
+    ):
+        assert empty.ask(requests(role, 1)).sequence_ids == [1]
+        empty.send(requests(role, close=(1,)))
+        assert answered(busy, 2, requests(role, 1, 2)) == [1, 2]
+        stopping = pool.submit(service.stop)
+        assert empty.status() is grpc.StatusCode.OK
+        error = error_of(busy, requests(role, 3))
+        assert (error.status, str(error)) == ("UNAVAILABLE", "the service is shutting down")
+        assert answered(busy, 2, requests(role, 1, 2, begin=False)) == [1, 2]
+        busy.send(requests(role, close=(1,)))
+        assert busy.ask(requests(role, 2, begin=False)).request_ids == [2]
+        assert not stopping.done()
+        busy.send(requests(role, close=(2,)))
+        assert busy.status() is grpc.StatusCode.OK
+        stopping.result(20)

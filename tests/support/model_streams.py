@@ -115,6 +115,13 @@ class RawStream:
 def raw_stream(stack: LocalStack, role: str, metadata: Any = ()) -> Iterator[RawStream]:
     """A stream to the "draft" or "verify" service, cancelled at the end of the body."""
     address = stack.draft_address if role == "draft" else stack.verify_address
+    with stream_to(address, role, metadata) as stream:
+        yield stream
+
+
+@contextlib.contextmanager
+def stream_to(address: str, role: str, metadata: Any = ()) -> Iterator[RawStream]:
+    """As `raw_stream`."""
     with grpc.insecure_channel(address) as channel:
         open_stream = (
             draft_pb2_grpc.DraftServiceStub(channel).Draft
