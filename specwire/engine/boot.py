@@ -41,9 +41,9 @@ class ModelService:
 
     @contextlib.contextmanager
     def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
-        """A sequence that lives as long as its stream."""
+        """A sequence that lives while the body runs."""
         if not message.HasField("sampling"):
-            raise InvalidRequestError("open", "unset", "the first request of a stream must open it")
+            raise InvalidRequestError("sampling", "unset", "must be set for a sequence")
         params = wire.opened_params(message)
         context_len = self.info.context_len
         if not 1 <= message.prompt_len <= context_len:
@@ -51,7 +51,7 @@ class ModelService:
         if message.vocab_limit < 0:
             raise InvalidRequestError("vocab_limit", message.vocab_limit, "must be at least 0")
         if self.engine.status().num_sequences >= self.max_sequences:
-            raise ResourceExhaustedError(f"{self.max_sequences} streams are open", _RETRY_AFTER_MS)
+            raise ResourceExhaustedError(f"{self.max_sequences} sequences are open", _RETRY_AFTER_MS)
         sequence = self.engine.open(params, message.prompt_len)
         try:
             yield sequence

@@ -179,18 +179,20 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         """Close a sequence with an error; one that is not open any more is left alone."""
         if sequence_id in self.sequences:
             self._close([sequence_id])
-            self._errors.append(columns.error_to_proto(sequence_id, error))
-            self._changed.set()
+            self._report(sequence_id, error)
+
+    def _report(self, sequence_id: int, error: SpecwireError) -> None:
+        self._errors.append(columns.error_to_proto(sequence_id, error))
+        self._changed.set()
 
     def of(self, sequence_id: int) -> OpenSequence[State] | None:
-        """The sequence of a request; None if it was closed by now, as by an error that is on its way.
+        """The sequence of a request; None if there is none.
 
-        Raises:
-            InvalidRequestError: it was never opened.
+        It was closed by now, as by an error that is on its way, or was never opened, which is reported.
         """
         found = self.sequences.get(sequence_id)
         if found is None and not 0 < sequence_id <= self._last_id:
-            raise InvalidRequestError("sequence_ids", sequence_id, "was never opened")
+            self._report(sequence_id, InvalidRequestError("sequence_ids", sequence_id, "was never opened"))
         return found
 
     @contextlib.contextmanager
@@ -226,8 +228,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
                 if hasattr(state, "close"):
                     stack.callback(state.close)
             except SpecwireError as error:
-                self._errors.append(columns.error_to_proto(sequence_id, error))
-                self._changed.set()
+                self._report(sequence_id, error)
                 return
             if message.timeout_ms > 0:
                 timer = asyncio.get_running_loop().call_later(

@@ -95,15 +95,15 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
-    """Parameters of a model-service stream.
+    """Parameters of a sequence at a model service.
 
     Raises:
         InvalidRequestError: also if seed or rule are unset, which the coordinator chooses.
     """
     if not message.sampling.HasField("seed"):
-        raise InvalidRequestError("seed", "unset", "must be set on a stream")
+        raise InvalidRequestError("seed", "unset", "must be set for a sequence")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
-        raise InvalidRequestError("rule", "unset", "must be set on a stream")
+        raise InvalidRequestError("rule", "unset", "must be set for a sequence")
     return SamplingParams(**sampling_from_proto(message.sampling), cache_salt=message.cache_salt)
 
 

@@ -6,7 +6,7 @@ Messages of the model services are built by hand here, past everything the clien
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,19 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.v1 import (
-    common_pb2,
-    draft_pb2,
-    draft_pb2_grpc,
-    generation_pb2,
-    generation_pb2_grpc,
-    verify_pb2,
-    verify_pb2_grpc,
-)
-from specwire.wire.model import ids_to_bytes
+from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from specwire.wire.draft import DraftOrder
+from specwire.wire.verify import VerifyOrder
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
+from tests.support.model_streams import (
+    SequenceFailedError,
+    draft,
+    opening,
+    raw_stream,
+    sampling,
+    verify,
+)
 from tests.support.refusals import our_errors, refused
 
 PROMPT = "The quick brown"
@@ -214,69 +215,63 @@ class TestRawRequests:
             list(stub.Generate(iter([request]), timeout=30))
 
 
-def sampling(**fields: Any) -> common_pb2.SamplingParams:
-    """Valid unless told otherwise."""
-    return common_pb2.SamplingParams(**{"seed": 1, "rule": common_pb2.RULE_REJECTION} | fields)
+SUPPORTS = [np.array([6, 7])] * 2
 
 
-def opening(**fields: Any) -> common_pb2.OpenSequence:
-    valid: dict[str, Any] = {"sampling": sampling(), "prompt_len": 3}
-    return common_pb2.OpenSequence(**valid | fields)
+def drafting(sequence_id: int = 2, **changes: Any) -> DraftOrder:
+    return DraftOrder(sequence_id, 1, 0, [3, 4, 5], 2)._replace(**changes)
 
 
-def draft(**fields: Any) -> draft_pb2.DraftRequest:
-    valid: dict[str, Any] = {"token_ids": [3, 4, 5], "num_draft_tokens": 2}
-    return draft_pb2.DraftRequest(**valid | fields)
-
-
-def verify(**fields: Any) -> verify_pb2.VerifyRequest:
+def verifying(sequence_id: int = 2, **changes: Any) -> VerifyOrder:
     """Two draft tokens with supports of two."""
-    support = ids_to_bytes(np.array([6, 7]))
-    valid: dict[str, Any] = {"token_ids": [3, 4, 5], "draft_token_ids": [6, 7]}
-    valid["support_token_ids"] = [support, support]
-    return verify_pb2.VerifyRequest(**valid | fields)
-
-
-def exchange(stack: LocalStack, requests: list[Any]) -> list[Any]:
-    """All answers on one stream, each request sent after the answer to the one before."""
-    drafting = isinstance(requests[0], draft_pb2.DraftRequest)
-    with grpc.insecure_channel(stack.draft_address if drafting else stack.verify_address) as channel:
-        answered = threading.Semaphore()
-
-        def in_turn() -> Iterator[Any]:
-            for request in requests:
-                answered.acquire()
-                yield request
-
-        if drafting:
-            answers = draft_pb2_grpc.DraftServiceStub(channel).Draft(in_turn(), timeout=30)
-        else:
-            answers = verify_pb2_grpc.VerifyServiceStub(channel).Verify(in_turn(), timeout=30)
-        got = []
-        try:
-            with our_errors():
-                for answer in answers:
-                    got.append(answer)
-                    answered.release()
-        finally:
-            answered.release()
-    return got
+    return VerifyOrder(sequence_id, 1, 0, [3, 4, 5], [6, 7], (), SUPPORTS)._replace(**changes)
 
 
 Make = Callable[..., Any]
+SIDES: dict[Make, tuple[str, Make]] = {drafting: ("draft", draft), verifying: ("verify", verify)}
 
 
-@pytest.mark.parametrize("make", [draft, verify])
-class TestRawStreams:
-    """Past the coordinator's checks: the model services repeat what concerns them."""
+def attempt(
+    stack: LocalStack, *orders: DraftOrder | VerifyOrder, opened: common_pb2.OpenSequence | None = None
+) -> list[Any]:
+    """The answers to requests of sequence 2, one after the other.
+
+    Sequence 1 of the same stream is served before and after, and by the same messages.
+
+    Raises:
+        SpecwireError: what ended sequence 2.
+    """
+    make = verifying if isinstance(orders[0], VerifyOrder) else drafting
+    role, message = SIDES[make]
+    first, found = opening(2) if opened is None else opened, list[Any]()
+    with raw_stream(stack, role) as stream:
+        stream.ask(message(make(1), opened=[opening(1)]))
+        try:
+            for number, order in enumerate(orders):
+                found.append(stream.ask(message(order, opened=() if number else [first])))
+        except SequenceFailedError as failed:
+            raise failed.of(2) from None
+        finally:
+            answer = stream.ask(message(make(1, request_id=9, base_len=3, token_ids=[8])))
+            assert (answer.sequence_ids, answer.request_ids, answer.base_lens) == ([1], [9], [4])
+    return found
+
+
+@pytest.mark.parametrize("make", SIDES)
+class TestRawSequences:
+    """Past the coordinator's checks: the model services repeat what concerns them.
+
+    What is wrong with one sequence ends that one.
+    """
 
     def test_the_valid_message_works(self, stack: LocalStack, make: Make) -> None:
-        answers = exchange(stack, [make(open=opening(), request_id=4), make(request_id=5)])
-        assert [(answer.request_id, answer.base_len) for answer in answers] == [(4, 3), (5, 3)]
+        answers = attempt(stack, make(request_id=4), make(request_id=5))
+        assert [(*answer.request_ids, *answer.base_lens) for answer in answers] == [(4, 3), (5, 3)]
 
     @pytest.mark.parametrize(
         ("sampling", "name"),
         [
+            (None, "sampling=unset"),
             (common_pb2.SamplingParams(rule=common_pb2.RULE_GUMBEL), "seed=unset"),
             (common_pb2.SamplingParams(seed=1), "rule=unset"),
             (sampling(rule=7), "rule=7"),
@@ -291,57 +286,61 @@ class TestRawStreams:
         self, stack: LocalStack, make: Make, sampling: common_pb2.SamplingParams, name: str
     ) -> None:
         with refused(InvalidRequestError, name):
-            exchange(stack, [make(open=opening(sampling=sampling))])
+            attempt(stack, make(), opened=opening(2, sampling=sampling))
+
+    def test_prompt_len(self, stack: LocalStack, make: Make) -> None:
+        with refused(InvalidRequestError, "prompt_len=0"):
+            attempt(stack, make(), opened=opening(2, prompt_len=0))
 
     @pytest.mark.parametrize(
         ("fields", "parts"),
         [
-            ({"open": opening(prompt_len=0)}, ("prompt_len=0",)),
-            ({"open": None}, ("open=unset", "first request")),
             ({"base_len": -1}, ("base_len=-1",)),
             ({"token_ids": []}, ("token_ids=[]", "at least one token")),
             ({"token_ids": [3, 400]}, ("token_ids[1]=400", "vocabulary")),
-            ({"token_ids": [-3]}, ("token_ids[0]=-3", "vocabulary")),
+            ({"token_ids": [2**32 - 3]}, ("token_ids[0]=4294967293", "vocabulary")),
         ],
     )
-    def test_first_message(
+    def test_first_request(
         self, stack: LocalStack, make: Make, fields: dict[str, Any], parts: tuple[str, ...]
     ) -> None:
         with refused(InvalidRequestError, *parts):
-            exchange(stack, [make(**{"open": opening()} | fields)])
+            attempt(stack, make(**fields))
 
     def test_over_the_context(self, stack: LocalStack, make: Make) -> None:
         with refused(ContextLengthError, str(texts.CONTEXT_LEN + 1), f"context of {texts.CONTEXT_LEN}"):
-            exchange(stack, [make(open=opening(), token_ids=[3] * (texts.CONTEXT_LEN - 1))])
-
-    def test_a_second_open(self, stack: LocalStack, make: Make) -> None:
-        with refused(InvalidRequestError, "open=set", "only the first request"):
-            exchange(stack, [make(open=opening()), make(open=opening())])
+            attempt(stack, make(token_ids=[3] * (texts.CONTEXT_LEN - 1)))
 
     def test_a_base_beyond_what_is_held(self, stack: LocalStack, make: Make) -> None:
         with refused(PrefixMismatchError, "base_len=1 ", "0 tokens held"):
-            exchange(stack, [make(open=opening(), base_len=1)])
+            attempt(stack, make(base_len=1))
         with pytest.raises(PrefixMismatchError) as caught:
-            exchange(stack, [make(open=opening()), make(base_len=6)])
+            attempt(stack, make(), make(request_id=2, base_len=6))
         assert (caught.value.base_len, caught.value.held_len) == (6, 5)
 
-    def test_the_status_on_the_wire_is_the_documented_one(self, stack: LocalStack, make: Make) -> None:
-        with grpc.insecure_channel(stack.draft_address) as channel:
-            stub = draft_pb2_grpc.DraftServiceStub(channel)
-            with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Draft(iter([draft(open=opening(), base_len=9)]), timeout=30))
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    def test_two_of_one_message_of_which_one_is_wrong(self, stack: LocalStack, make: Make) -> None:
+        role, message = SIDES[make]
+        with raw_stream(stack, role) as stream:
+            both = message(make(1, base_len=3), make(2), opened=[opening(1), opening(2)])
+            stream.send(both)
+            found = [stream.read()]
+            if not (found[0].sequence_ids and found[0].errors):
+                found.append(stream.read())
+        assert [each for one in found for each in one.sequence_ids] == [2]
+        assert [(each.sequence_id, each.reason) for one in found for each in one.errors] == [
+            (1, "PREFIX_MISMATCH")
+        ]
 
 
 class TestRawDraft:
     @pytest.mark.parametrize("count", [-1, 65])
     def test_number_of_draft_tokens(self, stack: LocalStack, count: int) -> None:
         with refused(InvalidRequestError, f"num_draft_tokens={count}", "[0, 64]"):
-            exchange(stack, [draft(open=opening(), num_draft_tokens=count)])
+            attempt(stack, drafting(num_draft_tokens=count))
 
     def test_none_just_commits(self, stack: LocalStack) -> None:
-        (answer,) = exchange(stack, [draft(open=opening(), num_draft_tokens=0)])
-        assert (answer.base_len, len(answer.proposals)) == (3, 0)
+        (answer,) = attempt(stack, drafting(num_draft_tokens=0))
+        assert (answer.base_lens, answer.proposals.num_tokens) == ([3], [0])
 
 
 class TestRawVerify:
@@ -349,25 +348,22 @@ class TestRawVerify:
         ("fields", "error", "parts"),
         [
             ({"draft_token_ids": [6, OUTSIDE]}, InvalidRequestError, (f"draft_token_ids[1]={OUTSIDE}",)),
-            ({"draft_token_ids": [6, -1]}, InvalidRequestError, ("draft_token_ids[1]=-1",)),
-            ({"draft_token_ids": [6] * 65}, InvalidRequestError, ("draft_token_ids=65",)),
+            ({"draft_token_ids": [6, 2**32 - 1]}, InvalidRequestError, ("draft_token_ids[1]=4294967295",)),
             (
-                {"parent_indices": [-1, -1]},
-                UnsupportedError,
-                ("parent_indices=[-1, -1]", "rule"),
+                {"draft_token_ids": [6] * 65, "supports": [SUPPORTS[0]] * 65},
+                InvalidRequestError,
+                ("num_draft_tokens=65", "[0, 64]"),
             ),
-            ({"parent_indices": [0, -1]}, InvalidRequestError, ("parent_indices[0]=0",)),
-            ({"parent_indices": [-1]}, InvalidRequestError, ("parent_indices=1", "must be none or 2")),
-            ({"support_token_ids": []}, InvalidRequestError, ("support_token_ids=0", "must be 2")),
-            ({"support_token_ids": [b"", b"", b""]}, InvalidRequestError, ("support_token_ids=3",)),
-            ({"support_token_ids": [b"abc", b""]}, InvalidRequestError, ("support_token_ids[0]", "4-byte")),
+            ({"parents": [-1, -1]}, UnsupportedError, ("parent_indices=[-1, -1]", "rule")),
+            ({"parents": [0, -1]}, InvalidRequestError, ("parent_indices[0]=0",)),
+            ({"supports": ()}, InvalidRequestError, ("support_lens=0", "must be 2")),
             (
-                {"support_token_ids": [b"", ids_to_bytes(np.array([6, OUTSIDE]))]},
+                {"supports": [np.empty(0, np.int64), np.array([6, OUTSIDE])]},
                 InvalidRequestError,
                 (f"support_token_ids[1]={OUTSIDE}", "vocabulary"),
             ),
             (
-                {"support_token_ids": [ids_to_bytes(np.array([6, 8, 6])), b""]},
+                {"supports": [np.array([6, 8, 6]), np.empty(0, np.int64)]},
                 InvalidRequestError,
                 ("support_token_ids[0]=", "twice"),
             ),
@@ -377,12 +373,102 @@ class TestRawVerify:
         self, stack: LocalStack, fields: dict[str, Any], error: type[SpecwireError], parts: tuple[str, ...]
     ) -> None:
         with refused(error, *parts):
-            exchange(stack, [verify(open=opening(), **fields)])
+            attempt(stack, verifying(**fields))
 
     def test_supports_where_tokens_are_matched(self, stack: LocalStack) -> None:
-        with refused(InvalidRequestError, "support_token_ids=2", "must be 0"):
-            exchange(stack, [verify(open=opening(sampling=sampling(temperature=0.0)))])
+        with refused(InvalidRequestError, "support_lens=2", "must be 0"):
+            attempt(stack, verifying(), opened=opening(2, sampling=sampling(temperature=0.0)))
 
     def test_a_chain_spelt_out_is_a_chain(self, stack: LocalStack) -> None:
-        (answer,) = exchange(stack, [verify(open=opening(), parent_indices=[-1, 0])])
-        assert len(answer.target_token_ids) == 3
+        (answer,) = attempt(stack, verifying(parents=[-1, 0]))
+        assert answer.num_rows == [3]
+
+
+def set_to(name: str, value: Any) -> Callable[[Any], None]:
+    """Change a column as a whole."""
+
+    def change(message: Any) -> None:
+        if isinstance(value, bytes):
+            setattr(message, name, value)
+        else:
+            getattr(message, name)[:] = value
+
+    return change
+
+
+#: Of each service: a column that does not fit the others, and the refusal.
+COLUMNS: dict[str, Sequence[tuple[str, Any, str]]] = {
+    "both": (
+        ("request_ids", [1], "request_ids=1: must have 2 entries"),
+        ("base_lens", [], "base_lens=0: must have 2 entries"),
+        ("num_tokens", [3, 3, 0], "num_tokens=3: must have 2 entries"),
+        ("num_tokens", [7, -1], "num_tokens=-1: must be at least 0"),
+        ("num_tokens", [3, 4], "token_ids=24 bytes: must have 7 entries"),
+        ("num_tokens", [2**31 - 1, 2**31 - 1], "must have 4294967294 entries"),
+        ("token_ids", b"", "token_ids=0 bytes: must have 6 entries"),
+        ("token_ids", b"123", "token_ids=3 bytes: must have 6 entries"),
+        ("num_draft_tokens", [2], "num_draft_tokens=1: must have 2 entries"),
+        ("traceparents", [""], "traceparents=1: must have 2 entries"),
+        ("traceparents", ["", "0" * 257], "traceparent=257 characters"),
+    ),
+    "draft": (
+        ("max_depths", [0], "max_depths=1: must have 2 entries"),
+        ("prepare.num_outcomes", [1], "num_outcomes=1: must have 2 entries"),
+        ("prepare.max_depths", [1] * 2, "num_outcomes=0: must have 2 entries"),
+    ),
+    "verify": (
+        ("num_draft_tokens", [2, -2], "num_draft_tokens=-2: must be at least 0"),
+        ("draft_token_ids", bytes(12), "draft_token_ids=12 bytes: must have 4 entries"),
+        ("parent_indices", b"\xff", "parent_indices=1 bytes: must have 4 entries"),
+        ("support_lens", bytes(4), "support_lens=4 bytes: must have 4 entries"),
+        ("support_token_ids", b"abc", "support_token_ids=3 bytes: must have 8 entries"),
+    ),
+}
+
+
+class TestColumns:
+    """Where the columns of a message do not fit each other, its requests are not known: the stream ends."""
+
+    @pytest.mark.parametrize(
+        ("make", "name", "value", "said"),
+        [
+            (make, *column)
+            for make, (role, _) in SIDES.items()
+            for column in (*COLUMNS["both"], *COLUMNS[role])
+        ],
+    )
+    def test_a_column_that_does_not_fit(
+        self, stack: LocalStack, make: Make, name: str, value: Any, said: str
+    ) -> None:
+        role, message = SIDES[make]
+        wrong, inner = message(make(1), make(2), opened=[opening(1), opening(2)]), name.split(".")
+        changed = wrong.prepare if len(inner) > 1 else wrong
+        set_to(inner[-1], value)(changed)
+        with raw_stream(stack, role) as stream, refused(InvalidRequestError, said):
+            stream.ask(wrong)
+
+    @pytest.mark.parametrize("make", SIDES)
+    @pytest.mark.parametrize(("sequence_id", "least"), [(0, 0), (-3, 0), (1, 1)])
+    def test_a_sequence_id_that_is_not_new(
+        self, stack: LocalStack, make: Make, sequence_id: int, least: int
+    ) -> None:
+        role, message = SIDES[make]
+        with raw_stream(stack, role) as stream:
+            if least:
+                stream.ask(message(make(1), opened=[opening(1)]))
+            with refused(InvalidRequestError, f"sequence_id={sequence_id}: must be over {least}"):
+                stream.ask(message(make(sequence_id), opened=[opening(sequence_id)]))
+
+    @pytest.mark.parametrize("make", SIDES)
+    def test_an_id_is_not_used_again_after_its_close(self, stack: LocalStack, make: Make) -> None:
+        role, message = SIDES[make]
+        with raw_stream(stack, role) as stream:
+            stream.ask(message(make(1), opened=[opening(1)]))
+            with refused(InvalidRequestError, "sequence_id=1: must be over 1"):
+                stream.ask(message(opened=[opening(1)], closed=[1]))
+
+    def test_sequence_ids_decide_how_many_requests_there_are(self, stack: LocalStack) -> None:
+        wrong = verify(verifying(1), opened=[opening(1)])
+        wrong.sequence_ids.append(1)
+        with raw_stream(stack, "verify") as stream, refused(InvalidRequestError, "must have 2 entries"):
+            stream.ask(wrong)

@@ -52,7 +52,7 @@ def test_a_full_draft_service_costs_speed_only(pair: tuple[Path, Path]) -> None:
         served = [done for done in results if isinstance(done, Completion)]
         assert len(served) == 4
         assert len({done.token_ids for done in served}) == 1
-        without = [done for done in served if "streams are open" in done.speculation.draft_unavailable]
+        without = [done for done in served if "sequences are open" in done.speculation.draft_unavailable]
         assert len(without) == 3
         again = stack.client.generate(params=LONG, prompt_token_ids=PROMPT)
         assert again.speculation.draft_unavailable == ""

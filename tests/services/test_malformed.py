@@ -9,8 +9,10 @@ import pytest
 
 from specwire.errors import InvalidRequestError
 from specwire.rpc.statuses import from_rpc_error
-from specwire.v1 import common_pb2, verify_pb2
+from specwire.wire.verify import VerifyOrder
+from tests.support import model_streams
 from tests.support.harness import LocalStack, local_stack
+from tests.support.model_streams import verify
 
 TRUNCATED = b"\x0a\x64"  # a field of 100 bytes, of which none come
 VERIFY = "/specwire.v1.VerifyService/Verify"
@@ -23,9 +25,7 @@ def stack() -> Iterator[LocalStack]:
 
 
 def opening() -> bytes:
-    sampling = common_pb2.SamplingParams(seed=1, rule=common_pb2.RULE_GUMBEL)
-    first = common_pb2.OpenSequence(sampling=sampling, prompt_len=1)
-    return verify_pb2.VerifyRequest(open=first, token_ids=[3]).SerializeToString()
+    return verify(VerifyOrder(1, 1, 0, [3]), opened=[model_streams.opening()]).SerializeToString()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -18,10 +17,12 @@ from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.rule.random import Purpose, uniforms
-from specwire.v1 import draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
-from tests.support import tiny_models
+from specwire.wire import proposals
+from specwire.wire.draft import DraftOrder
+from tests.support import model_streams, tiny_models
 from tests.support.harness import LoopThread, local_stack
+from tests.support.model_streams import raw_stream
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyJob
 
@@ -154,19 +155,15 @@ def test_the_draft_token_is_drawn_from_the_numbers_that_travel(tmp_path: Path, r
     """Over the wire's own bytes: inverting the sent distribution with the draft stream gives the token."""
     draft = save_good_draft(tmp_path / "draft")
     target = save_target(tmp_path / "target")
-    opening = draft_pb2.DraftRequest(
-        open=wire.open_sequence(SamplingParams(seed=5, rule=rule), len(PROMPT)),
-        token_ids=PROMPT,
-        num_draft_tokens=8,
-        request_id=1,
-    )
+    opening = wire.open_sequence(SamplingParams(seed=5, rule=rule), len(PROMPT))
+    opening.sequence_id = 1
+    request = model_streams.draft(DraftOrder(1, 1, 0, PROMPT, 8), opened=[opening])
     with (
         local_stack(target, draft, draft_options={"max_support": 20}) as stack,
-        grpc.insecure_channel(stack.draft_address) as channel,
+        raw_stream(stack, "draft") as stream,
     ):
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        response = next(iter(stub.Draft(iter([opening]), timeout=20)))
-    proposal = wire.proposal_from_proto(response.proposals[0], response.base_len)
+        response = stream.ask(request)
+    (proposal,) = proposals.split(proposals.columns_from_proto(response.proposals, 1), response.base_lens)
     numbers = uniforms(5, Purpose.DRAFT, range(len(PROMPT), len(PROMPT) + 8), base)
     for token_id, support, number in zip(proposal.token_ids, proposal.supports, numbers, strict=True):
         cumulative = support.probs.astype(np.float64).cumsum()

@@ -12,17 +12,13 @@ import pytest
 import torch
 
 from specwire import InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.core import Preparation
 from specwire.engine.batch import Feed
-from specwire.v1 import (
-    common_pb2,
-    draft_pb2,
-    draft_pb2_grpc,
-    generation_pb2,
-    generation_pb2_grpc,
-    verify_pb2,
-    verify_pb2_grpc,
-)
+from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from specwire.wire.draft import DraftOrder
+from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, verify
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.refusals import our_errors, refused
 
@@ -30,10 +26,6 @@ PROMPT = [5, 9, 11, 2, 7]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 TREE = replace(GREEDY, num_draft_tokens=24, max_depth=4)
 REJECTION = common_pb2.SamplingParams(seed=1, rule=common_pb2.RULE_REJECTION)
-FEED: dict[str, Any] = {
-    "open": common_pb2.OpenSequence(sampling=REJECTION, prompt_len=1),
-    "token_ids": [3],
-}
 
 
 @pytest.mark.parametrize("num_outcomes", ["0", "16"])
@@ -95,32 +87,27 @@ def test_a_client_past_the_sdk_is_refused(emulated: LocalStack) -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"num_draft_tokens": 4, "max_depth": 2}, "max_depth"),
-        (
-            {
-                "num_draft_tokens": 4,
-                "prepare": {"num_outcomes": 1, "num_draft_tokens": 4, "max_depth": 2},
-            },
-            "prepare.max_depth",
-        ),
+        ({"max_depth": 2}, "max_depth"),
+        ({"prepare": Preparation(1, 4, 2)}, "prepare.max_depth"),
     ],
     ids=["now", "prepared"],
 )
 def test_a_draft_refuses_a_tree_under_rejection(
     emulated: LocalStack, fields: dict[str, Any], name: str
 ) -> None:
-    with grpc.insecure_channel(emulated.draft_address) as channel:
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        with refused(UnsupportedError, name, "rejection"), our_errors():
-            list(stub.Draft(iter([draft_pb2.DraftRequest(**FEED, **fields)]), timeout=30))
+    request = draft(DraftOrder(1, 1, 0, [3], 4, **fields), opened=[opening()])
+    with raw_stream(emulated, "draft") as stream, pytest.raises(SequenceFailedError) as caught:
+        stream.ask(request)
+    with refused(UnsupportedError, name, "rejection"):
+        raise caught.value.error
 
 
 def test_verify_refuses_a_tree_under_rejection(emulated: LocalStack) -> None:
-    message = verify_pb2.VerifyRequest(**FEED, draft_token_ids=[1, 2], parent_indices=[-1, -1])
-    with grpc.insecure_channel(emulated.verify_address) as channel:
-        stub = verify_pb2_grpc.VerifyServiceStub(channel)
-        with refused(UnsupportedError, "parent_indices", "rejection"), our_errors():
-            list(stub.Verify(iter([message]), timeout=30))
+    request = verify(VerifyOrder(1, 1, 0, [3], [1, 2], [-1, -1]), opened=[opening()])
+    with raw_stream(emulated, "verify") as stream, pytest.raises(SequenceFailedError) as caught:
+        stream.ask(request)
+    with refused(UnsupportedError, "parent_indices", "rejection"):
+        raise caught.value.error
 
 
 # --- chains instead ---------------------------------------------------------------------------------
