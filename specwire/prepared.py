@@ -39,6 +39,8 @@ class _Arrived:
 
     def agrees(self, committed: Sequence[int]) -> bool:
         """Whether all tokens committed since `base_len` are on the path, or in the proposal after it."""
+        if self.base_len == len(committed):
+            return True
         since = list(committed[self.base_len :])
         if self.base_len > len(committed) or since[: len(self.path)] != list(self.path[: len(since)]):
             return False
@@ -50,6 +52,9 @@ class _Arrived:
 
     def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
+        if self.base_len + len(self.path) == len(committed):
+            proposal = self.proposal if not self.path else replace(self.proposal, base_len=len(committed))
+            return Prepared(proposal, self.origin)
         left = tree.after(self.proposal, committed[self.base_len + len(self.path) :])
         assert left is not None  # it agrees
         return Prepared(replace(left, base_len=len(committed)), self.origin)

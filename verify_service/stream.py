@@ -35,6 +35,7 @@ from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
 from specwire.estimate import clock
 from specwire.security.bearer import Principal
+from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import verify as verify_wire
@@ -251,6 +252,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                 assert isinstance(job, VerifyJob)
                 judged: _Round = job.tag
                 if not self._is_wanted(judged):
+                    judged.span.fail(tracing.CANCELLED)
+                    judged.span.end()
                     continue
                 if isinstance(result, SpecwireError):
                     self._fail(job, judged, result)

@@ -124,8 +124,7 @@ class RemoteDrafter:
             return nothing, Cost()
         started_ns = clock.stopwatch_ns()
         try:
-            proposal, cost = await self._propose_at(replica, committed, plan, parent)
-            return replace(proposal, source=replica.info.name), cost
+            return await self._propose_at(replica, committed, plan, parent)
         except SpecwireError as error:
             self._close_after(error, replica)
             lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
@@ -231,7 +230,7 @@ class RemoteDrafter:
         if self._current is None:
             self._current = self._open_at(replica, committed)
         sequence = self._current.sequence
-        expected_s = replica.costs.bound((plan.num_steps, len(committed) - sequence.num_sent_tokens)) / 1e9
+        expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
@@ -251,7 +250,7 @@ class RemoteDrafter:
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
             num_steps = len(found.token_ids) if plan.max_depth == 0 else plan.max_depth
-            replica.costs.add((num_steps, cost.num_prefill_tokens), max(1, cost.wall_ns))
+            replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost
 
     def _open_at(self, replica: Replica, committed: Sequence[int]) -> _Opened:
@@ -262,14 +261,10 @@ class RemoteDrafter:
             waits=self._pool.waits,
             check=self._check,
             on_answer=replica.mark_proven,
-            on_prepared=self._prepared_at(replica),
+            on_prepared=self._on_prepared,
         )
         self._pool.opened(replica, committed, self._opening.cache_salt)
         return _Opened(sequence, replica, replica.num_lost)
-
-    def _prepared_at(self, replica: Replica) -> Callable[[Sequence[int], Proposal], None]:
-        source = replica.info.name if replica.info else ""
-        return lambda path, proposal: self._on_prepared(path, replace(proposal, source=source))
 
     # --- the end of a sequence --------------------------------------------------------------------------
 
@@ -310,4 +305,4 @@ def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
     if plan.max_depth and not draft.trees:
         plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
     room = max(0, draft.context_len - committed_len)
-    return replace(plan, num_draft_tokens=min(plan.num_draft_tokens, room))
+    return plan if plan.num_draft_tokens <= room else replace(plan, num_draft_tokens=room)

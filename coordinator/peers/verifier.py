@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.cost import Cost
+from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
 from coordinator.peers.link import Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import cost_of, describe, span_around
+from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
 from specwire.core import Continuation, Outcome, Proposal, Verdict
@@ -34,6 +34,8 @@ from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 
 log = logging.getLogger(__name__)
 
+
+_MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
 
 _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
@@ -107,7 +109,15 @@ class _VerifySequence:
             self._asked, self._answer = order, asyncio.get_running_loop().create_future()
             found = await self._answer
         answer, num_bytes = found
-        cost = cost_of(answer.timings, started_ns, self.request_bytes, num_bytes, answer.num_cached_tokens)
+        cost = split(
+            clock.stopwatch_ns() - started_ns,
+            answer.timings,
+            outcome=CallOutcome.ASKED,
+            request_bytes=self.request_bytes,
+            response_bytes=num_bytes,
+            num_cached_tokens=answer.num_cached_tokens,
+            load=answer.load,
+        )
         return answer, cost
 
     def prepare(self, path: Sequence[int], proposal: Proposal) -> None:
@@ -201,26 +211,37 @@ class RemoteVerifier:
         Raises:
             SpecwireError: no target is available, or it refused the request.
         """
-        attempts = Attempts(self._timeout_s, self._remaining_s)
         started_ns, lost_ns = clock.stopwatch_ns(), 0
+        attempts: Attempts | None = None  # a round without failures needs none
         while True:
-            replica = self._replica or await self._find(committed, attempts)
-            if attempts.has_waited:
-                lost_ns = clock.stopwatch_ns() - started_ns
+            replica = self._replica
+            if replica is None:
+                attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
+                replica = await self._find(committed, attempts)
+                if attempts.has_waited:
+                    lost_ns = clock.stopwatch_ns() - started_ns
             try:
                 verdict, cost = await self._attempt(replica, committed, proposal, parent)
-            except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
-                log.warning("verify stream at %s: %s", replica.address, error)
-                self.close()
-                if isinstance(error, ServiceUnavailableError):
-                    replica.mark_lost(str(error))
-                lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
-                parent.event("verify lost", lost)
-                attempts.add(replica, error)
+            except _MAY_BE_RETRIED as error:
+                attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
+                self._lose(replica, error, attempts, parent)
             else:
-                self._has_begun = True
-                replica.mark_proven()
-                return verdict, replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
+                if lost_ns:
+                    cost = replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
+                return verdict, cost
+
+    def _lose(self, replica: Replica, error: SpecwireError, attempts: Attempts, parent: tracing.Span) -> None:
+        """The sequence at a replica failed.
+
+        Raises:
+            SpecwireError: it is not worth another attempt.
+        """
+        log.warning("verify at %s: %s", replica.address, error)
+        self.close()
+        if isinstance(error, ServiceUnavailableError):
+            replica.mark_lost(str(error))
+        parent.event("verify lost", {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status})
+        attempts.add(replica, error)
 
     async def _attempt(
         self, replica: Replica, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
@@ -228,6 +249,8 @@ class RemoteVerifier:
         with span_around(self._tracer, "verify", replica.address, parent) as span:
             verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
             describe(span, proposal, cost)
+        self._has_begun = True
+        replica.mark_proven()
         return verdict, cost
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
@@ -266,7 +289,7 @@ class RemoteVerifier:
         except InternalError as error:  # another replica may give a valid answer
             raise ServiceUnavailableError(f"the service sent {error}") from None
         self._continuation = answer.continuation
-        return answer.verdict, replace(cost, load=answer.load)
+        return answer.verdict, cost
 
     # --- rounds that the target begins by itself ------------------------------------------------------
 
