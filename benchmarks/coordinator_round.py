@@ -338,7 +338,9 @@ def main(argv: list[str] | None = None) -> int:
         own = min(asyncio.run(own_us(case)) for _ in range(args.repetitions))
         served = [asyncio.run(served_us(case)) for _ in range(args.repetitions)]
         over_grpc, bare = (min(each) for each in zip(*served, strict=True))
-        print(f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us (bare server {bare:.0f} us)", flush=True)
+        print(
+            f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us (bare server {bare:.0f} us)", flush=True
+        )
         if args.profile:
             profile = cProfile.Profile()
             asyncio.run(own_us(case, profile))

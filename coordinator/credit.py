@@ -37,6 +37,14 @@ class Credit:
         num_in_flight = self._num_sent - self._num_acknowledged
         return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
 
+    def has_room_after(self, num_tokens: int) -> bool:
+        """Whether a round may start with so many tokens emitted that are not spent yet; False in doubt, since
+        not all of them may be sent."""
+        if not self._window:
+            return True
+        num_ahead = self._num_emitted + num_tokens - self._num_acknowledged
+        return num_ahead + self._round_len <= self._window or num_ahead <= MAX_UNACKNOWLEDGED_TOKENS
+
     def spend(self, *, num_emitted: int, num_sent: int) -> None:
         """Count the tokens that a round emitted and that its message carries; call it before that is sent."""
         self._num_emitted += num_emitted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,8 @@ from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.session import Session
 from coordinator.tally import Tally
-from specwire.completion import Chunk
-from specwire.core import ModelInfo, Outcome, Proposal, SamplingParams, Verdict
+from specwire.completion import Chunk, ResumeInfo
+from specwire.core import ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.wire import client as wire
 
 WORDS = (" return", " if", " self", " n", ".items", "\n", "def", " push", " pop", "(")
@@ -44,7 +44,7 @@ class _Words:
 class _Replayed:
     """A generation whose rounds are given."""
 
-    async def rounds(self) -> AsyncIterator[Round]:
+    async def rounds(self) -> AsyncGenerator[Round, None]:
         for done in (TREE, CHAIN, PLAIN):
             yield done
 
@@ -56,6 +56,8 @@ def received_chunks(*, report_progress: bool) -> list[Chunk]:
         params=SamplingParams(max_tokens=6),
         target=ModelInfo(name="large", vocab_size=len(WORDS), context_len=64),
         generated_token_ids=[],
+        end_ids=frozenset(),
+        resume_info=ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""),
         report_progress=report_progress,
     )
     generation: Any = _Replayed()
@@ -70,6 +72,6 @@ def received_chunks(*, report_progress: bool) -> list[Chunk]:
     )
 
     async def received() -> list[Chunk]:
-        return [wire.chunk_from_proto(wire.chunk_to_proto(chunk)) async for chunk in session.chunks()]
+        return [wire.chunk_from_proto(session.take().chunk) async for _ in session.rounds()]
 
     return asyncio.run(received())
