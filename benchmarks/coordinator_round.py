@@ -43,6 +43,7 @@ NUM_DRAFT_TOKENS, SUPPORT_SIZE, ALPHA = 4, 32, 0.8
 VOCAB_SIZE = 400
 RULES = ("greedy", "gumbel", "rejection", "block")
 _NUM_VARIANTS = 64
+_PASS_S = 0.02
 _DRAFT_COST = Cost(outcome=CallOutcome.ASKED, wall_ns=1, forward_ns=1)
 _VERIFY_COST = Cost(
     outcome=CallOutcome.ASKED,
@@ -106,8 +107,11 @@ class Peers:
         num_rounds: verified so far.
     """
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, answers: Answers, pass_s: float) -> None:
+        """Args:
+        pass_s: that an answer takes; none of it is processor time.
+        """
+        self._answers, self._pass_s = answers, pass_s
         self._waiting: list[asyncio.Future[None]] = []
         self.spent_ns = self.num_rounds = 0
 
@@ -115,7 +119,7 @@ class Peers:
         """Done when all that wait now are answered."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._answer)
+            loop.call_later(self._pass_s, self._answer)
         future = loop.create_future()
         self._waiting.append(future)
         return future
@@ -237,9 +241,9 @@ class Case:
         """Of every stream."""
         return wire.generate_request(None, params(self.rule, self.num_tokens), PROMPT)
 
-    def servicer(self) -> tuple[Servicer, Peers]:
+    def servicer(self, pass_s: float = 0.0) -> tuple[Servicer, Peers]:
         """Ready for all streams."""
-        peers = Peers(Answers(matches_tokens=params(self.rule, 1).matches_tokens))
+        peers = Peers(Answers(matches_tokens=params(self.rule, 1).matches_tokens), pass_s)
         return Servicer(peers, self.num_streams, with_text=self.with_text), peers
 
 
@@ -267,7 +271,7 @@ async def own_us(case: Case, profile: cProfile.Profile | None = None) -> float:
 async def served_us(case: Case) -> tuple[float, float]:
     """Processor time of the server's process a round over gRPC, and of a bare server that sends the same
     messages, in microseconds."""
-    servicer, peers = case.servicer()
+    servicer, peers = case.servicer(_PASS_S)  # in which each client takes a message
     server = Server(servicer.config, [])
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
     address = await server.start()
