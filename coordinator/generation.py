@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from coordinator.begun import Begun
@@ -123,13 +122,22 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft → verify → commit cycle."""
+    """One draft → verify → commit cycle.
+
+    Attributes:
+        token_ids: committed: accepted ones, then the recovered or bonus token.
+    """
 
     proposal: Proposal
     verdict: Verdict
     outcome: Outcome
     draft_cost: Cost
     verify_cost: Cost
+    token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafted, outcome = self.proposal.token_ids, self.outcome
+        object.__setattr__(self, "token_ids", [*(drafted[i] for i in outcome.path), outcome.next_token])
 
     @property
     def is_from_text(self) -> bool:
@@ -141,12 +149,6 @@ class Round:
         """Draft tokens one after another: the longest path of the proposal."""
         parents = self.proposal.parents
         return 1 + max(tree.depths(parents)) if parents else len(self.proposal.token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Committed tokens: accepted ones, then the recovered or bonus token."""
-        drafted, outcome = self.proposal.token_ids, self.outcome
-        return [*(drafted[node] for node in outcome.path), outcome.next_token]
 
     @property
     def last_fate(self) -> Fate:
@@ -174,7 +176,7 @@ class Turns(Protocol):
     """When rounds may start."""
 
     def may_start(self, num_tokens: int) -> bool:
-        """Whether one may now, with so many tokens committed that are not taken yet."""
+        """Whether one may now, after one that commits so many tokens."""
         ...
 
     async def wait(self) -> None:
@@ -249,7 +251,6 @@ class Generation:
                 if self._goes_on(done):
                     self._planner.observe(done, ended_ns - started_ns)
                     started_ns, next_round = ended_ns, Begun(self._round())
-                    await asyncio.sleep(0)  # the requests of other sequences go first: they share a message
                     yield done
                 else:
                     self._ledger.switch(Stage.EMIT)

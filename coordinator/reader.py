@@ -114,7 +114,7 @@ class CreditReader:
     # --- waiting for the client ---------------------------------------------------------------------
 
     def is_ready(self, num_tokens: int) -> bool:
-        """Whether a round may start with so many tokens emitted that are not spent yet."""
+        """Whether a round may start, after one that emits so many tokens more."""
         return (
             self._error is None
             and self._num_unwritten_rounds < _MAX_UNWRITTEN_ROUNDS

@@ -155,21 +155,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             )
             session = Session(
                 request,
-                generation,
                 tokenizer=self._tokenizer,
                 credit=reader.credit,
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
             call.begin(session, request.prompt_len, lambda: drafter.unavailable)
-            take = session.take
-            async with contextlib.aclosing(session.rounds()) as rounds:
-                async for num_tokens in rounds:
-                    call.count(num_tokens)
+
+            def take() -> generation_pb2.GenerateResponse:
+                response = session.take()
+                call.count(len(response.chunk.tokens))
+                return response
+
+            async with contextlib.aclosing(generation.rounds()) as rounds:
+                while not session.ended and (done := await anext(rounds, None)) is not None:
+                    session.add(done)
                     reader.send(take)
             completion = session.completion(drafter.unavailable)
-        done = client_wire.completion_to_proto(completion)
-        reader.send(lambda: generation_pb2.GenerateResponse(completion=done))
+        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
+        reader.send(lambda: last)
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
     @contextlib.contextmanager

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coordinator.credit import Credit
-from coordinator.generation import Generation, Round
+from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
@@ -39,7 +38,6 @@ class Session:
     def __init__(
         self,
         request: GenerationRequest,
-        generation: Generation,
         *,
         tokenizer: Tokenizer | None,
         credit: Credit,
@@ -51,15 +49,17 @@ class Session:
         """
         params = request.params
         self._request = request
-        self._generation = generation
         self._tokenizer = tokenizer
         self._credit = credit
         self._ledger = ledger
         self._end_ids = request.end_ids
         self._text = TextAssembler[_Item](tokenizer, request.prompt_token_ids, params.stop)
         self._chunk = client_wire.OpenChunk(request.resume_info)
+        self._has_stop_strings = bool(params.stop)
+        self._max_tokens = params.max_tokens or 0
+        self._rounds: list[Round] = []
         self._latest: Round | None = None
-        self._num_emitted = self._num_taken = 0
+        self._num_emitted = self._num_given = self._num_taken = 0
         self._stop_reason: str | int | None = None
         self._tally, self._totals = Tally(), totals
         self._replay(request.generated_token_ids)
@@ -69,28 +69,24 @@ class Session:
         """Whether it has reached a stop condition."""
         return self._stop_reason is not None or self._num_emitted == self._request.params.max_tokens
 
-    async def rounds(self) -> AsyncGenerator[int, None]:
-        """Generates round by round; yields how many tokens each added to what `take` returns.
-
-        Raises:
-            SpecwireError: why the generation failed; an invalid acknowledgement is one reason.
-        """
-        if self.ended:  # by the tokens of an earlier stream
-            return
-        async with contextlib.aclosing(self._generation.rounds()) as rounds:
-            async for done in rounds:
-                self._ledger.emit_first_token()
-                self._tally.add(done)
-                self._totals.add(done)
-                yield self._add(done)
-                if self.ended:
-                    return
+    def add(self, done: Round) -> None:
+        """The next round. Where it cannot end the generation, its text is left to `take`."""
+        if self._num_emitted == self._num_given:
+            self._ledger.emit_first_token()
+        token_ids = done.token_ids
+        self._num_emitted += len(token_ids)
+        self._credit.spend(num_emitted=len(token_ids), num_sent=len(token_ids))
+        self._rounds.append(done)
+        is_last = self._num_emitted >= self._max_tokens or not self._end_ids.isdisjoint(token_ids)
+        if is_last or self._has_stop_strings:
+            self._assemble()
 
     def take(self) -> generation_pb2.GenerateResponse:
         """What was generated since the last call of this: a chunk of at least one round.
 
         Each emitted token is in exactly one chunk, in order, as soon as its text is certain.
         """
+        self._assemble()
         held = self._text.waiting(self._num_emitted - self._num_taken)
         self._num_taken = self._num_emitted
         if not self._request.report_progress or self._latest is None:
@@ -107,11 +103,12 @@ class Session:
                 name = f"generated_token_ids[{i}]"
                 raise InvalidRequestError(name, token_id, "comes after the end of the generation")
             item = self._chunk.item(token_id, Fate.GIVEN, "", None)
+            self._num_emitted += 1
             num_released += len(self._process(token_id, item))
         if self.ended:
             num_released += len(self._text.finish())
         self._chunk.skip(num_released)
-        self._num_taken = self._num_emitted
+        self._num_given = self._num_taken = self._num_emitted
         self._credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
 
     def completion(self, draft_unavailable: str) -> Completion:
@@ -136,11 +133,30 @@ class Session:
             reproducible=params.matches_tokens and target.batch_invariant,
         )
 
-    def _add(self, done: Round) -> int:
-        """Add a round's tokens, up to the one that ends the generation; returns how many are certain now."""
-        chunk, source = self._chunk, done.proposal.source
-        num_before = chunk.num_tokens
-        token_ids, logprobs = done.token_ids, done.logprobs
+    def _assemble(self) -> None:
+        """The text of the rounds that wait for theirs."""
+        num_before, num_emitted = self._chunk.num_tokens, 0
+        for done in self._rounds:
+            num_emitted += len(done.token_ids)
+            self._tally.add(done)
+            self._totals.add(done)
+            self._add_tokens(done)
+            for token_id in done.rejected:
+                self._chunk.reject(token_id, done.proposal.source, self._decode(token_id))
+            self._latest = done
+        self._rounds.clear()
+        if self.ended:
+            for item, text in self._text.finish():
+                self._chunk.add(item, text)
+        self._credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
+
+    def _add_tokens(self, done: Round) -> None:
+        """Add a round's tokens, up to the one that ends the generation, as far as their text is certain."""
+        chunk, source, logprobs = self._chunk, done.proposal.source, done.logprobs
+        token_ids = done.token_ids
+        if self._tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
+            chunk.add_round(token_ids, done.last_fate, source)
+            return
         last = len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
             fate, by = (Fate.ACCEPTED, source) if i < last else (done.last_fate, "")
@@ -148,21 +164,12 @@ class Session:
             for each, text in self._process(token_id, item):
                 chunk.add(each, text)
             if self._stop_reason is not None:
+                self._num_emitted -= last - i
                 break
-        if self.ended:
-            for each, text in self._text.finish():
-                chunk.add(each, text)
-        for token_id in done.rejected:
-            chunk.reject(token_id, source, self._decode(token_id))
-        self._latest = done
-        num_certain = chunk.num_tokens - num_before
-        self._credit.spend(num_emitted=len(token_ids), num_sent=num_certain)
-        return num_certain
 
     def _process(self, token_id: int, item: _Item) -> list[tuple[_Item, str]]:
         """Process a token; returns those whose text is certain now."""
         ends = token_id in self._end_ids
-        self._num_emitted += 1
         certain = self._text.add(token_id, item, silent=ends)
         if self._text.stopped_by is not None:
             self._stop_reason = self._text.stopped_by

@@ -94,7 +94,7 @@ class CallRecord:
         self.totals.prompt_tokens += prompt_len
 
     def count(self, num_tokens: int) -> None:
-        """A round is done, and so many tokens can be sent."""
+        """A message with so many tokens is sent."""
         if not num_tokens:
             return
         totals, now_s = self.totals, self.ledger.charged_s

@@ -45,7 +45,7 @@ _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more streams, one
 of each."""
 _COST_ROUNDS = 8
-"""While each stream has one round, costs are learnt from so many: passes and messages cost all streams alike."""
+"""Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 
 
 class Prospects(NamedTuple):

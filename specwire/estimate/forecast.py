@@ -71,10 +71,10 @@ class SharedAcceptance:
     rounds in batches; how a text differs is up to each stream's own belief.
 
     Attributes:
-        reached_likelihoods: [NUM_POSITIONS + 1] arrays [num_shifts]: that k or more draft tokens are accepted.
-        ended_likelihoods: [NUM_POSITIONS] arrays [num_shifts]: that k are, and the next one is rejected.
-        drifts: [NUM_POSITIONS + 1] arrays [num_shifts]: what a change of the text during a round that accepts k
-            draft tokens adds to a belief.
+        reached_likelihoods: [NUM_POSITIONS + 1][num_shifts] that k or more draft tokens are accepted.
+        ended_likelihoods: [NUM_POSITIONS][num_shifts] that k are, and the next one is rejected.
+        drifts: [NUM_POSITIONS + 1][num_shifts] what a change of the text adds to a belief, in a round that
+            accepts k draft tokens.
         prior_belief: [num_shifts] belief about a text before anything is known of it.
     """
 

@@ -257,7 +257,7 @@ class OpenChunk:
         info: of the first message.
         """
         self.num_tokens = 0
-        self._sources: dict[str, int] = {}
+        self._sources = {"": 0}
         self._open()
         self._response.resume_info.CopyFrom(resume_info_to_proto(info))
 
@@ -265,6 +265,7 @@ class OpenChunk:
         self._response = generation_pb2.GenerateResponse()
         self._chunk = self._response.chunk
         self._chunk.first_index = self.num_tokens
+        self._num_named = 0
 
     def skip(self, num_tokens: int) -> None:
         """An earlier stream has sent so many tokens."""
@@ -274,7 +275,7 @@ class OpenChunk:
         """A token without its text, as the other methods take it."""
         token: dict[str, Any] = {"id": token_id, "fate": _FATES[fate]}
         if source:
-            token["source"] = self._sources.setdefault(source, len(self._sources) + 1)
+            token["source"] = self._number(source)
         if logprobs is not None:
             token["logprob"] = logprobs.of(token_id)
             token["top_logprobs"] = [{"token_id": t, "logprob": v} for t, v in logprobs.top()]
@@ -282,21 +283,36 @@ class OpenChunk:
 
     def add(self, item: Mapping[str, Any], text: str) -> None:
         """A token whose text is certain."""
-        self._name_source(item)
+        self._name_source(item.get("source", 0))
         self._chunk.tokens.add(**item, text=text)
         self.num_tokens += 1
 
+    def add_round(self, token_ids: Sequence[int], last_fate: Fate, source: str) -> None:
+        """Tokens of a round without text: all but the last are accepted ones."""
+        add, number, accepted = self._chunk.tokens.add, self._number(source), _FATES[Fate.ACCEPTED]
+        *first, last = token_ids
+        if first:
+            self._name_source(number)
+        for token_id in first:
+            add(id=token_id, fate=accepted, source=number)
+        add(id=last, fate=_FATES[last_fate])
+        self.num_tokens += len(token_ids)
+
     def reject(self, token_id: int, source: str, text: str) -> None:
         """A draft token that was rejected."""
-        item = self.item(token_id, Fate.REJECTED, source, None)
-        self._name_source(item)
-        self._chunk.rejected.add(**item, text=text)
+        number = self._number(source)
+        self._name_source(number)
+        self._chunk.rejected.add(id=token_id, text=text, fate=_FATES[Fate.REJECTED], source=number)
 
-    def _name_source(self, item: Mapping[str, Any]) -> None:
-        """A chunk has names for the numbers of the sources in it."""
-        named, number = self._chunk.sources, item.get("source", 0)
-        if len(named) < number:
-            named.extend([*self._sources][len(named) : number])
+    def _number(self, source: str) -> int:
+        """Of a source, in all messages of the stream."""
+        return self._sources.setdefault(source, len(self._sources))
+
+    def _name_source(self, number: int) -> None:
+        """A message names the sources up to the largest number in it."""
+        if self._num_named < number:
+            self._chunk.sources.extend([*self._sources][self._num_named + 1 : number + 1])
+            self._num_named = number
 
     def take(
         self,
@@ -308,7 +324,7 @@ class OpenChunk:
         """The message; what is added from now on is in the next one. For the fields see `Chunk`."""
         response, chunk = self._response, self._chunk
         for item in held:
-            self._name_source(item)
+            self._name_source(item.get("source", 0))
             chunk.held.add(**item)
         if speculation is not None:
             chunk.speculation.CopyFrom(_speculation_to_proto(speculation))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +40,6 @@ class _Words:
         return "".join(WORDS[token_id] for token_id in token_ids)
 
 
-class _Replayed:
-    """A generation whose rounds are given."""
-
-    async def rounds(self) -> AsyncGenerator[Round, None]:
-        for done in (TREE, CHAIN, PLAIN):
-            yield done
-
-
 def received_chunks(*, report_progress: bool) -> list[Chunk]:
     """The chunks of these rounds, over the wire."""
     request: Any = SimpleNamespace(  # what a session reads of one
@@ -60,18 +51,17 @@ def received_chunks(*, report_progress: bool) -> list[Chunk]:
         resume_info=ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""),
         report_progress=report_progress,
     )
-    generation: Any = _Replayed()
     tokenizer: Any = _Words()
     session = Session(
         request,
-        generation,
         tokenizer=tokenizer,
         credit=Credit(0, 65),
         ledger=Ledger(),
         totals=Tally(),
     )
 
-    async def received() -> list[Chunk]:
-        return [wire.chunk_from_proto(session.take().chunk) async for _ in session.rounds()]
-
-    return asyncio.run(received())
+    chunks = []
+    for done in (TREE, CHAIN, PLAIN):
+        session.add(done)
+        chunks.append(wire.chunk_from_proto(session.take().chunk))
+    return chunks
