@@ -16,11 +16,11 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
 from specwire.config.services import CoordinatorConfig
 from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.rpc import private
 from specwire.rpc.server import Server
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -42,6 +43,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 NUM_DRAFT_TOKENS, SUPPORT_SIZE, ALPHA = 4, 32, 0.8
 VOCAB_SIZE = 400
 RULES = ("greedy", "gumbel", "rejection", "block")
+Result = TypeVar("Result")
 _NUM_VARIANTS = 64
 _PASS_S = 0.02
 _DRAFT_COST = Cost(outcome=CallOutcome.ASKED, wall_ns=1, forward_ns=1)
@@ -320,6 +322,12 @@ async def _read(address: str, case: Case) -> None:
         await asyncio.to_thread(sys.stdin.readline)
 
 
+def _run(measured: Coroutine[Any, Any, Result]) -> Result:
+    """In the loop that services have."""
+    with asyncio.Runner(loop_factory=private.Loop) as runner:
+        return runner.run(measured)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="benchmarks.coordinator_round", description=__doc__)
@@ -339,8 +347,8 @@ def main(argv: list[str] | None = None) -> int:
         asyncio.run(_read(args.read, cases[0]))
         return 0
     for case in cases:
-        own = min(asyncio.run(own_us(case)) for _ in range(args.repetitions))
-        served = [asyncio.run(served_us(case)) for _ in range(args.repetitions)]
+        own = min(_run(own_us(case)) for _ in range(args.repetitions))
+        served = [_run(served_us(case)) for _ in range(args.repetitions)]
         over_grpc, bare = (min(each) for each in zip(*served, strict=True))
         print(
             f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us (bare server {bare:.0f} us)", flush=True

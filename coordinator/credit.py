@@ -38,7 +38,7 @@ class Credit:
         return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
 
     def has_room_after(self, num_tokens: int) -> bool:
-        """Whether a round may start after one that emits so many tokens more, even if all of them are sent."""
+        """Whether a round may start after one that emits, and perhaps sends, so many tokens more."""
         if not self._window:
             return True
         num_ahead = self._num_emitted + num_tokens - self._num_acknowledged

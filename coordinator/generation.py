@@ -286,9 +286,7 @@ class Generation:
         # The last token of a round is the target's own, so the last round may draft one token less.
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._context_len - num_done)
-        self._ledger.switch(Stage.DRAFT)
-        proposal, draft_cost = await self._drafter.propose(self.committed, plan, parent)
-        self._ledger.settle(draft_cost, Stage.VERIFY)
+        proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
@@ -296,6 +294,12 @@ class Generation:
         self.committed += done.token_ids
         self._num_rounds += 1
         return done
+
+    async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
+        self._ledger.switch(Stage.DRAFT)
+        proposal, cost = await self._drafter.propose(self.committed, plan, parent)
+        self._ledger.settle(cost, Stage.VERIFY)
+        return proposal, cost
 
     async def _verify(self, proposal: Proposal, parent: tracing.Span) -> tuple[Verdict, Cost]:
         try:
