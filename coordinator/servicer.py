@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator import metrics, spans
@@ -142,11 +143,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call: CallRecord,
     ) -> None:
         with self._peers(request, context.time_remaining, call.span) as (drafter, verifier):
-
-            async def may_start() -> None:
-                if not reader.is_ready:
-                    await wait_for(reader, slot, call.ledger, drafter, verifier)
-
             generation = Generation(
                 request,
                 drafter,
@@ -156,26 +152,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tracer=self._tracer,
                 trace_detail=self._config.trace_detail,
                 parent=call.span,
-                may_start=may_start,
+                turns=_Turns(reader, slot, call.ledger, (drafter, verifier)),
             )
             session = Session(
                 request,
-                generation,
                 tokenizer=self._tokenizer,
                 credit=reader.credit,
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
             call.begin(session, request.prompt_len, lambda: drafter.unavailable)
-            info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
-            async for chunk in session.chunks():
-                call.count(chunk)
-                message = client_wire.chunk_to_proto(chunk)
-                reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
-                info = None
+
+            def take() -> generation_pb2.GenerateResponse:
+                response = session.take()
+                call.count(len(response.chunk.tokens))
+                return response
+
+            async with contextlib.aclosing(generation.rounds()) as rounds:
+                while not session.ended and (done := await anext(rounds, None)) is not None:
+                    session.add(done)
+                    reader.send(take)
             completion = session.completion(drafter.unavailable)
-        done = client_wire.completion_to_proto(completion)
-        reader.send(generation_pb2.GenerateResponse(completion=done))
+        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
+        reader.send(lambda: last)
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
     @contextlib.contextmanager
@@ -262,27 +261,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def wait_for(
-    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: Drafter | RemoteVerifier
-) -> None:
-    """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
-    caches keep what was computed as known prefixes, as long as there is room.
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """When the rounds of a generation may start; see `generation.Turns`."""
 
-    Raises:
-        StreamIdleError: the client took nothing for too long.
-        Exception: any other reason to end the generation.
-    """
-    ledger.switch(Stage.CLIENT_CREDIT)
-    try:
-        async with asyncio.timeout(_PAUSE_AFTER_S):
-            await reader.ready()
-    except TimeoutError:
-        for peer in peers:
-            peer.close()
-        async with slot.released():
-            await reader.ready()
-            ledger.switch(Stage.ADMISSION)
-    ledger.switch(Stage.COORDINATOR)
+    reader: CreditReader
+    slot: AdmissionSlot
+    ledger: Ledger
+    peers: tuple[Drafter | RemoteVerifier, ...]
+
+    def may_start(self, num_tokens: int) -> bool:
+        """See `generation.Turns`."""
+        return self.reader.is_ready(num_tokens)
+
+    async def wait(self) -> None:
+        """A long wait is without the slot, and without sequences at the peers: their caches keep what was
+        computed as known prefixes, as long as there is room.
+
+        Raises:
+            StreamIdleError: the client took nothing for too long.
+            Exception: any other reason to end the generation.
+        """
+        self.ledger.switch(Stage.CLIENT_CREDIT)
+        try:
+            async with asyncio.timeout(_PAUSE_AFTER_S):
+                await self.reader.ready()
+        except TimeoutError:
+            for peer in self.peers:
+                peer.close()
+            async with self.slot.released():
+                await self.reader.ready()
+                self.ledger.switch(Stage.ADMISSION)
+        self.ledger.switch(Stage.COORDINATOR)
 
 
 @contextlib.asynccontextmanager
