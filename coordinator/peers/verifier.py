@@ -16,7 +16,7 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.core import Continuation, Outcome, Proposal, Verdict
+from specwire.core import Continuation, Outcome, Proposal, Timings, Verdict
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -111,7 +111,7 @@ class _VerifySequence:
         answer, num_bytes = found
         cost = split(
             clock.stopwatch_ns() - started_ns,
-            answer.timings,
+            _as_asked(answer.timings) if answer.ahead_id else answer.timings,
             outcome=CallOutcome.ASKED,
             request_bytes=self.request_bytes,
             response_bytes=num_bytes,
@@ -150,6 +150,17 @@ class _VerifySequence:
     def close(self) -> None:
         """Close it; the peer frees its memory."""
         self._link.close_sequence(self._sequence_id)
+
+
+def _as_asked(timings: Timings) -> Timings:
+    """Timings of a round that the service began by itself, as if it had begun when it was asked for.
+
+    It began when the verdict before it left, which is about when the coordinator began to wait. When the
+    request arrived there does not matter: the pass was under way.
+    """
+    forward_ns = timings.forward_ns + timings.ahead_ns
+    residence_ns = max(timings.residence_ns, forward_ns)
+    return timings._replace(forward_ns=forward_ns, residence_ns=residence_ns, ahead_ns=0)
 
 
 class RemoteVerifier:
