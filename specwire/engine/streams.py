@@ -28,6 +28,8 @@ from specwire.wire import columns
 
 log = logging.getLogger(__name__)
 
+_WRITE_S = 2.0
+
 State = TypeVar("State")
 Answer = TypeVar("Answer")
 
@@ -87,6 +89,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         self.service = service
         self.sequences: dict[int, OpenSequence[State]] = {}
         self.is_half_closed = False
+        self._has_failed = False
         self._write = write
         self._limits = limits
         self._caller = caller
@@ -118,9 +121,21 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
             writing = asyncio.create_task(self._write_all())
             stack.callback(writing.cancel)
             await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
+            if reading.done() and (error := reading.exception()):
+                await self._end_writes(writing)
+                raise error
             await writing
+
+    async def _end_writes(self, writing: asyncio.Task[None]) -> None:
+        """Free all sequences, and wait for a message that is being written: gRPC sends no status before."""
+        self._has_failed = True
+        self._close_all()
+        self.changed()
+        await asyncio.wait([writing], timeout=_WRITE_S)
+        if not writing.done():
+            raise asyncio.CancelledError  # the peer reads nothing, no status either
+        with contextlib.suppress(Exception):  # the peer is gone
+            writing.result()
 
     async def _read(self, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
@@ -134,7 +149,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     async def _write_all(self) -> None:
         """One message at a time, with all that is ready."""
-        while True:
+        while not self._has_failed:
             self._changed.clear()
             message = self.next_message()
             if message is not None:
