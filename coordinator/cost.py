@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from specwire.core import Load
+from specwire.core import Load, Timings
 
 
 class CallOutcome(enum.StrEnum):
@@ -85,14 +85,15 @@ class Cost:
         return self.outcome in (CallOutcome.UNAVAILABLE, CallOutcome.LOST)
 
 
-def split(wall_ns: int, timings: Any) -> Cost:
+def split(wall_ns: int, timings: Timings, **fields: Any) -> Cost:
     """Where the time of an answered call went.
 
     The service's clock may run a little faster than ours, and its figures come from elsewhere: each is
     limited to what is left of the wall time.
 
     Args:
-        timings: `specwire.v1.Timings` of the answer: durations by the service's own clock.
+        timings: of the answer: durations by the service's own clock.
+        fields: others of the cost.
     """
     residence_ns = _limited(timings.residence_ns, wall_ns)
     queue_ns = _limited(timings.queue_ns + timings.stall_ns, residence_ns)
@@ -104,6 +105,7 @@ def split(wall_ns: int, timings: Any) -> Cost:
         handling_ns=residence_ns - queue_ns - forward_ns,
         network_ns=wall_ns - residence_ns,
         ahead_ns=max(0, timings.ahead_ns),
+        **fields,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from coordinator.begun import Begun
 from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
@@ -94,6 +95,10 @@ class Drafter(Protocol):
         """Why the draft was not there for a part of the generation; empty if it always was."""
         ...
 
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """The target goes on by itself with this proposal, which was prepared; the draft works on from it."""
+        ...
+
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
@@ -118,16 +123,32 @@ class Verifier(Protocol):
         """The target's verdict on every draft position and on the one after them."""
         ...
 
+    def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
+        """The proposal that the target judges next by itself, after the outcome of the last verdict.
+
+        None if it waits for a request, or came to another outcome.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft → verify → commit cycle."""
+    """One draft → verify → commit cycle.
+
+    Attributes:
+        token_ids: committed: accepted ones, then the recovered or bonus token.
+    """
 
     proposal: Proposal
     verdict: Verdict
     outcome: Outcome
     draft_cost: Cost
     verify_cost: Cost
+    token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafted, outcome = self.proposal.token_ids, self.outcome
+        object.__setattr__(self, "token_ids", [*(drafted[i] for i in outcome.path), outcome.next_token])
 
     @property
     def is_from_text(self) -> bool:
@@ -141,11 +162,9 @@ class Round:
         return 1 + max(tree.depths(parents)) if parents else len(self.proposal.token_ids)
 
     @property
-    def emitted(self) -> list[tuple[int, Fate]]:
-        """Committed tokens with their fates: accepted ones, then the recovered or bonus token."""
-        last = Fate.RECOVERED if self._refused else Fate.BONUS
-        accepted = [(self.proposal.token_ids[node], Fate.ACCEPTED) for node in self.outcome.path]
-        return [*accepted, (self.outcome.next_token, last)]
+    def last_fate(self) -> Fate:
+        """Of the last committed token; those before it are accepted ones."""
+        return Fate.RECOVERED if self._refused else Fate.BONUS
 
     @property
     def rejected(self) -> list[int]:
@@ -164,11 +183,28 @@ class Round:
         return self.proposal.children(path[-1] if path else -1)
 
 
+class Turns(Protocol):
+    """When rounds may start."""
+
+    def may_start(self, num_tokens: int) -> bool:
+        """Whether one may now, after one that commits so many tokens."""
+        ...
+
+    async def wait(self) -> None:
+        """Until one may."""
+        ...
+
+
 class Generation:
     """One sequence being generated.
 
-    Args:
-        may_start: awaited before each round; returns when the round may start.
+    A round's request leaves before the round before is handed on, so that text, counts and messages cost no
+    time while draft and target work:
+
+        request, wait ── rule, commit ── request ── (the round is taken) ── wait ── rule, commit ── ...
+
+    That is for rounds which cannot be the last: where the text may end the generation, or the next round has
+    to wait for its turn, the round is taken first.
 
     Attributes:
         committed: the prompt and everything emitted since.
@@ -185,7 +221,7 @@ class Generation:
         tracer: tracing.Tracing,
         trace_detail: bool,
         parent: tracing.Span,
-        may_start: Callable[[], Awaitable[None]] | None = None,
+        turns: Turns,
     ) -> None:
         params = request.keyed_params
         assert params.seed is not None  # drawn by the coordinator when the client gave none
@@ -194,6 +230,8 @@ class Generation:
         self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
         self._context_len = request.target.context_len
         self._end_len = request.prompt_len + params.max_tokens
+        self._end_ids = request.end_ids
+        self._text_may_end_it = bool(params.stop)
         self._params = params
         self._drafter = drafter
         self._verifier = verifier
@@ -202,55 +240,94 @@ class Generation:
         self._tracer = tracer
         self._trace_detail = trace_detail
         self._parent = parent
-        self._may_start = may_start
+        self._turns = turns
+        self._num_rounds = 0
+        self._begun: Proposal | None = None
 
-    async def rounds(self) -> AsyncIterator[Round]:
-        """Rounds until `max_tokens` are emitted; at a stop condition the caller stops iterating."""
-        number = 0
-        while len(self.committed) < self._end_len:
-            if self._may_start is not None:
-                await self._may_start()
-            started_ns = clock.stopwatch_ns()
-            with self._tracer.span("round", parent=self._parent.context) as span:
-                done = await self._round(span)
-                self.committed.extend(token_id for token_id, _ in done.emitted)
-                if span.trace_id:
-                    span.link(done.draft_cost.prepared_by)
-                    span.set({names.ROUND: number, **_round_attributes(done)})
-            number += 1
-            self._ledger.switch(Stage.EMIT)
-            yield done
-            self._ledger.switch(Stage.COORDINATOR)
-            self._drafter.observe(done)
-            self._planner.observe(done, clock.stopwatch_ns() - started_ns)
+    async def rounds(self) -> AsyncGenerator[Round, None]:
+        """Rounds until `max_tokens` are emitted; at a stop condition the caller stops iterating.
 
-    async def _round(self, parent: tracing.Span) -> Round:
+        To be closed by its caller: a request may be under way.
+        """
+        next_round: Begun[Round] | None = None
+        try:
+            while len(self.committed) < self._end_len:
+                if next_round is None:
+                    if not self._turns.may_start(0):
+                        await self._turns.wait()
+                    started_ns = clock.stopwatch_ns()
+                    next_round = Begun(self._round())
+                done, next_round = await next_round, None
+                ended_ns = self._ledger.switch(Stage.COORDINATOR)
+                self._drafter.observe(done)
+                if self._goes_on(done):
+                    self._planner.observe(done, ended_ns - started_ns)
+                    started_ns, next_round = ended_ns, Begun(self._round())
+                    yield done
+                else:
+                    self._ledger.switch(Stage.EMIT)
+                    yield done
+                    ended_ns = self._ledger.switch(Stage.COORDINATOR)
+                    self._planner.observe(done, ended_ns - started_ns)
+        finally:
+            if next_round is not None:
+                next_round.close()
+
+    def _goes_on(self, done: Round) -> bool:
+        """Whether another round follows for certain, and may start now."""
+        return (
+            not self._text_may_end_it
+            and len(self.committed) < self._end_len
+            and self._end_ids.isdisjoint(done.token_ids)
+            and self._turns.may_start(len(done.token_ids))
+        )
+
+    async def _round(self) -> Round:
+        if not self._tracer.enabled:
+            return await self._cycle(self._parent)
+        with self._tracer.span("round", parent=self._parent.context) as span:
+            number = self._num_rounds
+            done = await self._cycle(span)
+            if span.trace_id:
+                span.link(done.draft_cost.prepared_by)
+                span.set({names.ROUND: number, **_round_attributes(done)})
+        return done
+
+    async def _cycle(self, parent: tracing.Span) -> Round:
+        """Draft, verify, commit."""
         # The last token of a round is the target's own, so the last round may draft one token less.
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._context_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
-        self._ledger.switch(Stage.RULE)
-        with self._tracer.span("accept", parent=parent.context) if self._trace_detail else nullcontext():
+        with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
-        self._ledger.switch(Stage.COORDINATOR)
-        return Round(proposal, verdict, outcome, draft_cost, verify_cost)
+        done = Round(proposal, verdict, outcome, draft_cost, verify_cost)
+        self.committed += done.token_ids
+        self._begun = self._verifier.begun(self.committed, outcome)
+        self._num_rounds += 1
+        return done
 
     async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
+        if self._begun is not None and plan.num_draft_tokens:
+            self._ledger.switch(Stage.VERIFY)
+            return self._begun, self._drafter.follow(self.committed, self._begun, plan)
         self._ledger.switch(Stage.DRAFT)
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
-        self._ledger.settle(cost)
+        self._ledger.settle(cost, Stage.VERIFY)
         return proposal, cost
 
     async def _verify(self, proposal: Proposal, parent: tracing.Span) -> tuple[Verdict, Cost]:
-        self._ledger.switch(Stage.VERIFY)
         try:
             verdict, cost = await self._verifier.verify(self.committed, proposal, parent)
         except ServiceUnavailableError:
             self._ledger.fail()
             raise
-        self._ledger.settle(cost)
+        self._ledger.settle(cost, Stage.RULE)
         return verdict, cost
+
+
+_NO_SPAN = nullcontext()
 
 
 def _round_attributes(done: Round) -> tracing.Attributes:

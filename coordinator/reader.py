@@ -1,7 +1,8 @@
 """The client of one generation, which reads at its own pace. Knows no grpc.
 
-    message k written ──▶ round k+2 may start, if there is credit
-    message k not written, or no credit ──▶ the generation waits ──▶ StreamIdleError after `idle_timeout_s`
+    nothing is being written ──▶ what a round brought is written at once
+    a write is under way ──▶ what later rounds bring waits, and is one message then
+    8 rounds wait, or there is no credit ──▶ the generation waits ──▶ StreamIdleError after `idle_timeout_s`
 
 A write lasts as long as gRPC's flow control blocks it, which is while the client does not read.
 """
@@ -10,11 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from coordinator.credit import Credit
 from specwire.errors import StreamIdleError
+
+_MAX_UNWRITTEN_ROUNDS = 8
+
+Take = Callable[[], Any]
+"""Returns the next message; called when it can be written."""
 
 
 class CreditReader:
@@ -35,8 +42,10 @@ class CreditReader:
         self.credit = credit
         self._write = write
         self._idle_timeout_s = idle_timeout_s
-        self._before_last: asyncio.Task[None] | None = None
-        self._last: asyncio.Task[None] | None = None
+        self._unwritten: deque[Take] = deque()
+        self._num_unwritten_rounds = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._has_more: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._changed = asyncio.Event()
         self._active_s = self._now_s
@@ -52,28 +61,39 @@ class CreditReader:
                 with contextlib.suppress(Exception):
                     await self._flush()
         finally:
-            if self._last is not None:
-                self._last.cancel()
+            if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
+                self._writing.exception()  # it is raised by `ready`, or something else ended the generation
 
     # --- messages to the client ---------------------------------------------------------------------
 
-    def send(self, message: Any) -> None:
-        """Queue a message; returns at once."""
-        self._before_last = self._last
-        self._last = asyncio.create_task(self._write_after(self._last, message))
-        self._active_s = self._now_s
+    def send(self, take: Take) -> None:
+        """Write what `take` returns; once, where it is the same as at the last call and not called yet.
 
-    async def _write_after(self, before: asyncio.Task[None] | None, message: Any) -> None:
-        """Other ready tasks run first: the next round's request is one, and a device waits for it."""
-        await asyncio.sleep(0)
+        Returns at once. Other ready tasks run first: the next round's request is one, and a device waits for
+        it.
+        """
+        if not self._unwritten or self._unwritten[-1] is not take:
+            self._unwritten.append(take)
+        self._num_unwritten_rounds += 1
+        self._active_s = self._now_s
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        elif self._has_more is not None and not self._has_more.done():
+            self._has_more.set_result(None)
+
+    async def _write_all(self) -> None:
+        """One task for all messages of the stream."""
         try:
-            if before is not None:
-                await before
-            await self._write(message)
+            while True:
+                while self._unwritten:
+                    self._num_unwritten_rounds = 0
+                    await self._write(self._unwritten.popleft()())
+                    self._note_activity()
+                self._has_more = asyncio.get_running_loop().create_future()
+                await self._has_more
         except Exception as error:
             self.fail(error)
             raise
-        self._note_activity()
 
     # --- signs of life from the client --------------------------------------------------------------
 
@@ -93,10 +113,13 @@ class CreditReader:
 
     # --- waiting for the client ---------------------------------------------------------------------
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a round may start, and nothing has failed."""
-        return self._error is None and self._has_room
+    def is_ready(self, num_tokens: int) -> bool:
+        """Whether a round may start, after one that emits so many tokens more."""
+        return (
+            self._error is None
+            and self._num_unwritten_rounds < _MAX_UNWRITTEN_ROUNDS
+            and (self.credit.has_room_after(num_tokens) if num_tokens else self.credit.has_room)
+        )
 
     async def ready(self) -> None:
         """Wait until a round may start.
@@ -105,19 +128,22 @@ class CreditReader:
             StreamIdleError: the client took nothing for too long.
             Exception: passed to `fail`, or raised by a write.
         """
-        await self._until(lambda: self._error is not None or self._has_room)
+        await self._until(lambda: self._error is not None or self.is_ready(0))
         if self._error is not None:
             raise self._error
 
     async def _flush(self) -> None:
         """Wait until everything is written; raises the error of a write, or `StreamIdleError`."""
-        await self._until(lambda: _is_done(self._last))
-        if self._last is not None:
-            self._last.result()
+        writing = self._writing
+        if writing is not None:
+            await self._until(lambda: self._is_written or writing.done())
+            if writing.done():
+                writing.result()
 
     @property
-    def _has_room(self) -> bool:
-        return self.credit.has_room and _is_done(self._before_last)
+    def _is_written(self) -> bool:
+        is_idle = self._has_more is not None and not self._has_more.done()
+        return self._writing is None or (is_idle and not self._unwritten)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -131,7 +157,3 @@ class CreditReader:
     @property
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _is_done(writing: asyncio.Task[None] | None) -> bool:
-    return writing is None or writing.done()

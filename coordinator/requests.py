@@ -83,6 +83,12 @@ class GenerationRequest:
         """In tokens."""
         return len(self.prompt_token_ids)
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end the output."""
+        own = () if self.params.ignore_eos else self.target.eos_token_ids
+        return frozenset((*self.params.stop_token_ids, *own))
+
 
 class RequestParser:
     """Parses requests for one target."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator import metrics, spans
@@ -27,6 +28,7 @@ from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
+from specwire.core import Proposal
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -141,11 +143,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call: CallRecord,
     ) -> None:
         with self._peers(request, context.time_remaining, call.span) as (drafter, verifier):
-
-            async def may_start() -> None:
-                if not reader.is_ready:
-                    await wait_for(reader, slot, call.ledger, drafter, verifier)
-
             generation = Generation(
                 request,
                 drafter,
@@ -155,26 +152,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tracer=self._tracer,
                 trace_detail=self._config.trace_detail,
                 parent=call.span,
-                may_start=may_start,
+                turns=_Turns(reader, slot, call.ledger, (drafter, verifier)),
             )
             session = Session(
                 request,
-                generation,
                 tokenizer=self._tokenizer,
                 credit=reader.credit,
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
             call.begin(session, request.prompt_len, lambda: drafter.unavailable)
-            info: generation_pb2.ResumeInfo | None = client_wire.resume_info_to_proto(request.resume_info)
-            async for chunk in session.chunks():
-                call.count(chunk)
-                message = client_wire.chunk_to_proto(chunk)
-                reader.send(generation_pb2.GenerateResponse(chunk=message, resume_info=info))
-                info = None
+
+            def take() -> generation_pb2.GenerateResponse:
+                response = session.take()
+                call.count(len(response.chunk.tokens))
+                return response
+
+            async with contextlib.aclosing(generation.rounds()) as rounds:
+                while not session.ended and (done := await anext(rounds, None)) is not None:
+                    session.add(done)
+                    reader.send(take)
             completion = session.completion(drafter.unavailable)
-        done = client_wire.completion_to_proto(completion)
-        reader.send(generation_pb2.GenerateResponse(completion=done))
+        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
+        reader.send(lambda: last)
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
     @contextlib.contextmanager
@@ -182,7 +182,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
     ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
-        drafter = self._drafter(request, remaining_s(), parent)
         verifier = RemoteVerifier(
             self._verify,
             request,
@@ -190,11 +189,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
             parent=parent,
+            goes_on=self._config.verify_ahead and not request.draft.method,
         )
+        drafter = self._drafter(request, remaining_s(), parent, verifier.prepare)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
-    def _drafter(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> Drafter:
+    def _drafter(
+        self,
+        request: GenerationRequest,
+        deadline_s: float | None,
+        parent: Span,
+        on_prepared: Callable[[Sequence[int], Proposal], None],
+    ) -> Drafter:
         """The draft service, a text, or both."""
         model = RemoteDrafter(
             self._draft,
@@ -203,6 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             deadline_s=deadline_s,
             tracer=self._tracer,
             parent=parent,
+            on_prepared=on_prepared,
         )
         return self._texts.drafter(request, model) if request.draft.method else model
 
@@ -253,27 +261,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def wait_for(
-    reader: CreditReader, slot: AdmissionSlot, ledger: Ledger, *peers: Drafter | RemoteVerifier
-) -> None:
-    """Wait until a round may start. A long wait is without the slot, and without streams to the peers: their
-    caches keep what was computed as known prefixes, as long as there is room.
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """When the rounds of a generation may start; see `generation.Turns`."""
 
-    Raises:
-        StreamIdleError: the client took nothing for too long.
-        Exception: any other reason to end the generation.
-    """
-    ledger.switch(Stage.CLIENT_CREDIT)
-    try:
-        async with asyncio.timeout(_PAUSE_AFTER_S):
-            await reader.ready()
-    except TimeoutError:
-        for peer in peers:
-            peer.close()
-        async with slot.released():
-            await reader.ready()
-            ledger.switch(Stage.ADMISSION)
-    ledger.switch(Stage.COORDINATOR)
+    reader: CreditReader
+    slot: AdmissionSlot
+    ledger: Ledger
+    peers: tuple[Drafter | RemoteVerifier, ...]
+
+    def may_start(self, num_tokens: int) -> bool:
+        """See `generation.Turns`."""
+        return self.reader.is_ready(num_tokens)
+
+    async def wait(self) -> None:
+        """A long wait is without the slot, and without sequences at the peers: their caches keep what was
+        computed as known prefixes, as long as there is room.
+
+        Raises:
+            StreamIdleError: the client took nothing for too long.
+            Exception: any other reason to end the generation.
+        """
+        self.ledger.switch(Stage.CLIENT_CREDIT)
+        try:
+            async with asyncio.timeout(_PAUSE_AFTER_S):
+                await self.reader.ready()
+        except TimeoutError:
+            for peer in self.peers:
+                peer.close()
+            async with self.slot.released():
+                await self.reader.ready()
+                self.ledger.switch(Stage.ADMISSION)
+        self.ledger.switch(Stage.COORDINATOR)
 
 
 @contextlib.asynccontextmanager

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 from coordinator.credit import Credit
-from coordinator.generation import Generation, Round
+from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler
-from specwire.completion import Chunk, Completion, DraftTree, FinishReason, Token, Usage
-from specwire.core import Fate, Logprobs, Rule
+from specwire.completion import Completion, DraftTree, FinishReason, Usage
+from specwire.core import Fate, Rule
 from specwire.errors import InvalidRequestError
 from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+
+_Item = dict[str, Any]
+"""A token without its text, see `OpenChunk.item`."""
 
 
 class Session:
@@ -33,7 +38,6 @@ class Session:
     def __init__(
         self,
         request: GenerationRequest,
-        generation: Generation,
         *,
         tokenizer: Tokenizer | None,
         credit: Credit,
@@ -43,16 +47,19 @@ class Session:
         """Args:
         totals: of all generations; its rounds are counted there too, as they end.
         """
-        params, eos_token_ids = request.params, request.target.eos_token_ids
+        params = request.params
         self._request = request
-        self._generation = generation
         self._tokenizer = tokenizer
         self._credit = credit
         self._ledger = ledger
-        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self._text = TextAssembler(tokenizer, request.prompt_token_ids, params.stop)
-        self._released: list[Token] = []
-        self._num_emitted = 0
+        self._end_ids = request.end_ids
+        self._text = TextAssembler[_Item](tokenizer, request.prompt_token_ids, params.stop)
+        self._chunk = client_wire.OpenChunk(request.resume_info)
+        self._has_stop_strings = bool(params.stop)
+        self._max_tokens = params.max_tokens or 0
+        self._rounds: list[Round] = []
+        self._latest: Round | None = None
+        self._num_emitted = self._num_given = self._num_taken = 0
         self._stop_reason: str | int | None = None
         self._tally, self._totals = Tally(), totals
         self._replay(request.generated_token_ids)
@@ -62,49 +69,59 @@ class Session:
         """Whether it has reached a stop condition."""
         return self._stop_reason is not None or self._num_emitted == self._request.params.max_tokens
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """One chunk a round; each emitted token exactly once, in order, as soon as its text is certain.
-
-        Raises:
-            SpecwireError: why the generation failed; an invalid acknowledgement is one reason.
-        """
-        if self.ended:  # by the tokens of an earlier stream
-            return
-        async for done in self._generation.rounds():
+    def add(self, done: Round) -> None:
+        """The next round. Where it cannot end the generation, its text is left to `take`."""
+        if self._num_emitted == self._num_given:
             self._ledger.emit_first_token()
-            self._tally.add(done)
-            self._totals.add(done)
-            num_before = self._num_emitted
-            tokens = self._process_round(done)
-            if self.ended:
-                tokens += self._text.finish()
-            self._credit.spend(num_emitted=len(done.emitted), num_sent=len(tokens))
-            yield self._chunk(tokens, done, self._text.waiting(self._num_emitted - num_before))
-            if self.ended:
-                return
+        token_ids = done.token_ids
+        self._num_emitted += len(token_ids)
+        self._credit.spend(num_emitted=len(token_ids), num_sent=len(token_ids))
+        self._rounds.append(done)
+        is_last = self._num_emitted >= self._max_tokens or not self._end_ids.isdisjoint(token_ids)
+        if is_last or self._has_stop_strings:
+            self._assemble()
+
+    def take(self) -> generation_pb2.GenerateResponse:
+        """What was generated since the last call of this: a chunk of at least one round.
+
+        Each emitted token is in exactly one chunk, in order, as soon as its text is certain.
+        """
+        self._assemble()
+        held = self._text.waiting(self._num_emitted - self._num_taken)
+        self._num_taken = self._num_emitted
+        if not self._request.report_progress or self._latest is None:
+            return self._chunk.take(held)
+        return self._chunk.take(
+            held, self._tally.speculation(), self._ledger.timing(), self._tree(self._latest)
+        )
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Process the tokens of an earlier stream, which sent those whose text was certain."""
+        num_released = 0
         for i, token_id in enumerate(token_ids):
             if self.ended:
                 name = f"generated_token_ids[{i}]"
                 raise InvalidRequestError(name, token_id, "comes after the end of the generation")
-            self._released += self._process(Token(token_id=token_id, text="", fate=Fate.GIVEN))
+            item = self._chunk.item(token_id, Fate.GIVEN, "", None)
+            self._num_emitted += 1
+            num_released += len(self._process(token_id, item))
         if self.ended:
-            self._released += self._text.finish()
-        self._credit.spend(num_emitted=len(token_ids) - len(self._released), num_sent=0)
+            num_released += len(self._text.finish())
+        self._chunk.skip(num_released)
+        self._num_given = self._num_taken = self._num_emitted
+        self._credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The generation so far; at its end, what the last message of the stream says."""
         params, target = self._request.params, self._request.target
         stopped = self._stop_reason is not None
         return Completion(
-            text="".join(token.text for token in self._released),
-            token_ids=tuple(token.token_id for token in self._released),
+            text="",  # the chunks have the tokens and their text
+            token_ids=(),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             usage=Usage(
                 prompt_tokens=self._request.prompt_len,
-                completion_tokens=len(self._released),
+                completion_tokens=self._chunk.num_tokens,
                 cached_tokens=self._tally.num_cached_tokens,
             ),
             speculation=self._tally.speculation(draft_unavailable),
@@ -113,59 +130,52 @@ class Session:
             seed=params.seed or 0,
             rule=params.rule or Rule.REJECTION,
             model=target.name,
-            tokens=tuple(self._released),
             reproducible=params.matches_tokens and target.batch_invariant,
         )
 
-    def _process_round(self, done: Round) -> list[Token]:
-        """Process the round's tokens up to the one that ends the generation; returns those whose text is
-        certain."""
-        certain: list[Token] = []
-        logprobs: Sequence[Logprobs | None] = done.logprobs or [None] * len(done.emitted)
-        for (token_id, fate), entry in zip(done.emitted, logprobs, strict=True):
-            source = done.proposal.source if fate is Fate.ACCEPTED else ""
-            certain += self._process(_token(token_id, fate, source, entry))
-            if self._stop_reason is not None:
-                break
-        return certain
+    def _assemble(self) -> None:
+        """The text of the rounds that wait for theirs."""
+        num_before, num_emitted = self._chunk.num_tokens, 0
+        for done in self._rounds:
+            num_emitted += len(done.token_ids)
+            self._tally.add(done)
+            self._totals.add(done)
+            self._add_tokens(done)
+            for token_id in done.rejected:
+                self._chunk.reject(token_id, done.proposal.source, self._decode(token_id))
+            self._latest = done
+        self._rounds.clear()
+        if self.ended:
+            for item, text in self._text.finish():
+                self._chunk.add(item, text)
+        self._credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
 
-    def _process(self, token: Token) -> list[Token]:
+    def _add_tokens(self, done: Round) -> None:
+        """Add a round's tokens, up to the one that ends the generation, as far as their text is certain."""
+        chunk, source, logprobs = self._chunk, done.proposal.source, done.logprobs
+        token_ids = done.token_ids
+        if self._tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
+            chunk.add_round(token_ids, done.last_fate, source)
+            return
+        last = len(token_ids) - 1
+        for i, token_id in enumerate(token_ids):
+            fate, by = (Fate.ACCEPTED, source) if i < last else (done.last_fate, "")
+            item = chunk.item(token_id, fate, by, logprobs[i] if logprobs else None)
+            for each, text in self._process(token_id, item):
+                chunk.add(each, text)
+            if self._stop_reason is not None:
+                self._num_emitted -= last - i
+                break
+
+    def _process(self, token_id: int, item: _Item) -> list[tuple[_Item, str]]:
         """Process a token; returns those whose text is certain now."""
-        ends = token.token_id in self._end_ids
-        self._num_emitted += 1
-        certain = self._text.add(token, silent=ends)
+        ends = token_id in self._end_ids
+        certain = self._text.add(token_id, item, silent=ends)
         if self._text.stopped_by is not None:
             self._stop_reason = self._text.stopped_by
         elif ends:
-            self._stop_reason = token.token_id
+            self._stop_reason = token_id
         return certain
-
-    def _chunk(self, tokens: list[Token], done: Round, held: list[Token]) -> Chunk:
-        first_index = len(self._released)
-        self._released += tokens
-        chunk = Chunk(
-            text="".join(token.text for token in tokens),
-            tokens=tuple(tokens),
-            rejected=tuple(
-                Token(
-                    token_id=token_id,
-                    text=self._decode(token_id),
-                    fate=Fate.REJECTED,
-                    source=done.proposal.source,
-                )
-                for token_id in done.rejected
-            ),
-            first_index=first_index,
-            held=tuple(held),
-        )
-        if not self._request.report_progress:
-            return chunk
-        return replace(
-            chunk,
-            speculation=self._tally.speculation(),
-            timing=self._ledger.timing(),
-            tree=self._tree(done),
-        )
 
     def _tree(self, done: Round) -> DraftTree:
         proposal = done.proposal
@@ -179,16 +189,3 @@ class Session:
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
-
-
-def _token(token_id: int, fate: Fate, source: str, logprobs: Logprobs | None) -> Token:
-    if logprobs is None:
-        return Token(token_id=token_id, text="", fate=fate, source=source)
-    return Token(
-        token_id=token_id,
-        text="",
-        fate=fate,
-        source=source,
-        logprob=logprobs.of(token_id),
-        top_logprobs=tuple(logprobs.top()),
-    )

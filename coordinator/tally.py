@@ -1,9 +1,24 @@
-"""Counts over rounds, of one generation or of all. Pure."""
+"""Counts over rounds, of one generation or of all. Pure.
+
+What is counted is how often each kind of round occurred; all sums are made when they are read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from coordinator.generation import Round
 from specwire.completion import SourceCounts, Speculation
+
+
+class _Kind(NamedTuple):
+    """Of a round that had draft tokens."""
+
+    source: str
+    num_drafted: int
+    num_steps: int
+    num_accepted: int
 
 
 class Tally:
@@ -11,51 +26,80 @@ class Tally:
 
     Attributes:
         num_rounds: of any kind.
-        num_drafts: with draft tokens.
         num_prepared: whose proposal was there before it was requested.
-        num_draft_tokens, num_accepted: draft tokens verified, and accepted.
         num_cached_tokens: that the target found in its cache instead of running them.
-        drafted_per_position, accepted_per_position: from position 0; in a tree, from depth 0.
-        by_source: counts of the proposals of each source.
     """
 
     def __init__(self) -> None:
-        self.num_rounds = self.num_drafts = self.num_prepared = 0
-        self.num_draft_tokens = self.num_accepted = self.num_cached_tokens = 0
-        self.drafted_per_position: list[int] = []
-        self.accepted_per_position: list[int] = []
-        self.by_source: dict[str, SourceCounts] = {}
-        self._histogram: list[int] = []
+        self.num_rounds = self.num_prepared = self.num_cached_tokens = 0
+        self._kinds: dict[tuple[str, int, int, int], int] = {}
 
     def add(self, done: Round) -> None:
         """Count one round."""
         self.num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self.num_prepared += done.draft_cost.prepared
-        self._count(done)
+        proposal = done.proposal
+        if num_drafted := len(proposal.token_ids):
+            kind = proposal.source, num_drafted, done.num_steps, len(done.outcome.path)
+            self._kinds[kind] = self._kinds.get(kind, 0) + 1
 
-    def _count(self, done: Round) -> None:
-        num_drafted, num_steps = len(done.proposal.token_ids), done.num_steps
-        source, num_accepted = done.proposal.source, done.outcome.num_accepted
-        if num_drafted == 0:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted += num_accepted
-        _add_one(self.drafted_per_position, num_steps, num_steps)
-        _add_one(self.accepted_per_position, num_accepted, num_steps)
-        self._histogram.extend([0] * (num_steps + 1 - len(self._histogram)))
-        self._histogram[num_accepted] += 1
-        before = self.by_source.get(source) or SourceCounts(source=source)
-        self.by_source[source] = before.plus(num_drafted, num_accepted)
+    def _counted(self) -> Iterator[tuple[_Kind, int]]:
+        """Kinds of rounds that had draft tokens, and how many of each, in the order of their first."""
+        return ((_Kind(*kind), count) for kind, count in self._kinds.items())
+
+    @property
+    def num_drafts(self) -> int:
+        """Rounds with draft tokens."""
+        return sum(self._kinds.values())
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens verified."""
+        return sum(kind.num_drafted * count for kind, count in self._counted())
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(kind.num_accepted * count for kind, count in self._counted())
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Rounds that had a draft token at a position; in a tree, at a depth."""
+        counts = [0] * self._num_positions
+        for kind, count in self._counted():
+            for position in range(kind.num_steps):
+                counts[position] += count
+        return counts
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Rounds that accepted the draft token at a position; in a tree, at a depth."""
+        counts = [0] * self._num_positions
+        for kind, count in self._counted():
+            for position in range(kind.num_accepted):
+                counts[position] += count
+        return counts
+
+    @property
+    def by_source(self) -> dict[str, SourceCounts]:
+        """Counts of the proposals of each source."""
+        found: dict[str, SourceCounts] = {}
+        for kind, count in self._counted():
+            before = found.get(kind.source) or SourceCounts(source=kind.source)
+            found[kind.source] = before.plus(count * kind.num_drafted, count * kind.num_accepted, count)
+        return found
 
     def speculation(self, draft_unavailable: str = "") -> Speculation:
         """The counts so far."""
+        histogram = [0] * (self._num_positions + 1 if self._kinds else 0)
+        for kind, count in self._counted():
+            histogram[kind.num_accepted] += count
         return Speculation(
             num_rounds=self.num_rounds,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted,
-            acceptance_histogram=tuple(self._histogram),
+            acceptance_histogram=tuple(histogram),
             drafted_per_position=tuple(self.drafted_per_position),
             accepted_per_position=tuple(self.accepted_per_position),
             draft_unavailable=draft_unavailable,
@@ -63,9 +107,6 @@ class Tally:
             by_source=tuple(self.by_source.values()),
         )
 
-
-def _add_one(counts: list[int], num_positions: int, length: int) -> None:
-    """To the first positions, of a list that gets at least this length."""
-    counts.extend([0] * (length - len(counts)))
-    for i in range(num_positions):
-        counts[i] += 1
+    @property
+    def _num_positions(self) -> int:
+        return max((kind.num_steps for kind, _ in self._counted()), default=0)

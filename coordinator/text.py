@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
+from typing import Generic, TypeVar
 
-from specwire.completion import Token
 from specwire.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -185,11 +184,15 @@ class StopMatcher:
         return text[:split]
 
 
-class TextAssembler:
+Item = TypeVar("Item")
+
+
+class TextAssembler(Generic[Item]):
     """Releases tokens, in order, as soon as all of their text is certain.
 
     The texts of all released tokens joined are the output. A token waits while its character is incomplete
     or its text may be part of a stop string; a character counts as text of the token that completes it.
+    Tokens come with an item of the caller's each, and are released as pairs of item and text.
 
     Attributes:
         stopped_by: the stop string that ended the output, or None.
@@ -198,22 +201,22 @@ class TextAssembler:
     def __init__(
         self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop_strings: Iterable[str] = ()
     ) -> None:
+        self._has_text = tokenizer is not None
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._matcher = StopMatcher(stop_strings)
-        self._held: deque[Token] = deque()
+        self._held: deque[tuple[Item, str]] = deque()
         self._num_certain = 0  # characters of the held tokens that precede any stop string
 
     @property
     def stopped_by(self) -> str | None:
         return self._matcher.stopped_by
 
-    def waiting(self, num_latest: int) -> list[Token]:
-        """Those of the latest tokens that are not released yet, without their text."""
-        latest = [replace(token, text="") for token in islice(reversed(self._held), num_latest)]
-        return latest[::-1]
+    def waiting(self, num_latest: int) -> list[Item]:
+        """Those of the latest tokens that are not released yet."""
+        return [item for item, _ in islice(reversed(self._held), num_latest)][::-1] if self._held else []
 
-    def add(self, token: Token, silent: bool = False) -> list[Token]:
-        """Append a token (its own `text` is ignored) and return those that are now certain.
+    def add(self, token_id: int, item: Item, silent: bool = False) -> list[tuple[Item, str]]:
+        """Append a token and return those that are now certain.
 
         On a stop string these are all up to this token, with their texts cut before the match; later calls
         return nothing.
@@ -221,18 +224,20 @@ class TextAssembler:
         Args:
             silent: the token ends the generation: it counts, but adds no text.
         """
+        if not self._has_text:
+            return [(item, "")]
         if self.stopped_by is not None:
             return []
         if silent:
             self._complete_character()
             if self.stopped_by is not None:
                 return self._release_all()
-        piece = "" if silent else self._detokenizer.add(token.token_id)
-        self._held.append(replace(token, text=piece))
+        piece = "" if silent else self._detokenizer.add(token_id)
+        self._held.append((item, piece))
         self._num_certain += len(self._matcher.add(piece))
         return self._release() if self.stopped_by is None else self._release_all()
 
-    def finish(self) -> list[Token]:
+    def finish(self) -> list[tuple[Item, str]]:
         """At the end of the generation: the tokens that still wait; none after a stop string."""
         if self.stopped_by is None:
             self._complete_character()
@@ -243,24 +248,23 @@ class TextAssembler:
         """No byte will follow: an incomplete character becomes text of the latest token, as it decodes."""
         piece = self._detokenizer.flush()
         if piece and self._held:  # none is held if the prompt ended within a character
-            last = self._held[-1]
-            self._held[-1] = replace(last, text=last.text + piece)
+            item, text = self._held[-1]
+            self._held[-1] = item, text + piece
             self._num_certain += len(self._matcher.add(piece))
 
-    def _release(self) -> list[Token]:
+    def _release(self) -> list[tuple[Item, str]]:
         released = []
         num_ready = len(self._held) - self._detokenizer.num_pending
-        while num_ready > 0 and len(self._held[0].text) <= self._num_certain:
+        while num_ready > 0 and len(self._held[0][1]) <= self._num_certain:
             released.append(self._held.popleft())
-            self._num_certain -= len(released[-1].text)
+            self._num_certain -= len(released[-1][1])
             num_ready -= 1
         return released
 
-    def _release_all(self) -> list[Token]:
+    def _release_all(self) -> list[tuple[Item, str]]:
         released = []
         while self._held:
-            token = self._held.popleft()
-            text = token.text[: self._num_certain]
-            self._num_certain -= len(text)
-            released.append(token if text == token.text else replace(token, text=text))
+            item, text = self._held.popleft()
+            released.append((item, text[: self._num_certain]))
+            self._num_certain -= len(released[-1][1])
         return released

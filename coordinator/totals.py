@@ -20,7 +20,7 @@ from coordinator import spans
 from coordinator.ledger import Ledger
 from coordinator.tally import Tally
 from specwire import errors
-from specwire.completion import Chunk, Completion, FinishReason, Stage, Timing
+from specwire.completion import Completion, FinishReason, Stage, Timing
 from specwire.estimate import clock
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.tracing import NO_SPAN, Span
@@ -93,13 +93,12 @@ class CallRecord:
         self.generation, self.draft_unavailable = generation, draft_unavailable
         self.totals.prompt_tokens += prompt_len
 
-    def count(self, chunk: Chunk) -> None:
-        """A chunk is sent."""
-        totals, now_s, num_tokens = self.totals, self.ledger.elapsed_s, len(chunk.tokens)
-        totals.output_tokens += num_tokens
-        totals.add_stages(self.ledger)
+    def count(self, num_tokens: int) -> None:
+        """A message with so many tokens is sent."""
         if not num_tokens:
             return
+        totals, now_s = self.totals, self.ledger.charged_s
+        totals.output_tokens += num_tokens
         if self._last_chunk_s is None:
             totals.first_token_s.add(now_s, trace_id=self.span.trace_id)
         else:
@@ -116,7 +115,6 @@ class Totals:
         prompt_tokens: of requests that have begun.
         output_tokens: sent.
         tally: of all rounds.
-        stage_ns: by stage, of all requests.
         without_draft: requests that had to do without a draft for a part.
         duration_s: by status, in seconds from the arrival to the end.
         first_token_s: from the arrival to the first token, in seconds.
@@ -131,7 +129,8 @@ class Totals:
         self.requests: Counter[tuple[str, ...]] = Counter(dict.fromkeys(keys, 0))
         self.prompt_tokens = self.output_tokens = self.without_draft = 0
         self.tally = Tally()
-        self.stage_ns = dict.fromkeys(Stage, 0)
+        self._ledgers: set[Ledger] = set()
+        self._ended_ns = dict.fromkeys(Stage, 0)
         self.duration_s: dict[tuple[str, ...], HistogramData] = defaultdict(
             partial(HistogramData, _DURATION_BOUNDS)
         )
@@ -150,6 +149,7 @@ class Totals:
         Args:
             remaining_s: until the client's deadline; None without one.
         """
+        self._ledgers.add(call.ledger)
         try:
             yield
         except BaseException as error:
@@ -160,10 +160,13 @@ class Totals:
         finally:
             _end(call)
 
-    def add_stages(self, ledger: Ledger) -> None:
-        """Count what a request has spent since this was last called for it."""
-        for stage, spent_ns in ledger.take().items():
-            self.stage_ns[stage] += spent_ns
+    @property
+    def stage_ns(self) -> dict[Stage, int]:
+        """By stage, of all requests: those that run count up to the latest moment that is charged."""
+        total_ns = self._ended_ns.copy()
+        for ledger in self._ledgers:
+            _add(total_ns, ledger)
+        return total_ns
 
     def end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
         """A request has ended.
@@ -173,7 +176,8 @@ class Totals:
             timing: until now.
         """
         status = call.status
-        self.add_stages(call.ledger)
+        self._ledgers.discard(call.ledger)
+        _add(self._ended_ns, call.ledger)
         self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
         self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.span.trace_id)
         for stage, spent_ms in timing.stages.items():
@@ -186,6 +190,11 @@ class Totals:
         if status == OK and num_tokens > 1:
             after_first_s = (done.timing.total_ms - done.timing.time_to_first_token_ms) / 1e3
             self.per_token_s.add(after_first_s / (num_tokens - 1))
+
+
+def _add(total_ns: dict[Stage, int], ledger: Ledger) -> None:
+    for stage, spent_ns in ledger.spent_ns.items():
+        total_ns[stage] += spent_ns
 
 
 def status_of(error: BaseException) -> str:

@@ -188,7 +188,16 @@ class Speculation:
 
 
 class Stage(enum.StrEnum):
-    """What a generation spends its time on; each moment belongs to one stage."""
+    """What a generation spends its time on; each moment belongs to one stage.
+
+    Attributes:
+        number: its place among the stages.
+    """
+
+    number: int
+
+    def __init__(self, _: str) -> None:
+        self.number = len(type(self).__members__)
 
     ADMISSION = "admission"
     """Waiting for a slot."""

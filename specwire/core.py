@@ -452,6 +452,18 @@ class Outcome:
         return len(self.path)
 
 
+class Continuation(NamedTuple):
+    """How the verify service goes on by itself after a verdict.
+
+    Attributes:
+        ahead_id: of the proposal that it judges next.
+        outcome: of the round, by the same rule.
+    """
+
+    ahead_id: int
+    outcome: Outcome
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
     """A model service's description of itself in the handshake.

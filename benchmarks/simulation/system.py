@@ -188,7 +188,7 @@ class Group:
         return SharedLink(call, verify_codec(self.verify.info.vocab_size))
 
     def _open_draft(self, draft: DraftService) -> SharedLink:
-        return SharedLink(self._draft_call(draft), draft_codec(self.verify.info.vocab_size))
+        return SharedLink(self._draft_call(draft), draft_codec(self.verify.info.vocab_size, draft.info.name))
 
     def _draft_call(self, draft: DraftService) -> Call:
         setting = self._setting

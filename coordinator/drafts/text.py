@@ -89,6 +89,11 @@ class TextDrafter:
         """See `generation.Drafter`; why the model was not there."""
         return self._model.unavailable
 
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """See `generation.Drafter`."""
+        self._guess = None
+        return self._model.follow(committed, begun, plan)
+
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
@@ -120,8 +125,9 @@ class TextDrafter:
         self._model.observe(done)
         if self._guess is not None:
             token_ids, shares, *_ = self._guess
-            num_right = num_in_common(token_ids, [token_id for token_id, _ in done.emitted])
-            num_judged = min(num_right + 1, len(token_ids), len(done.emitted))
+            committed = done.token_ids
+            num_right = num_in_common(token_ids, committed)
+            num_judged = min(num_right + 1, len(token_ids), len(committed))
             self._rate(self._guess).add(num_right, sum(shares[:num_judged]))
         if done.proposal.token_ids and not done.is_from_text:
             num_accepted = done.outcome.num_accepted

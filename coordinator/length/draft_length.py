@@ -107,15 +107,16 @@ class FixedLength(_Observer):
         max_depth: longest path of a tree of so many draft tokens; 0 for chains.
         """
         super().__init__(shared)
-        self._num_draft_tokens = num_draft_tokens
-        self._max_depth = max_depth if num_draft_tokens else 0
         self.limit = min(num_draft_tokens, max_depth) if max_depth else num_draft_tokens
+        self._plan = Plan(num_draft_tokens, max_depth=max_depth if num_draft_tokens else 0)
 
     def plan(self) -> Plan:
         """See `generation.Planner`."""
         num_outcomes = self._shared.begin_round().num_outcomes if self.limit else 0
         self._settling.enter(None, num_outcomes)
-        return Plan(self._num_draft_tokens, num_outcomes, max_depth=self._max_depth)
+        if num_outcomes != self._plan.num_outcomes:
+            self._plan = replace(self._plan, num_outcomes=num_outcomes)
+        return self._plan
 
 
 class WithText:

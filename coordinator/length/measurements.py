@@ -42,7 +42,10 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
 _REFRESH_ROUNDS = 8
-"""Rounds between two updates of the prospects, which all streams read in every round."""
+"""Rounds between two updates of the prospects, which all streams read in every round; with more streams, one
+of each."""
+_COST_ROUNDS = 8
+"""Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 
 
 class Prospects(NamedTuple):
@@ -96,7 +99,8 @@ class SharedMeasurements:
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
         self.is_warming_up = True
-        self._num_rounds = self._num_proposals = self._refresh_at = 0
+        self._num_rounds = self._num_proposals = self._refresh_at = self._costs_at = 0
+        self._entered: tuple[int, Level, Level] | None = None
         self._prospects: Prospects
 
     def begin_round(self) -> Options:
@@ -104,14 +108,14 @@ class SharedMeasurements:
         if self.is_warming_up:
             length = WARMUP_LENGTHS[self._num_proposals % len(WARMUP_LENGTHS)]
             return Options(WARMUP_LENGTHS[-1], self.num_outcomes, warmup_length=length)
-        num_streams = self._num_streams()
-        caps, outcomes = self._caps.enter(num_streams), self._outcomes.enter(num_streams)
+        _, caps, outcomes = self._levels()
         return Options(caps.option, outcomes.option, min_length=int(caps.on_trial))
 
     def refresh(self) -> Prospects:
         """The prospects, updated if there were enough rounds since the last time."""
         if self._num_rounds >= self._refresh_at:
-            self._refresh_at = self._num_rounds + min(_REFRESH_ROUNDS, 1 + self._num_rounds // 2)
+            usual = max(_REFRESH_ROUNDS, self._num_streams())
+            self._refresh_at = self._num_rounds + min(usual, 1 + self._num_rounds // 2)
             round_times = self._round_times()
             unwaited = [self.costs.unwaited_ns(n) for n in range(MAX_CHOSEN + 1)]
             scale = round_times[0] / unwaited[0]
@@ -124,6 +128,10 @@ class SharedMeasurements:
         """Learn from a round of any stream."""
         self._num_rounds += 1
         self._num_proposals += bool(done.proposal.token_ids)
+        if not self.is_warming_up and self._num_rounds < self._costs_at:
+            return
+        # An odd number: not the rounds of the same streams each time.
+        self._costs_at = self._num_rounds + (self._num_streams() // _COST_ROUNDS | 1)
         self.costs.add(done, prepares=self.num_outcomes > 0)
         if self.is_warming_up:
             # To prepare takes work, which a draft that answers quickly need not do.
@@ -134,8 +142,7 @@ class SharedMeasurements:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
         if self.is_warming_up:
             return
-        num_streams = self._num_streams()
-        caps, outcomes = self._caps.enter(num_streams), self._outcomes.enter(num_streams)
+        num_streams, caps, outcomes = self._levels()
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow
         # draft, no draft token may pay without them.
         if cap != 0 and not caps.on_trial:
@@ -148,6 +155,13 @@ class SharedMeasurements:
             return
         if caps.add(cap, num_streams, num_drafted, elapsed_ns):
             self._decide_cap(caps, num_streams)
+
+    def _levels(self) -> tuple[int, Level, Level]:
+        """Streams that run now, and the levels of caps and outcomes for so many."""
+        num_streams = self._num_streams()
+        if self._entered is None or self._entered[0] != num_streams:
+            self._entered = num_streams, self._caps.enter(num_streams), self._outcomes.enter(num_streams)
+        return self._entered
 
     @property
     def num_outcomes(self) -> int:

@@ -142,7 +142,8 @@ class Level:
         """Count a round of a stream that has settled under `option`.
 
         Returns:
-            Whether enough rounds are counted to end the trial, or else to begin one.
+            Whether enough rounds are counted to end the trial, or else to begin one; then once for as many
+            rounds as there are streams.
         """
         if option != self.option:
             return False  # begun before the switch
@@ -150,8 +151,10 @@ class Level:
         self.clock += 1
         self.num_counted += 1
         self.counted_ns += time_ns
-        num_enough = max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
-        return self.num_counted >= num_enough and self.counted_ns >= _MIN_TRIAL_NS * num_streams
+        num_more = self.num_counted - max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
+        if num_more < 0 or num_more % max(1, num_streams):
+            return False
+        return self.counted_ns >= _MIN_TRIAL_NS * num_streams
 
     def begin_trial(self, num_streams: int, expected: Mapping[int, float]) -> None:
         """Switch to the first candidate that is due, if any.

@@ -17,7 +17,7 @@ from specwire.wire import verify as verify_wire
 Answers = Iterator[tuple[int, Any]]
 
 
-def verify_codec(vocab_size: int) -> Codec:
+def verify_codec(vocab_size: int, source: str = "") -> Codec:
     """Of a verify service with this vocabulary, in tokens."""
 
     def decode(message: verify_pb2.VerifyResponse) -> Answers:
@@ -30,13 +30,18 @@ def verify_codec(vocab_size: int) -> Codec:
     return Codec(verify_wire.request_to_proto, decode)
 
 
-def draft_codec(vocab_size: int) -> Codec:
-    """Of a draft service, for a target with this vocabulary, in tokens."""
+def draft_codec(vocab_size: int, source: str = "") -> Codec:
+    """Of a draft service.
+
+    Args:
+        vocab_size: of the target, in tokens.
+        source: of its proposals: the model's name.
+    """
 
     def split(message: common_pb2.Proposals, base_lens: Sequence[int]) -> list[Proposal]:
         found = proposals.columns_from_proto(message, len(base_lens))
         proposals.check(found, vocab_size)
-        return proposals.split(found, base_lens)
+        return proposals.split(found, base_lens, source)
 
     def decode(message: draft_pb2.DraftResponse) -> Answers:
         answers = draft_wire.answers_from_proto(message, split(message.proposals, message.base_lens))

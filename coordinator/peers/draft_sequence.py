@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
 from coordinator.peers.link import Link
-from coordinator.peers.prepared import Origin, PreparedProposals
-from coordinator.peers.streams import cost_of
 from coordinator.peers.waits import Waits
 from specwire import tree
 from specwire.core import Preparation, Proposal, Timings
 from specwire.errors import InternalError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
+from specwire.prepared import PreparedProposals
 from specwire.v1 import common_pb2
 from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a proposal was made, for the ledger; empty for the answer to a request.
+
+    Attributes:
+        forward_ns: the passes that made it.
+        last_request_id: the last request that had arrived at the draft when it was sent.
+        request_age_ns: the age of that request then.
+        traceparent: of the span of its preparation; empty if there is none.
+    """
+
+    forward_ns: int = 0
+    last_request_id: int = 0
+    request_age_ns: int = 0
+    traceparent: str = ""
+
+
+_ASKED = Origin()
 
 
 class DraftSequence:
@@ -28,6 +47,7 @@ class DraftSequence:
         num_sent_tokens: committed tokens that the draft was sent.
         error: why nothing more will arrive; None while the sequence is open.
         request_bytes: see `link.Receiver`.
+        message_number: of the message with the last answer, among those of all sequences of the link.
     """
 
     def __init__(
@@ -39,6 +59,7 @@ class DraftSequence:
         waits: Waits,
         check: Callable[[Proposal], None] = lambda _: None,
         on_answer: Callable[[], None] = lambda: None,
+        on_prepared: Callable[[Sequence[int], Proposal], None] = lambda path, proposal: None,
     ) -> None:
         """Open it.
 
@@ -46,20 +67,23 @@ class DraftSequence:
             timeout_s: its deadline, in seconds from now; None for none.
             check: raises SpecwireError for a proposal that could not be judged.
             on_answer: called for each answer.
+            on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
         self._link = link
         self._waits = waits
         self._check = check
         self._on_answer = on_answer
+        self._on_prepared = on_prepared
         self.num_sent_tokens = 0
-        self.request_bytes = 0
+        self.request_bytes = self.message_number = 0
         self._last_proposed = Proposal(0)  # after the committed tokens that were sent
         self._num_requests = self._num_answered = self._num_abandoned = 0
         self._asked_id = self._asked_ns = 0
         self._arrival: asyncio.Future[None] | None = None
         self.prepared = PreparedProposals()
         self.error: SpecwireError | None = None
-        self._cost = Cost()
+        self._answer: DraftAnswer | None = None
+        self._answered_ns = self._answer_bytes = 0
         self._sequence_id = link.open(opening, self, timeout_s)
 
     @property
@@ -102,10 +126,25 @@ class DraftSequence:
         num_drafted = tree.num_in_common(self._last_proposed, token_ids)
         self._last_proposed = found.proposal
         answered = self._num_answered == self._asked_id
-        cost = self._cost if answered else self._cost_of_pushed(found.origin)
-        return found.proposal, replace(cost, num_prefill_tokens=len(token_ids) - num_drafted)
+        num_prefill_tokens = len(token_ids) - num_drafted
+        cost = self._cost_of_answer if answered else self._cost_of_pushed
+        return found.proposal, cost(found.origin, num_prefill_tokens)
 
-    def _cost_of_pushed(self, origin: Origin) -> Cost:
+    def _cost_of_answer(self, origin: Origin, num_prefill_tokens: int) -> Cost:
+        """Of the request that was sent last, and is answered."""
+        answer = self._answer
+        assert answer is not None
+        return split(
+            self._answered_ns - self._asked_ns,
+            answer.timings,
+            outcome=CallOutcome.BEGUN if answer.begun_ahead else CallOutcome.ASKED,
+            request_bytes=self.request_bytes,
+            response_bytes=self._answer_bytes,
+            num_cached_tokens=answer.num_cached_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+        )
+
+    def _cost_of_pushed(self, origin: Origin, num_prefill_tokens: int) -> Cost:
         """Of the request that was sent last, which a prepared proposal has made unnecessary.
 
         Where the request had arrived when the proposal was sent, the draft worked on since; else the
@@ -115,10 +154,12 @@ class DraftSequence:
         age_ns = origin.request_age_ns if had_arrived else 0
         on_path_ns = min(origin.forward_ns, age_ns)
         timings = Timings(residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns)
-        return replace(
-            split(clock.stopwatch_ns() - self._asked_ns, timings),
+        return split(
+            clock.stopwatch_ns() - self._asked_ns,
+            timings,
             outcome=CallOutcome.BEGUN,
             request_bytes=self.request_bytes,
+            num_prefill_tokens=num_prefill_tokens,
             prepared_by=origin.traceparent,
         )
 
@@ -162,19 +203,19 @@ class DraftSequence:
         if isinstance(answer, DraftAnswer):
             self._answered(answer, num_bytes)
             if proposal.token_ids:
-                self.prepared.add((), proposal)
+                self.prepared.add((), proposal, _ASKED)
         else:
             self.prepared.add(answer.path, proposal, _origin(answer))
+            self._on_prepared(answer.path, proposal)
         self._wake()
 
     def _answered(self, answer: DraftAnswer, num_bytes: int) -> None:
         self._num_answered = answer.request_id
+        self.message_number = self._link.num_received
         self._on_answer()
         if answer.request_id == self._asked_id:
-            cost = cost_of(
-                answer.timings, self._asked_ns, self.request_bytes, num_bytes, answer.num_cached_tokens
-            )
-            self._cost = replace(cost, outcome=CallOutcome.BEGUN) if answer.begun_ahead else cost
+            self._answer, self._answer_bytes = answer, num_bytes
+            self._answered_ns = clock.stopwatch_ns()
 
     def failed(self, error: SpecwireError) -> None:
         """See `link.Receiver`."""

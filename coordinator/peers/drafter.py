@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
 from coordinator.peers.checks import check_proposal
-from coordinator.peers.draft_sequence import DraftSequence
+from coordinator.peers.draft_sequence import DraftSequence, Origin
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -24,6 +24,7 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.estimate import clock
+from specwire.prepared import Prepared
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.wire import model as wire
@@ -73,6 +74,7 @@ class RemoteDrafter:
         deadline_s: float | None,
         tracer: tracing.Tracing,
         parent: tracing.Span,
+        on_prepared: Callable[[Sequence[int], Proposal], None] = lambda path, proposal: None,
     ) -> None:
         """Opens nothing yet.
 
@@ -80,6 +82,7 @@ class RemoteDrafter:
             timeout_s: longest wait for a proposal, unless proposals are known to cost more.
             deadline_s: of the request, from now; None without one.
             parent: span of the generation.
+            on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
@@ -93,10 +96,17 @@ class RemoteDrafter:
         )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
+        self._on_prepared = on_prepared
         self._tracer = tracer
         self._current: _Opened | None = None
         self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
+
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """See `generation.Drafter`."""
+        if self._current is None:
+            return Cost(outcome=CallOutcome.READY)
+        return self._continue_from(committed, begun, plan, self._current.sequence.prepared.take(committed))
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
@@ -114,8 +124,7 @@ class RemoteDrafter:
             return nothing, Cost()
         started_ns = clock.stopwatch_ns()
         try:
-            proposal, cost = await self._propose_at(replica, committed, plan, parent)
-            return replace(proposal, source=replica.info.name), cost
+            return await self._propose_at(replica, committed, plan, parent)
         except SpecwireError as error:
             self._close_after(error, replica)
             lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
@@ -176,12 +185,19 @@ class RemoteDrafter:
         found = sequence.prepared.take(committed)
         if found is None:
             return None
-        proposal, origin = plan.limit(found.proposal), found.origin
+        proposal = plan.limit(found.proposal)
+        return proposal, self._continue_from(committed, proposal, plan, found)
+
+    def _continue_from(
+        self, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
+    ) -> Cost:
+        """The draft works on from a proposal that it had prepared, if the plan says so; what that cost."""
+        assert self._current is not None
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
-            sequence.continue_from(committed, proposal, preparation)
-        cost = Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
-        return proposal, cost
+            self._current.sequence.continue_from(committed, proposal, preparation)
+        origin = found.origin if found is not None else Origin()
+        return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
     @property
     def _hung_after_s(self) -> float:
@@ -214,7 +230,7 @@ class RemoteDrafter:
         if self._current is None:
             self._current = self._open_at(replica, committed)
         sequence = self._current.sequence
-        expected_s = replica.costs.bound((plan.num_steps, len(committed) - sequence.num_sent_tokens)) / 1e9
+        expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
@@ -234,7 +250,7 @@ class RemoteDrafter:
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
             num_steps = len(found.token_ids) if plan.max_depth == 0 else plan.max_depth
-            replica.costs.add((num_steps, cost.num_prefill_tokens), max(1, cost.wall_ns))
+            replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost
 
     def _open_at(self, replica: Replica, committed: Sequence[int]) -> _Opened:
@@ -245,6 +261,7 @@ class RemoteDrafter:
             waits=self._pool.waits,
             check=self._check,
             on_answer=replica.mark_proven,
+            on_prepared=self._on_prepared,
         )
         self._pool.opened(replica, committed, self._opening.cache_salt)
         return _Opened(sequence, replica, replica.num_lost)
@@ -288,4 +305,4 @@ def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
     if plan.max_depth and not draft.trees:
         plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
     room = max(0, draft.context_len - committed_len)
-    return replace(plan, num_draft_tokens=min(plan.num_draft_tokens, room))
+    return plan if plan.num_draft_tokens <= room else replace(plan, num_draft_tokens=room)

@@ -97,7 +97,7 @@ class Role:
     stub: Callable[[Any], Any]
     stream: str
     info_request: Any
-    codec: Callable[[int], Codec]
+    codec: Callable[[int, str], Codec]
 
 
 VERIFY = Role(
@@ -152,7 +152,8 @@ class RemoteReplica(Replica):
 
     def _open_link(self) -> Link:
         open_stream = getattr(self._stub, self._role.stream)
-        return Link(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size))
+        name = self.info.name if self.info else ""
+        return Link(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size, name))
 
     def mark_lost(self, reason: str) -> None:
         """See `Replica`; the next handshake follows at once."""

@@ -73,10 +73,12 @@ class Link:
 
     Attributes:
         error: why it has ended; None while it is open.
+        num_received: messages so far.
     """
 
     def __init__(self, call: Call, codec: Codec) -> None:
         """Begin to send and to receive."""
+        self.num_received = 0
         self.error: SpecwireError | None = None
         self._call = call
         self._codec = codec
@@ -181,6 +183,7 @@ class Link:
             answers = list(self._codec.decode(message))
         except (InternalError, InvalidRequestError) as error:
             raise ServiceUnavailableError(f"the service sent {error}") from None
+        self.num_received += 1
         share = message.ByteSize() // max(1, len(answers))
         for sequence_id, answer in answers:
             receiver = self._receivers.get(sequence_id)

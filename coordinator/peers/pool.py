@@ -21,6 +21,7 @@ class Pool:
         role: "verify" or "draft".
         replicas: all of them, whether available or not.
         waits: time limits of all waits for them.
+        num_disagreements: rounds where the service, going on by itself, came to another outcome than we did.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Pool:
         self.role = role
         self.replicas: list[Replica] = []
         self.waits = Waits()
+        self.num_disagreements = 0
         self._entries = split_addresses(f"{role}_address", addresses) if addresses else ()
         self._make = make
         self._is_needed = is_needed

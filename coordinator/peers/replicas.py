@@ -41,7 +41,6 @@ class Replica(abc.ABC):
         num_lost: how often it was lost after it had been available.
         num_failures: how often it was lost since it last answered a request.
         last_used: number of the last stream opened there, among all of its pool.
-        costs: of a proposal, in nanoseconds, by draft tokens and tokens to prefill.
         on_change: called when `unavailable` becomes empty or non-empty, and after the first handshake.
     """
 
@@ -53,7 +52,9 @@ class Replica(abc.ABC):
         self.incompatibility: Exception | None = None
         self.was_contacted = self.is_leaving = False
         self.num_streams = self.num_other_streams = self.num_lost = self.num_failures = 0
-        self.costs = CostModel(2)
+        self._costs = CostModel(2)
+        self._bounds_s: dict[tuple[int, int], float] = {}
+        self._learnt_from = 0
         self._not_before_s = 0.0
         self.last_used = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -84,6 +85,22 @@ class Replica(abc.ABC):
         if self._link is not None:
             self._link.close()
             await self._link.ended()
+
+    def longest_s(self, num_steps: int, num_prefill_tokens: int) -> float:
+        """How long a proposal may take by what others took, in seconds; 0 before the first one."""
+        key = num_steps, num_prefill_tokens
+        found = self._bounds_s.get(key)
+        if found is None:
+            found = self._bounds_s[key] = self._costs.bound(key) / 1e9
+        return found
+
+    def learn(self, num_steps: int, num_prefill_tokens: int, wall_ns: int, message_number: int) -> None:
+        """A proposal took so long. All that came in one message were made together: the first one counts."""
+        if message_number == self._learnt_from:
+            return
+        self._learnt_from = message_number
+        self._costs.add((num_steps, num_prefill_tokens), max(1, wall_ns))
+        self._bounds_s.clear()
 
     def mark_ready(self, info: ModelInfo) -> None:
         """A handshake succeeded: new streams may go there, after its pause if it has one."""

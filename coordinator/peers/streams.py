@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from coordinator.cost import CallOutcome, Cost, split
-from specwire.core import Proposal, Timings
+from coordinator.cost import Cost
+from specwire.core import Proposal
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
-from specwire.estimate import clock
 from specwire.rpc import private, statuses
 from specwire.telemetry import semantics as names
 from specwire.telemetry.tracing import Span, SpanKind, Tracing
@@ -67,28 +65,18 @@ class GrpcCall:
         self._call.cancel()
 
 
-def cost_of(timings: Timings, started_ns: int, request_bytes: int, response_bytes: int, cached: int) -> Cost:
-    """The cost of a request that was put in line at `started_ns` and is answered now.
-
-    Args:
-        cached: its tokens that were found in the service's cache.
-    """
-    return replace(
-        split(clock.stopwatch_ns() - started_ns, timings),
-        outcome=CallOutcome.ASKED,
-        request_bytes=request_bytes,
-        response_bytes=response_bytes,
-        num_cached_tokens=cached,
-    )
-
-
 def span_around(tracer: Tracing, role: str, address: str, parent: Span) -> Span:
     """A span around one call to a model service."""
+    attributes = _called(address) if tracer.enabled else None
+    return tracer.span(role, kind=SpanKind.CLIENT, parent=parent.context, attributes=attributes)
+
+
+def _called(address: str) -> dict[str, str | int]:
     host, _, port = address.rpartition(":")
     called: dict[str, str | int] = {names.SERVER_ADDRESS: host}
     if port.isdecimal():
         called[names.SERVER_PORT] = int(port)
-    return tracer.span(role, kind=SpanKind.CLIENT, parent=parent.context, attributes=called)
+    return called
 
 
 def describe(span: Span, proposal: Proposal, cost: Cost) -> None:

@@ -7,15 +7,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.cost import Cost
+from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
 from coordinator.peers.link import Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
-from coordinator.peers.streams import cost_of, describe, span_around
+from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
-from specwire.core import Proposal, Verdict
+from specwire import tree
+from specwire.core import Continuation, Outcome, Proposal, Verdict
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -24,13 +25,20 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.estimate import clock
+from specwire.prepared import PreparedProposals
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
-from specwire.wire.verify import VerifyAnswer, VerifyOrder
+from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 
 log = logging.getLogger(__name__)
+
+
+_MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
+
+_Received = tuple[VerifyAnswer, int]
+"""An answer, and its share of its message in bytes."""
 
 
 class _VerifySequence:
@@ -44,10 +52,13 @@ class _VerifySequence:
     def __init__(self, link: Link, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
         self.num_sent_tokens = self.request_bytes = 0
         self._link = link
-        self._num_requests = 0
-        self._response_bytes = 0
+        self._num_requests = self._last_ahead_id = 0
         self._error: SpecwireError | None = None
-        self._answer: asyncio.Future[VerifyAnswer] | None = None
+        self._asked: VerifyOrder | None = None
+        self._answer: asyncio.Future[_Received] | None = None
+        self._early: dict[int, _Received] = {}  # to rounds that were not asked for yet
+        self._goes_on = opening.may_go_on
+        self._ahead = PreparedProposals()
         self._sequence_id = link.open(opening, self, timeout_s)
 
     async def exchange(
@@ -58,34 +69,77 @@ class _VerifySequence:
         Raises:
             SpecwireError: as the peer raised it, or for a failure of the transport.
         """
-        if self._error is not None:
-            raise self._error
-        self._num_requests += 1
-        base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
+        base_len = self.num_sent_tokens
         order = VerifyOrder(
             self._sequence_id,
-            self._num_requests,
+            self._num_requests + 1,
             base_len,
             committed[base_len:],
             proposal.token_ids,
             proposal.parents,
             [support.token_ids for support in proposal.supports],
             traceparent,
+            [support.probs for support in proposal.supports] if self._goes_on else (),
         )
+        self._early.clear()
+        return await self._ask(order, committed)
+
+    async def confirm(
+        self, committed: Sequence[int], ahead_id: int, traceparent: str
+    ) -> tuple[VerifyAnswer, Cost]:
+        """Ask for the round that the peer began by itself, and wait for its answer, which may be there.
+
+        Raises:
+            SpecwireError: as for `exchange`.
+        """
+        request_id, base_len = self._num_requests + 1, len(committed)
+        order = VerifyOrder(
+            self._sequence_id, request_id, base_len, (), traceparent=traceparent, ahead_id=ahead_id
+        )
+        return await self._ask(order, committed)
+
+    async def _ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
+        if self._error is not None:
+            raise self._error
+        self._num_requests, self.num_sent_tokens = order.request_id, len(committed)
         started_ns = clock.stopwatch_ns()
-        self._answer = asyncio.get_running_loop().create_future()
         self._link.put(order)
-        answer = await self._answer
-        cost = cost_of(
-            answer.timings, started_ns, self.request_bytes, self._response_bytes, answer.num_cached_tokens
+        found = self._early.pop(order.ahead_id, None)
+        if found is None:
+            self._asked, self._answer = order, asyncio.get_running_loop().create_future()
+            found = await self._answer
+        answer, num_bytes = found
+        cost = split(
+            clock.stopwatch_ns() - started_ns,
+            answer.timings,
+            outcome=CallOutcome.ASKED,
+            request_bytes=self.request_bytes,
+            response_bytes=num_bytes,
+            num_cached_tokens=answer.num_cached_tokens,
+            load=answer.load,
         )
         return answer, cost
 
+    def prepare(self, path: Sequence[int], proposal: Proposal) -> None:
+        """Send a proposal ahead of the verdict that it depends on."""
+        self._last_ahead_id += 1
+        self._ahead.add(path, proposal, self._last_ahead_id)
+        self._link.put(AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal))
+
+    def begun(self, committed: Sequence[int], continuation: Continuation) -> Proposal | None:
+        """What the peer judges next; None if that does not follow the committed tokens."""
+        return self._ahead.find(continuation.ahead_id, committed)
+
     def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""
-        if answer.request_id == self._num_requests and self._answer and not self._answer.done():
-            self._response_bytes = num_bytes
-            self._answer.set_result(answer)
+        asked, waiting = self._asked, self._answer
+        is_asked = asked is not None and (
+            answer.ahead_id == asked.ahead_id if answer.ahead_id else answer.request_id == asked.request_id
+        )
+        if is_asked and waiting is not None and not waiting.done():
+            waiting.set_result((answer, num_bytes))
+        elif answer.ahead_id:
+            self._early[answer.ahead_id] = answer, num_bytes
 
     def failed(self, error: SpecwireError) -> None:
         """See `link.Receiver`."""
@@ -120,6 +174,7 @@ class RemoteVerifier:
         timeout_s: float,
         tracer: tracing.Tracing,
         parent: tracing.Span,
+        goes_on: bool = False,
     ) -> None:
         """Opens nothing yet.
 
@@ -127,6 +182,7 @@ class RemoteVerifier:
             remaining_s: until the deadline of the request; None without one.
             timeout_s: longest wait for a replica when none is available.
             parent: span of the generation.
+            goes_on: whether the target may go on by itself with prepared proposals.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -134,8 +190,15 @@ class RemoteVerifier:
         self._timeout_s = timeout_s
         self._tracer = tracer
         self._opening = wire.open_sequence(
-            self._params, request.prompt_len, trace_headers=tracer.propagators.headers(parent.context)
+            self._params,
+            request.prompt_len,
+            trace_headers=tracer.propagators.headers(parent.context),
+            may_go_on=goes_on,
         )
+        self._goes_on = goes_on
+        self._end_len = request.prompt_len + (request.params.max_tokens or 0)
+        self._continuation: Continuation | None = None
+        self._begun: Proposal | None = None
         self._replica: Replica | None = None
         self._sequence: _VerifySequence | None = None
         self._has_begun = False
@@ -148,26 +211,37 @@ class RemoteVerifier:
         Raises:
             SpecwireError: no target is available, or it refused the request.
         """
-        attempts = Attempts(self._timeout_s, self._remaining_s)
         started_ns, lost_ns = clock.stopwatch_ns(), 0
+        attempts: Attempts | None = None  # a round without failures needs none
         while True:
-            replica = self._replica or await self._find(committed, attempts)
-            if attempts.has_waited:
-                lost_ns = clock.stopwatch_ns() - started_ns
+            replica = self._replica
+            if replica is None:
+                attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
+                replica = await self._find(committed, attempts)
+                if attempts.has_waited:
+                    lost_ns = clock.stopwatch_ns() - started_ns
             try:
                 verdict, cost = await self._attempt(replica, committed, proposal, parent)
-            except (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError) as error:
-                log.warning("verify stream at %s: %s", replica.address, error)
-                self.close()
-                if isinstance(error, ServiceUnavailableError):
-                    replica.mark_lost(str(error))
-                lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
-                parent.event("verify lost", lost)
-                attempts.add(replica, error)
+            except _MAY_BE_RETRIED as error:
+                attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
+                self._lose(replica, error, attempts, parent)
             else:
-                self._has_begun = True
-                replica.mark_proven()
-                return verdict, replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
+                if lost_ns:
+                    cost = replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
+                return verdict, cost
+
+    def _lose(self, replica: Replica, error: SpecwireError, attempts: Attempts, parent: tracing.Span) -> None:
+        """The sequence at a replica failed.
+
+        Raises:
+            SpecwireError: it is not worth another attempt.
+        """
+        log.warning("verify at %s: %s", replica.address, error)
+        self.close()
+        if isinstance(error, ServiceUnavailableError):
+            replica.mark_lost(str(error))
+        parent.event("verify lost", {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status})
+        attempts.add(replica, error)
 
     async def _attempt(
         self, replica: Replica, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
@@ -175,6 +249,8 @@ class RemoteVerifier:
         with span_around(self._tracer, "verify", replica.address, parent) as span:
             verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
             describe(span, proposal, cost)
+        self._has_begun = True
+        replica.mark_proven()
         return verdict, cost
 
     async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
@@ -202,16 +278,49 @@ class RemoteVerifier:
             self._sequence = _VerifySequence(replica.link(), self._opening, self._remaining_s())
             self._replica = replica
             self._pool.opened(replica, committed, self._params.cache_salt)
-        answer, cost = await self._sequence.exchange(committed, proposal, traceparent)
+        begun, continuation = self._begun, self._continuation
+        self._begun = self._continuation = None
+        if begun is proposal and continuation is not None:
+            answer, cost = await self._sequence.confirm(committed, continuation.ahead_id, traceparent)
+        else:
+            answer, cost = await self._sequence.exchange(committed, proposal, traceparent)
         try:
             check_verdict(answer.verdict, proposal)
         except InternalError as error:  # another replica may give a valid answer
             raise ServiceUnavailableError(f"the service sent {error}") from None
-        return answer.verdict, replace(cost, load=answer.load)
+        self._continuation = answer.continuation
+        return answer.verdict, cost
+
+    # --- rounds that the target begins by itself ------------------------------------------------------
+
+    def prepare(self, path: Sequence[int], proposal: Proposal) -> None:
+        """Send a prepared proposal ahead, as far as the generation may get."""
+        room = self._end_len - 1 - (proposal.base_len + len(path))
+        if self._goes_on and self._sequence is not None and room > 0:
+            self._sequence.prepare(path, tree.within(proposal, len(proposal.token_ids), room))
+
+    def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
+        """See `generation.Verifier`.
+
+        The target applies the same rule to the same numbers. If it comes to another outcome, ours holds: its
+        round is dropped by our next request, and it is not trusted to go on by itself again.
+        """
+        continuation, self._begun = self._continuation, None
+        if continuation is None or self._sequence is None:
+            return None
+        found = self._sequence.begun(committed, continuation)
+        theirs = continuation.outcome
+        if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token and found:
+            self._begun = found
+            return found
+        self._pool.num_disagreements += 1
+        self._goes_on, self._continuation = False, None
+        log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
+        return None
 
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""
         if self._sequence is not None and self._replica is not None:
             self._sequence.close()
             self._pool.closed(self._replica)
-        self._sequence = self._replica = None
+        self._sequence = self._replica = self._continuation = self._begun = None

@@ -59,6 +59,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft, else block"
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
+VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
 MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
 NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must have a certificate of theirs"
@@ -315,6 +316,7 @@ class CoordinatorConfig(ServiceConfig):
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
+    verify_ahead: bool = option(True, VERIFY_AHEAD_HELP)
     speculative_config: str = speculative_config_option()
     suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
@@ -406,6 +408,7 @@ class StackConfig(CheckedConfig):
 
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
     draft: str = option(EMBEDDED, DRAFT_HELP)
+    verify_ahead: bool = option(True, VERIFY_AHEAD_HELP)
     speculative_config: str = speculative_config_option()
     suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))

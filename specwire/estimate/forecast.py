@@ -44,17 +44,21 @@ _PRIOR_BONUS = (0.74, 0.15, 0.05, 0.02, 0.01, 0.005, 0.005, 0.005)
 
 _SHIFTS = np.linspace(-4.0, 4.0, 17)
 """Shifts of the log odds of acceptance: how much easier a text is than the average of all texts."""
+_ONES = np.ones(len(_SHIFTS))
 _SPREAD = 1.5
 """Standard deviation of the shift over texts, before anything is measured."""
 _HAZARD = 0.01
 """Hazard: probability at each token that the text changes."""
+_UNCHANGED = [(1 - _HAZARD) ** (num_accepted + 1) for num_accepted in range(NUM_POSITIONS + 1)]
+"""Probability that the text does not change during a round, by accepted draft tokens."""
 _TEXT_RATE, _TEXT_PRIOR_ROUNDS = 0.002, 10
 """Learning rate of the distribution of texts, and the weight of its prior in rounds."""
 _UNSEEN_SHARE = 0.2
 """Share of the prior belief that is left to texts not seen so far."""
 _MAX_LOG_ODDS = 7.0
 _NUM_STEPS, _MAX_STEP = 4, 1.0
-_UPDATE_EVERY = 8
+_MAX_BATCH = 128
+"""Rounds that are learnt from together, once that many are known; fewer at first."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,16 +67,20 @@ class SharedAcceptance:
     """Learnt from all streams of a kind: acceptance by position, and the distribution of texts.
 
     Deep positions are judged in easy texts only, so the raw rate there is biased upwards. The rate is fitted
-    together with the beliefs about the texts that were judged, which corrects for that.
+    together with the beliefs about the texts that were judged, which corrects for that. It is learnt from
+    rounds in batches; how a text differs is up to each stream's own belief.
 
     Attributes:
-        log_reached: [num_shifts, NUM_POSITIONS + 1] log probability that k or more draft tokens are accepted.
-        log_missed: [num_shifts, NUM_POSITIONS] log probability that the token at a position is rejected.
+        reached_likelihoods: [NUM_POSITIONS + 1][num_shifts] that k or more draft tokens are accepted.
+        ended_likelihoods: [NUM_POSITIONS][num_shifts] that k are, and the next one is rejected.
+        drifts: [NUM_POSITIONS + 1][num_shifts] what a change of the text adds to a belief, in a round that
+            accepts k draft tokens.
         prior_belief: [num_shifts] belief about a text before anything is known of it.
     """
 
     def __init__(self) -> None:
-        self._num_added = 0
+        self._num_added = self._num_learnt = 0
+        self._batch: list[tuple[int, int, Floats]] = []
         self._judged = np.zeros((NUM_POSITIONS, len(_SHIFTS)))
         self._accepted = np.zeros(NUM_POSITIONS)
         self._log_odds = np.full(NUM_POSITIONS, _PRIOR_LOG_ODDS)
@@ -85,14 +93,28 @@ class SharedAcceptance:
 
         Draft tokens after a rejected one were never judged.
         """
-        num_judged = min(num_drafted, num_accepted + 1)
-        self._judged[:num_judged] = _MEMORY * self._judged[:num_judged] + belief
-        self._accepted[:num_judged] *= _MEMORY
-        self._accepted[:num_accepted] += 1
-        self._seen += max(_TEXT_RATE, 1 / (_TEXT_PRIOR_ROUNDS + self._num_added)) * (belief - self._seen)
+        self._batch.append((min(num_drafted, num_accepted + 1), num_accepted, belief))
         self._num_added += 1
-        if self._num_added % min(_UPDATE_EVERY, 1 + self._num_added // 2) == 0:
+        if len(self._batch) >= min(_MAX_BATCH, 1 + self._num_learnt // 2):
+            self._learn()
             self._update()
+
+    def _learn(self) -> None:
+        """Of the batch, each round with the same weight."""
+        judged, accepted, beliefs = (np.array(column) for column in zip(*self._batch, strict=True))
+        is_judged = np.arange(NUM_POSITIONS) < judged[:, None]
+        num_judged = is_judged.sum(0)
+        num_accepted = (np.arange(NUM_POSITIONS) < accepted[:, None]).sum(0)
+        kept = _MEMORY**num_judged
+        weight = (
+            (1 - kept) / (1 - _MEMORY) / np.maximum(1, num_judged)
+        )  # the mean of those one after the other
+        self._judged = kept[:, None] * self._judged + weight[:, None] * (is_judged.T @ beliefs)
+        self._accepted = kept * self._accepted + weight * num_accepted
+        rates = np.maximum(_TEXT_RATE, 1 / (_TEXT_PRIOR_ROUNDS + self._num_learnt + np.arange(len(judged))))
+        self._seen += (1 - np.prod(1 - rates)) * (beliefs.mean(0) - self._seen)
+        self._num_learnt = self._num_added
+        self._batch.clear()
 
     def reached(self, belief: Floats) -> Floats:
         """[NUM_POSITIONS + 1] probability that at least k draft tokens are accepted."""
@@ -107,10 +129,11 @@ class SharedAcceptance:
         self.prior_belief = (1 - _UNSEEN_SHARE) * self._seen + _UNSEEN_SHARE * self._any
         self._fit()
         rates = _logistic(self._log_odds[None, :] + _SHIFTS[:, None])
-        self.log_reached = np.zeros((len(_SHIFTS), NUM_POSITIONS + 1))
-        np.cumsum(np.log(rates), axis=1, out=self.log_reached[:, 1:])
-        self.log_missed = np.log1p(-rates)
-        self._reached = np.exp(self.log_reached)
+        self._reached = np.ones((len(_SHIFTS), NUM_POSITIONS + 1))
+        np.cumprod(rates, axis=1, out=self._reached[:, 1:])
+        self.reached_likelihoods = list(self._reached.T)
+        self.ended_likelihoods = list(self._reached.T[:-1] * (1 - rates.T))
+        self.drifts = [(1 - kept) * self.prior_belief for kept in _UNCHANGED]
 
     def _fit(self) -> None:
         """Fit the log odds to the accepted tokens: one value for all positions, then one for each."""
@@ -134,13 +157,11 @@ class OwnAcceptance:
         num_drafted, num_accepted = min(num_drafted, NUM_POSITIONS), min(num_accepted, NUM_POSITIONS)
         shared = self._shared
         if num_drafted:
-            log_seen = shared.log_reached[:, num_accepted]
-            if num_accepted < num_drafted:
-                log_seen = log_seen + shared.log_missed[:, num_accepted]
-            self._belief = _normalised(self._belief * np.exp(log_seen - log_seen.max()))
+            is_ended = num_accepted < num_drafted
+            likelihoods = shared.ended_likelihoods if is_ended else shared.reached_likelihoods
+            self._belief = _normalised(self._belief * likelihoods[num_accepted])
             shared.add(num_drafted, num_accepted, self._belief)
-        unchanged = (1 - _HAZARD) ** (num_accepted + 1)
-        self._belief = unchanged * self._belief + (1 - unchanged) * shared.prior_belief
+        self._belief = _UNCHANGED[num_accepted] * self._belief + shared.drifts[num_accepted]
 
     def reached(self, num_drafted: int) -> list[float]:
         """[num_drafted + 1] probability that at least k draft tokens of the next round are accepted."""
@@ -180,8 +201,8 @@ def _solve(log_odds: Floats, judged: Floats, accepted: Floats) -> Floats:
 
 
 def _normalised(weights: Floats) -> Floats:
-    total: Floats = weights / weights.sum()
-    return total
+    shares: Floats = weights / weights.dot(_ONES)
+    return shares
 
 
 class RankCounts:

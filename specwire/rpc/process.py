@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from specwire.errors import SpecwireError
-from specwire.rpc import descriptors
+from specwire.rpc import descriptors, private
 from specwire.telemetry import logs, stacks
 
 
@@ -63,7 +63,8 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2."""
     stacks.show_on_signal()
     try:
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=private.Loop) as runner:
+            runner.run(main())
     except SpecwireError as error:
         logs.report(error)
         return 2

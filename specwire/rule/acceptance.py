@@ -15,7 +15,10 @@ compares token ids: the emitted token is always the target's own. That holds for
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +27,17 @@ from specwire import tree
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
 from specwire.rule.random import DoubleArray, Purpose, uniforms
+from specwire.rule.random import uniform as uniform_at
 
 _Probs = npt.NDArray[np.floating[Any]]
+_BLOCK_LEN = 64
+"""Positions whose random numbers are computed together: one costs as much as 20."""
+
+
+class Uniforms(Protocol):
+    """Uniform numbers in [0, 1) by draft position."""
+
+    def __getitem__(self, i: int, /) -> float: ...
 
 
 def acceptance_probability(token_prob_draft: float, token_prob_target: float) -> float:
@@ -57,7 +69,10 @@ def residual(
     """
     draft_probs = draft_support.probs.astype(np.float64)
     draft_probs /= draft_probs.sum()
-    weights = np.maximum(keep_prob * target_probs.astype(np.float64) - draft_probs, 0.0)
+    weights = target_probs.astype(np.float64)
+    weights *= keep_prob
+    weights -= draft_probs
+    np.maximum(weights, 0.0, out=weights)
     return weights, keep_prob * max(float(tail_mass), 0.0)
 
 
@@ -70,15 +85,43 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
     """
     if params.matches_tokens:
         return accept_by_match(proposal, verdict)
-    positions = range(proposal.base_len, proposal.base_len + len(proposal.token_ids))
-    base = params.key_base(proposal.base_len)
+    start, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
+    base = params.key_base(start)
     rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
     return rule(
         proposal,
         verdict,
-        uniforms(seed, Purpose.ACCEPT, positions, base),
-        uniforms(seed, Purpose.RESIDUAL, positions, base),
+        _accept_uniforms(seed, start, num_draft_tokens, base),
+        _ResidualUniforms(seed, start, base),
     )
+
+
+def _accept_uniforms(seed: int, start: int, num: int, base: int) -> Sequence[float] | DoubleArray:
+    """[num] for the positions from `start` on."""
+    if base:
+        return uniforms(seed, Purpose.ACCEPT, range(start, start + num), base)
+    found: list[float] = []
+    while len(found) < num:
+        block, first = divmod(start + len(found), _BLOCK_LEN)
+        found += _accept_block(seed, block)[first : first + num - len(found)]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _accept_block(seed: int, block: int) -> list[float]:
+    """[_BLOCK_LEN] of one sequence: rounds without a base need those of later positions soon."""
+    positions = range(block * _BLOCK_LEN, (block + 1) * _BLOCK_LEN)
+    return [float(number) for number in uniforms(seed, Purpose.ACCEPT, positions)]
+
+
+class _ResidualUniforms:
+    """By draft position; a round needs one at most."""
+
+    def __init__(self, seed: int, start: int, base: int) -> None:
+        self._seed, self._start, self._base = seed, start, base
+
+    def __getitem__(self, i: int) -> float:
+        return uniform_at(self._seed, Purpose.RESIDUAL, self._start + i, self._base)
 
 
 def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
@@ -91,8 +134,8 @@ def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
     if proposal.parents:
         return _match_tree(proposal, verdict)
     num_accepted = 0
-    for draft_token, target_token in zip(proposal.token_ids, verdict.target_token_ids, strict=False):
-        if draft_token != target_token:
+    for draft_token in proposal.token_ids:
+        if draft_token != verdict.target_token_ids[num_accepted]:
             break
         num_accepted += 1
     return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
@@ -110,7 +153,10 @@ def _match_tree(proposal: Proposal, verdict: Verdict) -> Outcome:
 
 
 def accept_by_rejection(
-    proposal: Proposal, verdict: Verdict, accept_uniforms: DoubleArray, residual_uniforms: DoubleArray
+    proposal: Proposal,
+    verdict: Verdict,
+    accept_uniforms: Sequence[float] | DoubleArray,
+    residual_uniforms: Uniforms | DoubleArray,
 ) -> Outcome:
     """Keep draft tokens until one is rejected, then draw the recovered token; else add the bonus token.
 
@@ -120,8 +166,8 @@ def accept_by_rejection(
     Args:
         proposal: γ draft tokens, each with the support it was sampled from.
         verdict: the target on these supports, with its tail tokens and the bonus token.
-        accept_uniforms: float64 [γ] in [0, 1), independent of those that sampled the draft tokens.
-        residual_uniforms: float64 [γ] in [0, 1), independent of both.
+        accept_uniforms: [γ] in [0, 1), independent of those that sampled the draft tokens.
+        residual_uniforms: [γ] in [0, 1), independent of both.
 
     Raises:
         InternalError: proposal and verdict do not match, or are not probabilities.
@@ -135,7 +181,10 @@ def accept_by_rejection(
 
 
 def accept_by_block(
-    proposal: Proposal, verdict: Verdict, accept_uniforms: DoubleArray, residual_uniforms: DoubleArray
+    proposal: Proposal,
+    verdict: Verdict,
+    accept_uniforms: Sequence[float] | DoubleArray,
+    residual_uniforms: Uniforms | DoubleArray,
 ) -> Outcome:
     """Keep the longest prefix whose coin says so, judged from the end; then as `accept_by_rejection`.
 
@@ -194,18 +243,19 @@ def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, f
     support, target_probs, token_id = proposal.supports[i], verdict.target_probs[i], proposal.token_ids[i]
     if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
         raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
-    slot = (support.token_ids == token_id).argmax()
-    if support.token_ids[slot] != token_id or not support.probs[slot] > 0:
+    slot = int((support.token_ids == token_id).argmax())
+    draft_prob = support.probs.item(slot)
+    if support.token_ids.item(slot) != token_id or not draft_prob > 0:
         raise InternalError(f"draft token {token_id} is not in the support it was sampled from")
     # The draft drew from its float32 numbers over their sum, so these quotients are its exact distribution.
-    token_prob_draft = float(support.probs[slot]) / float(support.probs.sum(dtype=np.float64))
-    return token_prob_draft, float(target_probs[slot])
+    return draft_prob / float(support.probs.sum(dtype=np.float64)), target_probs.item(slot)
 
 
 def _residual_at(proposal: Proposal, verdict: Verdict, i: int, keep_prob: float = 1.0) -> DoubleArray:
     """[support_size + 1] the residual of draft position i; its last entry is the tail's."""
     tail_mass = verdict.tail_mass[i] if verdict.target_token_ids[i] >= 0 else 0.0
-    return np.append(*residual(proposal.supports[i], verdict.target_probs[i], tail_mass, keep_prob))
+    weights, tail = residual(proposal.supports[i], verdict.target_probs[i], tail_mass, keep_prob)
+    return np.concatenate((weights, (tail,)))
 
 
 def _recover(proposal: Proposal, verdict: Verdict, i: int, weights: DoubleArray, uniform: float) -> int:
@@ -225,5 +275,5 @@ def _draw(weights: _Probs, uniform: float) -> int:
     total = cumulative[-1]
     if not 0 < total < np.inf:
         raise InternalError(f"the target's probabilities sum to {total}")
-    threshold = min(uniform * total, np.nextafter(total, 0.0))
+    threshold = min(uniform * total, math.nextafter(total, 0.0))
     return int(cumulative.searchsorted(threshold, side="right"))

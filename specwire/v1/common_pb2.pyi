@@ -63,7 +63,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers")
+    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class OpenSequence(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    MAY_GO_ON_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     sampling: SamplingParams
     prompt_len: int
@@ -85,7 +86,8 @@ class OpenSequence(_message.Message):
     cache_salt: str
     timeout_ms: int
     trace_headers: _containers.ScalarMap[str, str]
-    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    may_go_on: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., may_go_on: _Optional[bool] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("sequence_id", "reason", "message", "fields")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from specwire.completion import (
     Token,
     Usage,
 )
-from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, SamplingParams
+from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
 from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
@@ -243,6 +243,97 @@ def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
     )
     message.sources.extend([*numbers][1:])
     return message
+
+
+class OpenChunk:
+    """The next message of a stream, while rounds add to it: one, or several where the client is slower.
+
+    Attributes:
+        num_tokens: of the output so far, with those of this message.
+    """
+
+    def __init__(self, info: ResumeInfo) -> None:
+        """Args:
+        info: of the first message.
+        """
+        self.num_tokens = 0
+        self._sources = {"": 0}
+        self._open()
+        self._response.resume_info.CopyFrom(resume_info_to_proto(info))
+
+    def _open(self) -> None:
+        self._response = generation_pb2.GenerateResponse()
+        self._chunk = self._response.chunk
+        self._chunk.first_index = self.num_tokens
+        self._num_named = 0
+
+    def skip(self, num_tokens: int) -> None:
+        """An earlier stream has sent so many tokens."""
+        self._chunk.first_index = self.num_tokens = self.num_tokens + num_tokens
+
+    def item(self, token_id: int, fate: Fate, source: str, logprobs: Logprobs | None) -> dict[str, Any]:
+        """A token without its text, as the other methods take it."""
+        token: dict[str, Any] = {"id": token_id, "fate": _FATES[fate]}
+        if source:
+            token["source"] = self._number(source)
+        if logprobs is not None:
+            token["logprob"] = logprobs.of(token_id)
+            token["top_logprobs"] = [{"token_id": t, "logprob": v} for t, v in logprobs.top()]
+        return token
+
+    def add(self, item: Mapping[str, Any], text: str) -> None:
+        """A token whose text is certain."""
+        self._name_source(item.get("source", 0))
+        self._chunk.tokens.add(**item, text=text)
+        self.num_tokens += 1
+
+    def add_round(self, token_ids: Sequence[int], last_fate: Fate, source: str) -> None:
+        """Tokens of a round without text: all but the last are accepted ones."""
+        add, number, accepted = self._chunk.tokens.add, self._number(source), _FATES[Fate.ACCEPTED]
+        *first, last = token_ids
+        if first:
+            self._name_source(number)
+        for token_id in first:
+            add(id=token_id, fate=accepted, source=number)
+        add(id=last, fate=_FATES[last_fate])
+        self.num_tokens += len(token_ids)
+
+    def reject(self, token_id: int, source: str, text: str) -> None:
+        """A draft token that was rejected."""
+        number = self._number(source)
+        self._name_source(number)
+        self._chunk.rejected.add(id=token_id, text=text, fate=_FATES[Fate.REJECTED], source=number)
+
+    def _number(self, source: str) -> int:
+        """Of a source, in all messages of the stream."""
+        return self._sources.setdefault(source, len(self._sources))
+
+    def _name_source(self, number: int) -> None:
+        """A message names the sources up to the largest number in it."""
+        if self._num_named < number:
+            self._chunk.sources.extend([*self._sources][self._num_named + 1 : number + 1])
+            self._num_named = number
+
+    def take(
+        self,
+        held: Iterable[Mapping[str, Any]],
+        speculation: Speculation | None = None,
+        timing: Timing | None = None,
+        tree: DraftTree | None = None,
+    ) -> generation_pb2.GenerateResponse:
+        """The message; what is added from now on is in the next one. For the fields see `Chunk`."""
+        response, chunk = self._response, self._chunk
+        for item in held:
+            self._name_source(item.get("source", 0))
+            chunk.held.add(**item)
+        if speculation is not None:
+            chunk.speculation.CopyFrom(_speculation_to_proto(speculation))
+        if timing is not None:
+            chunk.timing.CopyFrom(_timing_to_proto(timing))
+        if tree is not None:
+            chunk.tree.CopyFrom(generation_pb2.DraftTree(**_fields(tree)))
+        self._open()
+        return response
 
 
 def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:

@@ -112,6 +112,8 @@ def open_sequence(
     prompt_len: int,
     vocab_limit: int = 0,
     trace_headers: Iterable[tuple[str, str]] = (),
+    *,
+    may_go_on: bool = False,
 ) -> common_pb2.OpenSequence:
     """What opens a sequence; the caller fills in its id and its deadline."""
     return common_pb2.OpenSequence(
@@ -120,6 +122,7 @@ def open_sequence(
         vocab_limit=vocab_limit,
         cache_salt=params.cache_salt,
         trace_headers=dict(trace_headers),
+        may_go_on=may_go_on,
     )
 
 

@@ -27,7 +27,7 @@ def to_proto(
     """One entry for each.
 
     Args:
-        num_wanted: tokens that each is padded to, if it has supports; so that its size does not depend on them.
+        num_wanted: tokens that each is padded to if it has supports: its size must not depend on them.
         support_len: entries that each support is padded to, likewise.
     """
     token_ids = [
@@ -159,7 +159,7 @@ def check_ids(name: str, ids: IntArray, vocab_size: int) -> None:
         raise InvalidRequestError(name, int(outside[0]), f"is outside the vocabulary of {vocab_size}")
 
 
-def split(found: ProposalColumns, base_lens: Sequence[int]) -> list[Proposal]:
+def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") -> list[Proposal]:
     """Each by itself, without padding.
 
     Raises:
@@ -173,13 +173,13 @@ def split(found: ProposalColumns, base_lens: Sequence[int]) -> list[Proposal]:
     ):
         if not has:
             known = tree.checked_parents(parents, len(token_ids)) if parents else ()
-            proposals.append(Proposal(base_len, token_ids, parents=known))
+            proposals.append(Proposal(base_len, token_ids, (), source, known))
             continue
         if parents and tree.checked_parents(parents, len(token_ids)):
             raise InvalidRequestError("has_supports", True, "must be false for a tree")
         own = [next(supports) for _ in token_ids]
         num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
-        proposals.append(Proposal(base_len, token_ids[:num], own[:num]))
+        proposals.append(Proposal(base_len, token_ids[:num], own[:num], source))
     return proposals
 
 

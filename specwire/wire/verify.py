@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, repeat
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from specwire.core import FloatArray, IntArray, Load, Logprobs, Timings, Verdict
+from specwire.core import (
+    Continuation,
+    FloatArray,
+    IntArray,
+    Load,
+    Logprobs,
+    Outcome,
+    Proposal,
+    Timings,
+    Verdict,
+)
 from specwire.errors import InvalidRequestError
 from specwire.v1 import common_pb2, verify_pb2
-from specwire.wire import columns
+from specwire.wire import columns, proposals
 from specwire.wire import model as wire
 
 Value = TypeVar("Value")
@@ -29,6 +39,9 @@ class VerifyOrder(NamedTuple):
         parents: of the draft tokens; empty for a chain.
         supports: int64, one for each draft token, under rejection; empty where tokens are matched.
         traceparent: of the span around it; empty if it is not traced.
+        draft_probs: float32 on each support, if the receiver may go on by itself; else empty.
+        ahead_id: of the proposal, if the receiver has announced that it went on with it; the request has no
+            draft tokens then. Else 0.
     """
 
     sequence_id: int
@@ -39,6 +52,21 @@ class VerifyOrder(NamedTuple):
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
     traceparent: str = ""
+    draft_probs: Sequence[FloatArray] = ()
+    ahead_id: int = 0
+
+
+class AheadOrder(NamedTuple):
+    """A proposal ahead of the verdict that it depends on.
+
+    Attributes:
+        path: tokens between the proposal's `base_len` and the proposal; it is valid once they are committed.
+    """
+
+    sequence_id: int
+    ahead_id: int
+    path: Sequence[int]
+    proposal: Proposal
 
 
 class VerifyAnswer(NamedTuple):
@@ -46,6 +74,8 @@ class VerifyAnswer(NamedTuple):
 
     Attributes:
         num_cached_tokens: found in the prefix cache instead of being computed.
+        ahead_id: of the proposal that it is about, where the service went on by itself; else 0.
+        continuation: how the service goes on by itself; None if it does not.
         load: of the service, as it reports it.
     """
 
@@ -54,34 +84,79 @@ class VerifyAnswer(NamedTuple):
     verdict: Verdict
     timings: Timings
     num_cached_tokens: int
+    ahead_id: int = 0
+    continuation: Continuation | None = None
     load: Load = Load()
 
 
 def request_to_proto(
-    opened: Sequence[common_pb2.OpenSequence], closed: Sequence[int], orders: Sequence[VerifyOrder]
+    opened: Sequence[common_pb2.OpenSequence],
+    closed: Sequence[int],
+    orders: Sequence[VerifyOrder | AheadOrder],
 ) -> verify_pb2.VerifyRequest:
     """All that is ready, in one message."""
-    if not orders:
-        return verify_pb2.VerifyRequest(open=opened, close=closed)
-    sequence_ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces = zip(
-        *orders, strict=True
-    )
+    requests = [order for order in orders if isinstance(order, VerifyOrder)]
+    ahead = [order for order in orders if isinstance(order, AheadOrder)]
+    message = verify_pb2.VerifyRequest(open=opened, close=closed)
+    if requests:
+        _add_requests(message, requests)
+    if ahead:
+        message.ahead.CopyFrom(_ahead_to_proto(ahead))
+    return message
+
+
+def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
+    columns_of = zip(*orders, strict=True)
+    ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces, probs, ahead_ids = columns_of
     num_draft_tokens = [*map(len, drafts)]
-    lens, ids = _pack_supports(supports, num_draft_tokens)
-    return verify_pb2.VerifyRequest(
-        open=opened,
-        close=closed,
-        sequence_ids=sequence_ids,
-        request_ids=request_ids,
-        base_lens=base_lens,
-        num_tokens=[*map(len, token_ids)],
-        token_ids=columns.pack(token_ids),
-        num_draft_tokens=num_draft_tokens,
-        draft_token_ids=columns.pack(drafts),
-        parent_indices=columns.pack_parents(parents, num_draft_tokens),
-        support_lens=lens,
-        support_token_ids=ids,
-        traceparents=columns.traceparents_to(traces),
+    message.sequence_ids.extend(ids)
+    message.request_ids.extend(request_ids)
+    message.base_lens.extend(base_lens)
+    message.num_tokens.extend([*map(len, token_ids)])
+    message.token_ids = columns.pack(token_ids)
+    message.num_draft_tokens.extend(num_draft_tokens)
+    message.draft_token_ids = columns.pack(drafts)
+    message.parent_indices = columns.pack_parents(parents, num_draft_tokens)
+    message.support_lens, message.support_token_ids = _pack_supports(supports, num_draft_tokens)
+    message.support_probs = columns.join([*chain.from_iterable(probs)], "<f4")
+    message.traceparents.extend(columns.traceparents_to(traces))
+    if any(ahead_ids):
+        message.ahead_ids.extend(ahead_ids)
+
+
+def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
+    found = [order.proposal for order in orders]
+    lens = [len(support.token_ids) for proposal in found for support in proposal.supports]
+    return verify_pb2.AheadProposals(
+        sequence_ids=[order.sequence_id for order in orders],
+        ahead_ids=[order.ahead_id for order in orders],
+        base_lens=[proposal.base_len for proposal in found],
+        path_lens=[len(order.path) for order in orders],
+        path_token_ids=columns.pack(order.path for order in orders),
+        proposals=proposals.to_proto(found, [len(each.token_ids) for each in found], max(lens, default=0)),
+    )
+
+
+def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> list[AheadOrder]:
+    """The proposals ahead of a message.
+
+    Raises:
+        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
+    """
+    num = len(message.sequence_ids)
+    columns.check_lengths(message, num, "ahead_ids", "base_lens", "path_lens")
+    path_lens, total = columns.counts_of("path_lens", message.path_lens)
+    path_ids = columns.unpack("path_token_ids", message.path_token_ids, total).tolist()
+    found = proposals.columns_from_proto(message.proposals, num)
+    proposals.check(found, vocab_size)
+    return list(
+        map(
+            AheadOrder,
+            message.sequence_ids,
+            message.ahead_ids,
+            columns.split(path_ids, path_lens),
+            proposals.split(found, message.base_lens),
+        )
     )
 
 
@@ -111,6 +186,7 @@ def orders_from_proto(message: verify_pb2.VerifyRequest) -> list[VerifyOrder]:
     num_draft_tokens, num_drafted = columns.counts_of("num_draft_tokens", message.num_draft_tokens)
     token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
     drafts = columns.unpack("draft_token_ids", message.draft_token_ids, num_drafted).tolist()
+    supports, probs = _split_supports(message, num_draft_tokens)
     return list(
         map(
             VerifyOrder,
@@ -120,22 +196,39 @@ def orders_from_proto(message: verify_pb2.VerifyRequest) -> list[VerifyOrder]:
             columns.split(token_ids, num_tokens),
             columns.split(drafts, num_draft_tokens),
             columns.split_parents(message.parent_indices, num_draft_tokens),
-            _split_supports(message, num_draft_tokens),
+            supports,
             columns.traceparents_of(message, num),
+            probs,
+            _ahead_ids_of(message, num),
         )
     )
 
 
+def _ahead_ids_of(message: verify_pb2.VerifyRequest | verify_pb2.VerifyResponse, num: int) -> Sequence[int]:
+    if not message.ahead_ids:
+        return [0] * num
+    columns.check_lengths(message, num, "ahead_ids")
+    return message.ahead_ids
+
+
 def _split_supports(
     message: verify_pb2.VerifyRequest, num_draft_tokens: Sequence[int]
-) -> Sequence[Sequence[IntArray]]:
-    """Of each request; none where all of its supports are empty."""
+) -> tuple[Sequence[Sequence[IntArray]], Sequence[Sequence[FloatArray]]]:
+    """Ids and probabilities of each request; none where all of its supports are empty."""
+    nothing: list[Any] = [()] * len(num_draft_tokens)
     if not message.support_lens:
-        return [()] * len(num_draft_tokens)
+        return nothing, nothing
     lens = columns.unpack("support_lens", message.support_lens, sum(num_draft_tokens)).tolist()
     ids = columns.ids_of("support_token_ids", message.support_token_ids, sum(lens))
-    supports: list[IntArray] = columns.split(ids, lens)  # type: ignore[arg-type, assignment]
-    owns = columns.split(supports, num_draft_tokens)
+    supports = _split_twice(ids, lens, num_draft_tokens)
+    if not message.support_probs:
+        return supports, nothing
+    probs = columns.unpack("support_probs", message.support_probs, sum(lens), "<f4")
+    return supports, _split_twice(probs, lens, num_draft_tokens)
+
+
+def _split_twice(entries: Any, lens: Sequence[int], num_draft_tokens: Sequence[int]) -> list[Any]:
+    owns = columns.split(columns.split(entries, lens), num_draft_tokens)
     return [own if any(map(len, own)) else () for own in owns]
 
 
@@ -160,7 +253,36 @@ def response_to_proto(
         message.has_logprobs.extend([bool(verdict.logprobs) for verdict in verdicts])
         rows = chain.from_iterable(verdict.logprobs for verdict in verdicts)
         message.logprobs.extend(map(_logprobs_to_proto, rows))
+    if any(answer.ahead_id for answer in answers):
+        message.ahead_ids.extend([answer.ahead_id for answer in answers])
+    if any(answer.continuation for answer in answers):
+        nothing = Continuation(0, Outcome((), 0))
+        message.continuations.CopyFrom(
+            _continuations_to_proto([answer.continuation or nothing for answer in answers])
+        )
     return message
+
+
+def _continuations_to_proto(continuations: Sequence[Continuation]) -> verify_pb2.Continuations:
+    return verify_pb2.Continuations(
+        ahead_ids=[each.ahead_id for each in continuations],
+        num_accepted=[each.outcome.num_accepted for each in continuations],
+        path=columns.pack((each.outcome.path for each in continuations), "<i1"),
+        next_token_ids=[each.outcome.next_token for each in continuations],
+    )
+
+
+def _continuations_from_proto(message: verify_pb2.VerifyResponse, num: int) -> Sequence[Continuation | None]:
+    if not message.HasField("continuations"):
+        return [None] * num
+    found = message.continuations
+    columns.check_lengths(found, num, "ahead_ids", "num_accepted", "next_token_ids")
+    counts, total = columns.counts_of("num_accepted", found.num_accepted)
+    paths = columns.split(columns.unpack("path", found.path, total, "<i1").tolist(), counts)
+    return [
+        Continuation(ahead_id, Outcome(path, next_token)) if ahead_id else None
+        for ahead_id, path, next_token in zip(found.ahead_ids, paths, found.next_token_ids, strict=True)
+    ]
 
 
 def _add_probs(message: verify_pb2.VerifyResponse, verdicts: Sequence[Verdict]) -> None:
@@ -233,6 +355,8 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows) -> list[V
             verdicts,
             columns.timings_from_proto(message.timings, num),
             message.num_cached_tokens,
+            _ahead_ids_of(message, num),
+            _continuations_from_proto(message, num),
             repeat(wire.load_from_proto(message.load)),
         )
     )

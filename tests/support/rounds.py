@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.session import Session
 from coordinator.tally import Tally
-from specwire.completion import Chunk
-from specwire.core import ModelInfo, Outcome, Proposal, SamplingParams, Verdict
+from specwire.completion import Chunk, ResumeInfo
+from specwire.core import ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.wire import client as wire
 
 WORDS = (" return", " if", " self", " n", ".items", "\n", "def", " push", " pop", "(")
@@ -41,14 +40,6 @@ class _Words:
         return "".join(WORDS[token_id] for token_id in token_ids)
 
 
-class _Replayed:
-    """A generation whose rounds are given."""
-
-    async def rounds(self) -> AsyncIterator[Round]:
-        for done in (TREE, CHAIN, PLAIN):
-            yield done
-
-
 def received_chunks(*, report_progress: bool) -> list[Chunk]:
     """The chunks of these rounds, over the wire."""
     request: Any = SimpleNamespace(  # what a session reads of one
@@ -56,20 +47,21 @@ def received_chunks(*, report_progress: bool) -> list[Chunk]:
         params=SamplingParams(max_tokens=6),
         target=ModelInfo(name="large", vocab_size=len(WORDS), context_len=64),
         generated_token_ids=[],
+        end_ids=frozenset(),
+        resume_info=ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""),
         report_progress=report_progress,
     )
-    generation: Any = _Replayed()
     tokenizer: Any = _Words()
     session = Session(
         request,
-        generation,
         tokenizer=tokenizer,
         credit=Credit(0, 65),
         ledger=Ledger(),
         totals=Tally(),
     )
 
-    async def received() -> list[Chunk]:
-        return [wire.chunk_from_proto(wire.chunk_to_proto(chunk)) async for chunk in session.chunks()]
-
-    return asyncio.run(received())
+    chunks = []
+    for done in (TREE, CHAIN, PLAIN):
+        session.add(done)
+        chunks.append(wire.chunk_from_proto(session.take().chunk))
+    return chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,40 @@ def test_a_packed_product_is_the_plain_one() -> None:
         expected = torch.nn.functional.linear(tokens, weight, bias)
     changed = f"{TORCH}: its arguments or results have changed; adapt pack_weight and packed_linear"
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, msg=changed)
+
+
+def test_grpc_wakes_the_loop_through_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `Loop`, many operations that end together cost few turns of it."""
+    num_turns = num_ended = 0
+    num_calls = 256
+
+    def handle_events(reader: socket.socket, *args: Any) -> None:
+        nonlocal num_turns, num_ended
+        num_turns += 1
+        num_ended += len(reader.recv(4096, socket.MSG_PEEK))
+        handle(reader, *args)
+
+    async def echo(request: bytes, _: Any) -> bytes:
+        return request
+
+    async def call_all() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Echo": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.unary_unary("/test/Echo")
+            assert await asyncio.gather(*(method(b"x") for _ in range(num_calls))) == [b"x"] * num_calls
+        await server.stop(0)
+
+    handle = rpc_private.handle_events
+    monkeypatch.setattr(rpc_private, "handle_events", handle_events)
+    with asyncio.Runner(loop_factory=rpc_private.Loop) as runner:
+        runner.run(asyncio.wait_for(call_all(), 30))
+    assert num_turns, f"{GRPC}: its reader has another name or none; measure whether `Loop` is still of use"
+    assert num_ended > 4 * num_calls, f"{GRPC}: what wakes its reader has changed; adapt `Loop`"
+    assert num_turns < num_ended / 2
 
 
 async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() -> None:

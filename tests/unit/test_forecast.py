@@ -89,11 +89,11 @@ def test_rounds_without_draft_tokens_only_let_time_pass() -> None:
     """What was known of the text is known no more; what is known of all texts stays."""
     shared = SharedAcceptance()
     easy, hard = train(shared, [EASY, HARD], 300)
-    before = shared.log_reached.copy()
+    before = np.array(shared.reached_likelihoods)
     for _ in range(600):
         hard.add(0, 0)
     assert hard.reached(4) == pytest.approx(OwnAcceptance(shared).reached(4), abs=0.02)
-    assert np.array_equal(shared.log_reached, before)
+    assert np.array_equal(shared.reached_likelihoods, before)
     assert easy.reached(1)[1] > 0.8
 
 

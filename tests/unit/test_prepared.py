@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.peers.prepared import PreparedProposals
+from specwire.prepared import PreparedProposals
 from specwire.core import Proposal, Support
 from specwire.estimate.forecast import Forecast, SharedForecast
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -51,7 +52,7 @@ async def test_whatever_ends_the_generation_all_of_it_is_written(error: BaseExce
     async def generate(wire: Wire) -> None:
         async with reader(wire) as client:
             for number in range(3):
-                client.send(number)
+                client.send(partial(int, number))
             if error is not None:
                 raise error
 
@@ -64,19 +65,34 @@ async def test_whatever_ends_the_generation_all_of_it_is_written(error: BaseExce
     assert wire.written == [0, 1, 2]
 
 
-async def test_a_round_starts_while_one_message_is_written_and_not_while_two_are() -> None:
+async def test_what_comes_while_a_message_is_written_is_one_message_then() -> None:
+    """So a slow client costs no round, until 8 of them wait."""
     wire = Wire()
     client = reader(wire)
+    rounds: list[int] = []
+
+    def take() -> int:
+        taken = len(rounds)
+        rounds.clear()
+        return taken
+
+    def finish_round() -> None:
+        rounds.append(1)
+        client.send(take)
+
     wire.held.clear()
-    await client.ready()
-    client.send(0)
-    await client.ready()
-    client.send(1)
-    assert not client.is_ready
+    finish_round()
+    await settle()
+    for _ in range(7):
+        finish_round()
+    assert client.is_ready(0)
+    finish_round()
+    assert not client.is_ready(0)
     assert await is_held(client)
     wire.held.set()
     await client.ready()
-    assert wire.written[0] == 0
+    await settle()
+    assert wire.written == [1, 8]
 
 
 async def test_a_pause_ends_with_an_acknowledgement() -> None:
@@ -105,8 +121,8 @@ async def test_a_write_that_fails_ends_the_generation() -> None:
 
     async def generate() -> None:
         async with CreditReader(write, Credit(0, 5), 60.0) as client:
-            client.send(0)
-            client.send(1)
+            client.send(partial(int, 0))
+            client.send(partial(int, 1))
             await client.ready()
 
     with pytest.raises(ZeroDivisionError):
@@ -122,7 +138,7 @@ async def test_nothing_taken_for_long_ends_it_and_drops_what_is_unwritten(window
     async def generate() -> None:
         async with reader(wire, window, IDLE_S) as client:
             for number in range(2):
-                client.send(number)
+                client.send(partial(int, number))
             client.credit.spend(num_emitted=60, num_sent=60)
             await client.ready()
 
@@ -138,7 +154,7 @@ async def test_a_message_that_is_never_written_ends_it_at_the_end_too() -> None:
     wire.held.clear()
     with pytest.raises(StreamIdleError):
         async with reader(wire, idle_timeout_s=IDLE_S) as client:
-            client.send(0)
+            client.send(partial(int, 0))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -156,6 +172,6 @@ async def test_a_client_that_takes_a_token_now_and_then_is_not_idle(num_tokens: 
 
 async def test_the_time_of_a_round_does_not_count() -> None:
     client = reader(Wire(), window=64, idle_timeout_s=IDLE_S)
-    client.send(0)
+    client.send(partial(int, 0))
     await asyncio.sleep(2 * IDLE_S)
     await client.ready()

@@ -11,8 +11,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import IncrementalDetokenizer, StopMatcher, TextAssembler
-from specwire.completion import Token
-from specwire.core import Fate
 from specwire.tokenizer import Tokenizer
 
 LINES = [
@@ -77,10 +75,6 @@ def any_tokenizer(request: pytest.FixtureRequest, byte_level: Tokenizer) -> Toke
 def pieces_of(tokenizer: Tokenizer | None, prompt: list[int], output: list[int]) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     return [*(detokenizer.add(token_id) for token_id in output), detokenizer.flush()]
-
-
-def token(token_id: int) -> Token:
-    return Token(token_id=token_id, text="ignored", fate=Fate.ACCEPTED, logprob=-0.5)
 
 
 def split(text: str, rng: random.Random) -> Iterator[str]:
@@ -232,9 +226,9 @@ class TestStopMatcher:
 class TestTextAssembler:
     def run(
         self, tokenizer: Tokenizer | None, ids: list[int], stops: Iterable[str] = ()
-    ) -> tuple[list[list[Token]], TextAssembler]:
-        assembler = TextAssembler(tokenizer, [], stops)
-        steps = [assembler.add(token(i)) for i in ids]
+    ) -> tuple[list[list[tuple[int, str]]], TextAssembler[int]]:
+        assembler = TextAssembler[int](tokenizer, [], stops)
+        steps = [assembler.add(i, i) for i in ids]
         return [*steps, assembler.finish()], assembler
 
     def test_every_token_once_in_order_with_all_text(self, byte_level: Tokenizer) -> None:
@@ -243,26 +237,22 @@ class TestTextAssembler:
             ids = [rng.randrange(byte_level.vocab_size) for _ in range(rng.randint(0, 60))]
             steps, assembler = self.run(byte_level, ids, ["e q", "ohé", " "])
             released = [t for step in steps for t in step]
-            assert [t.token_id for t in released] == ids[: len(released)]
+            assert [item for item, _ in released] == ids[: len(released)]
             assert assembler.stopped_by is not None or len(released) == len(ids)
             text, stop = first_stop(byte_level.decode(ids), ["e q", "ohé", " "])
-            assert ("".join(t.text for t in released), assembler.stopped_by) == (text, stop)
-
-    def test_a_token_keeps_all_but_its_text(self, byte_level: Tokenizer) -> None:
-        [[released], _], _ = self.run(byte_level, byte_level.encode("a"))
-        assert released == Token(token_id=released.token_id, text="a", fate=Fate.ACCEPTED, logprob=-0.5)
+            assert ("".join(text for _, text in released), assembler.stopped_by) == (text, stop)
 
     def test_tokens_of_an_incomplete_character_wait(self, byte_level: Tokenizer) -> None:
         ids = TestIncrementalDetokenizer.bytes_of(byte_level, "👋")
         steps, _ = self.run(byte_level, [*ids, *ids[:2]])
-        assert [[t.text for t in step] for step in steps] == [
+        assert [[text for _, text in step] for step in steps] == [
             [], [], [], ["", "", "", "👋"], [], [], ["", REPLACEMENT],
         ]  # fmt: skip
 
     def test_tokens_that_may_be_a_stop_string_wait(self, byte_level: Tokenizer) -> None:
         ids = [byte_level.encode(c)[0] for c in "x<y<END>z"]
         steps, assembler = self.run(byte_level, ids, ["<END>", "never"])
-        texts = [[t.text for t in step] for step in steps]
+        texts = [[text for _, text in step] for step in steps]
         assert texts == [["x"], [], ["<", "y"], [], [], [], [], ["", "", "", "", ""], [], []]
         assert assembler.stopped_by == "<END>"
 
@@ -271,46 +261,46 @@ class TestTextAssembler:
         assert len(ids) < 8
         steps, assembler = self.run(byte_level, ids, ["wor"])
         released = [t for step in steps for t in step]
-        assert "".join(t.text for t in released) == "hello "
+        assert "".join(text for _, text in released) == "hello "
         assert assembler.stopped_by == "wor"
-        assert [t.token_id for t in released] == ids[: len(released)]
+        assert [item for item, _ in released] == ids[: len(released)]
 
     def test_a_match_in_the_first_token(self, byte_level: Tokenizer) -> None:
         steps, assembler = self.run(byte_level, byte_level.encode("a") * 3, ["a"])
-        assert [[t.text for t in step] for step in steps] == [[""], [], [], []]
+        assert [[text for _, text in step] for step in steps] == [[""], [], [], []]
         assert assembler.stopped_by == "a"
 
     def test_text_held_at_the_end_comes_out(self, byte_level: Tokenizer) -> None:
         ids = [byte_level.encode(c)[0] for c in "ab<EN"]
         steps, assembler = self.run(byte_level, ids, ["<END>"])
-        assert [t.text for t in steps[-1]] == ["<", "E", "N"]
+        assert [text for _, text in steps[-1]] == ["<", "E", "N"]
         assert assembler.stopped_by is None
 
     def test_a_silent_token_counts_and_adds_no_text(self, byte_level: Tokenizer) -> None:
-        assembler = TextAssembler(byte_level, [], ["<x"])
+        assembler = TextAssembler[int](byte_level, [], ["<x"])
         [a], [less] = byte_level.encode("a"), byte_level.encode("<")
         half, _ = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
-        assert [t.text for t in assembler.add(token(a))] == ["a"]
-        assert assembler.add(token(less)) == []
-        assert [t.text for t in assembler.add(token(half))] == []
-        assert [t.text for t in assembler.add(token(a), silent=True)] == ["<", REPLACEMENT, ""]
+        assert [text for _, text in assembler.add(a, a)] == ["a"]
+        assert assembler.add(less, less) == []
+        assert [text for _, text in assembler.add(half, half)] == []
+        assert [text for _, text in assembler.add(a, a, silent=True)] == ["<", REPLACEMENT, ""]
         assert assembler.finish() == []
 
     def test_a_silent_token_releases_nothing_uncertain(self, byte_level: Tokenizer) -> None:
-        assembler = TextAssembler(byte_level, [], ["<x"])
-        assert assembler.add(token(byte_level.encode("<")[0])) == []
-        assert assembler.add(token(1), silent=True) == []
-        assert [t.text for t in assembler.finish()] == ["<", ""]
+        assembler = TextAssembler[int](byte_level, [], ["<x"])
+        assert assembler.add(byte_level.encode("<")[0], 0) == []
+        assert assembler.add(1, 1, silent=True) == []
+        assert [text for _, text in assembler.finish()] == ["<", ""]
 
     def test_a_prompt_that_ends_within_a_character(self, byte_level: Tokenizer) -> None:
         first, second = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
-        assembler = TextAssembler(byte_level, [first])
-        assert [t.text for t in assembler.add(token(second))] == ["é"]
-        assembler = TextAssembler(byte_level, [first])
-        assert [t.text for t in assembler.add(token(1), silent=True)] == [""]
+        assembler = TextAssembler[int](byte_level, [first])
+        assert [text for _, text in assembler.add(second, second)] == ["é"]
+        assembler = TextAssembler[int](byte_level, [first])
+        assert [text for _, text in assembler.add(1, 1, silent=True)] == [""]
         assert assembler.finish() == []
 
     def test_without_a_tokenizer_tokens_pass_through(self) -> None:
         steps, assembler = self.run(None, [5, 6], ["never"])
-        assert [[(t.token_id, t.text) for t in step] for step in steps] == [[(5, "")], [(6, "")], []]
+        assert steps == [[(5, "")], [(6, "")], []]
         assert assembler.stopped_by is None

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specwire import tree
 from specwire.core import Proposal
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How a proposal was made, for the ledger; empty for the answer to a request.
+class Prepared(NamedTuple):
+    """A proposal that follows the committed tokens.
 
     Attributes:
-        forward_ns: the passes that made it.
-        last_request_id: the last request that had arrived at the draft when it was sent.
-        request_age_ns: the age of that request then.
-        traceparent: of the span of its preparation; empty if there is none.
+        origin: what its keeper knows about it.
     """
 
-    forward_ns: int = 0
-    last_request_id: int = 0
-    request_age_ns: int = 0
-    traceparent: str = ""
-
-
-class Prepared(NamedTuple):
-    """A proposal that follows the committed tokens, and how it was made."""
-
     proposal: Proposal
-    origin: Origin
+    origin: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +29,18 @@ class _Arrived:
         base_len: committed length that the path extends, in tokens.
         path: the tokens between the committed ones and the proposal.
         proposal: what follows them.
-        origin: how it was made.
+        origin: what its keeper knows about it.
     """
 
     base_len: int
     path: Sequence[int]
     proposal: Proposal
-    origin: Origin
+    origin: Any
 
     def agrees(self, committed: Sequence[int]) -> bool:
         """Whether all tokens committed since `base_len` are on the path, or in the proposal after it."""
+        if self.base_len == len(committed):
+            return True
         since = list(committed[self.base_len :])
         if self.base_len > len(committed) or since[: len(self.path)] != list(self.path[: len(since)]):
             return False
@@ -63,13 +52,16 @@ class _Arrived:
 
     def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
+        if self.base_len + len(self.path) == len(committed):
+            proposal = self.proposal if not self.path else replace(self.proposal, base_len=len(committed))
+            return Prepared(proposal, self.origin)
         left = tree.after(self.proposal, committed[self.base_len + len(self.path) :])
         assert left is not None  # it agrees
         return Prepared(replace(left, base_len=len(committed)), self.origin)
 
 
 class PreparedProposals:
-    """Proposals of the draft that no round has used yet.
+    """Proposals that no round has used yet.
 
     Each is the path that it was prepared for, from some committed length on, then a chain or a tree. It is
     usable once the committed tokens have reached the end of the path, and for as long as they follow the
@@ -79,12 +71,34 @@ class PreparedProposals:
     the same distribution, and as good, since no round has judged it (docs/exactness.md).
     """
 
-    def __init__(self) -> None:
-        self._arrived: list[_Arrived] = []
+    def __init__(self, most: int | None = None) -> None:
+        """Empty.
 
-    def add(self, path: Sequence[int], proposal: Proposal, origin: Origin = Origin()) -> None:
+        Args:
+            most: proposals that are kept; over it, the oldest ones are dropped. None for no limit.
+        """
+        self._arrived: list[_Arrived] = []
+        self._most = most
+
+    def __bool__(self) -> bool:
+        return bool(self._arrived)
+
+    def add(self, path: Sequence[int], proposal: Proposal, origin: Any = None) -> None:
         """A proposal whose `base_len` is where the path begins."""
         self._arrived.append(_Arrived(proposal.base_len, path, proposal, origin))
+        if self._most is not None and len(self._arrived) > self._most:
+            del self._arrived[0]
+
+    def find(self, origin: Any, committed: Sequence[int]) -> Proposal | None:
+        """What is left of the one with this origin; None if it does not follow the committed tokens.
+
+        Keeps only those that may still be used.
+        """
+        self._arrived = [each for each in self._arrived if each.agrees(committed)]
+        known = (each for each in self._arrived if each.origin == origin and each.is_reached(committed))
+        found = next((each.rest(committed).proposal for each in known), None)
+        self._arrived = [each for each in self._arrived if not each.is_reached(committed)]
+        return found
 
     def take(self, committed: Sequence[int]) -> Prepared | None:
         """The longest proposal that follows the committed tokens; None if there is none.

@@ -1,0 +1,364 @@
+"""`python -m benchmarks.coordinator_round`: what a round costs in the coordinator itself.
+
+The real `Generate` for many streams at once. Draft and verify are objects of this process that answer all who
+wait together, as one message does; their time is taken off. So what is left is the coordinator's own work for
+a round: plan, rule, commit, text, counts, learning, and the message to the client. The client is first an
+object as well, then another process over gRPC, beside a bare server that sends it the same messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import pstats
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.bare import BareServer, read_all
+from benchmarks.processes import end, read_line, start_module
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan, Round
+from coordinator.requests import GenerationRequest
+from coordinator.servicer import GenerationServicer
+from specwire import embedded, tokenizer
+from specwire.config.services import CoordinatorConfig
+from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.rpc import private
+from specwire.rpc.server import Server
+from specwire.telemetry import tracing
+from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.wire import client as wire
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+NUM_DRAFT_TOKENS, SUPPORT_SIZE, ALPHA = 4, 32, 0.8
+VOCAB_SIZE = 400
+RULES = ("greedy", "gumbel", "rejection", "block")
+Result = TypeVar("Result")
+_NUM_VARIANTS = 64
+_PASS_S = 0.02
+_DRAFT_COST = Cost(outcome=CallOutcome.ASKED, wall_ns=1, forward_ns=1)
+_VERIFY_COST = Cost(
+    outcome=CallOutcome.ASKED,
+    wall_ns=1,
+    forward_ns=1,
+    load=Load(num_sequences=256, base_ns=15_000_000, sequence_ns=1, token_ns=1),
+)
+
+
+def params(rule: str, num_tokens: int) -> SamplingParams:
+    """Of every stream."""
+    return SamplingParams(
+        max_tokens=num_tokens,
+        temperature=0.0 if rule == "greedy" else 1.0,
+        rule=Rule.GUMBEL if rule == "greedy" else Rule(rule),
+        seed=1,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        ignore_eos=True,
+    )
+
+
+class Answers:
+    """Proposals and verdicts made before: each draft token is the target's with probability `ALPHA`."""
+
+    def __init__(self, *, matches_tokens: bool) -> None:
+        rng = np.random.default_rng(0)
+        self._made = [self._make(rng, matches_tokens) for _ in range(_NUM_VARIANTS)]
+
+    @staticmethod
+    def _make(rng: np.random.Generator, matches_tokens: bool) -> tuple[Proposal, Verdict]:
+        drafted = rng.integers(0, VOCAB_SIZE, NUM_DRAFT_TOKENS)
+        agrees = rng.random(NUM_DRAFT_TOKENS) < ALPHA
+        bonus = int(rng.integers(0, VOCAB_SIZE))
+        targets = np.where(agrees, drafted, (drafted + 1) % VOCAB_SIZE)
+        if matches_tokens:
+            return Proposal(0, drafted.tolist(), source="draft"), Verdict(0, [*targets.tolist(), bonus])
+        supports, probs = [], []
+        for token_id, agreed in zip(drafted, agrees, strict=True):
+            others = rng.permutation(np.delete(np.arange(VOCAB_SIZE), token_id))[: SUPPORT_SIZE - 1]
+            shares = rng.random(SUPPORT_SIZE).astype(np.float32)
+            shares /= shares.sum()
+            supports.append(Support(np.append(token_id, others), shares))
+            probs.append(shares if agreed else np.zeros_like(shares))
+        proposal = Proposal(0, drafted.tolist(), supports, source="draft")
+        return proposal, Verdict(0, [*targets.tolist(), bonus], probs, (1.0 - agrees).tolist())
+
+    def at(self, base_len: int) -> tuple[Proposal, Verdict]:
+        """For a round that begins there."""
+        made, judged = self._made[base_len % _NUM_VARIANTS]
+        return (
+            Proposal(base_len, made.token_ids, made.supports, made.source),
+            Verdict(base_len, judged.target_token_ids, judged.target_probs, judged.tail_mass),
+        )
+
+
+class Peers:
+    """Draft and verify of all streams.
+
+    Attributes:
+        spent_ns: their own processor time.
+        num_rounds: verified so far.
+    """
+
+    def __init__(self, answers: Answers, pass_s: float) -> None:
+        """Args:
+        pass_s: that an answer takes; none of it is processor time.
+        """
+        self._answers, self._pass_s = answers, pass_s
+        self._waiting: list[asyncio.Future[None]] = []
+        self.spent_ns = self.num_rounds = 0
+
+    def ask(self) -> asyncio.Future[None]:
+        """Done when all that wait now are answered."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_later(self._pass_s, self._answer)
+        future = loop.create_future()
+        self._waiting.append(future)
+        return future
+
+    def _answer(self) -> None:
+        started_ns = time.perf_counter_ns()
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+        self.spent_ns += time.perf_counter_ns() - started_ns
+
+    def proposal(self, base_len: int) -> Proposal:
+        """The draft's."""
+        started_ns = time.perf_counter_ns()
+        proposal, _ = self._answers.at(base_len)
+        self.spent_ns += time.perf_counter_ns() - started_ns
+        return proposal
+
+    def verdict(self, proposal: Proposal) -> Verdict:
+        """The target's, on as many tokens as were drafted."""
+        started_ns = time.perf_counter_ns()
+        _, verdict = self._answers.at(proposal.base_len)
+        num_tokens = len(proposal.token_ids)
+        if num_tokens < NUM_DRAFT_TOKENS:
+            verdict = Verdict(
+                verdict.base_len,
+                verdict.target_token_ids[: num_tokens + 1],
+                verdict.target_probs[:num_tokens],
+                verdict.tail_mass[:num_tokens],
+            )
+        self.num_rounds += 1
+        self.spent_ns += time.perf_counter_ns() - started_ns
+        return verdict
+
+
+class _Sequence:
+    """Drafter and verifier of one stream."""
+
+    unavailable = ""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    async def propose(
+        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost]:
+        await self._peers.ask()
+        proposal = self._peers.proposal(len(committed))
+        if plan.num_draft_tokens < NUM_DRAFT_TOKENS:
+            proposal = proposal.first(plan.num_draft_tokens)
+        return proposal, _DRAFT_COST
+
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+    ) -> tuple[Verdict, Cost]:
+        await self._peers.ask()
+        return self._peers.verdict(proposal), _VERIFY_COST
+
+    def observe(self, done: Round) -> None:
+        """Learns nothing."""
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class Servicer(GenerationServicer):
+    """With `Peers` instead of the model services."""
+
+    def __init__(self, peers: Peers, num_streams: int, *, with_text: bool) -> None:
+        info = ModelInfo(name="model", vocab_size=VOCAB_SIZE, context_len=1 << 20)
+        pool: Any = SimpleNamespace(info=info, unavailable="", replicas=())
+        config = CoordinatorConfig(
+            address="127.0.0.1:0", draft_address="127.0.0.1:1", num_outcomes="0", max_running=num_streams
+        )
+        self.config = config
+        loaded = tokenizer.load(embedded.TARGET_DIR) if with_text else None
+        super().__init__(config, pool, pool, loaded, tracing.Tracing())
+        self._all = peers
+
+    @contextlib.contextmanager
+    def _peers(
+        self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: tracing.Span
+    ) -> Iterator[Any]:
+        sequence = _Sequence(self._all)
+        yield sequence, sequence
+
+
+class _Client:
+    """The context of a call whose client takes everything at once."""
+
+    async def write(self, message: generation_pb2.GenerateResponse) -> None:
+        """Taken."""
+
+    def time_remaining(self) -> None:
+        """No deadline."""
+
+    def peer(self) -> str:
+        return "benchmark"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        with_text: tokens have text.
+    """
+
+    rule: str
+    num_streams: int = 256
+    num_tokens: int = 128
+    with_text: bool = False
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        """Of every stream."""
+        return wire.generate_request(None, params(self.rule, self.num_tokens), PROMPT)
+
+    def servicer(self, pass_s: float = 0.0) -> tuple[Servicer, Peers]:
+        """Ready for all streams."""
+        peers = Peers(Answers(matches_tokens=params(self.rule, 1).matches_tokens), pass_s)
+        return Servicer(peers, self.num_streams, with_text=self.with_text), peers
+
+
+async def _requests(message: generation_pb2.GenerateRequest) -> AsyncIterator[generation_pb2.GenerateRequest]:
+    yield message
+
+
+async def own_us(case: Case, profile: cProfile.Profile | None = None) -> float:
+    """Processor time of a round without gRPC, in microseconds."""
+    servicer, peers = case.servicer()
+    message = case.request()
+    started_ns = time.process_time_ns()
+    if profile:
+        profile.enable()
+    calls = (servicer.Generate(_requests(message), _Client()) for _ in range(case.num_streams))
+    await asyncio.gather(*calls)
+    if profile:
+        profile.disable()
+    return (time.process_time_ns() - started_ns - peers.spent_ns) / peers.num_rounds / 1e3
+
+
+# --- over gRPC ------------------------------------------------------------------------------------
+
+
+async def served_us(case: Case) -> tuple[float, float]:
+    """Processor time of the server's process a round over gRPC, and of a bare server that sends the same
+    messages, in microseconds."""
+    servicer, peers = case.servicer(_PASS_S)  # in which each client takes a message
+    server = Server(servicer.config, [])
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+    address = await server.start()
+    client = start_module("benchmarks.coordinator_round", "--read", address, *_arguments(case))
+    await asyncio.to_thread(read_line, client)  # connected
+    started_ns = time.process_time_ns()
+    assert client.stdin is not None
+    client.stdin.write("\n")
+    client.stdin.flush()
+    messages = await asyncio.to_thread(read_line, client)
+    spent_ns = time.process_time_ns() - started_ns - peers.spent_ns
+    end(client)
+    await server.stop()
+    one = [generation_pb2.GenerateResponse.FromString(bytes.fromhex(each)) for each in messages.split()]
+    return spent_ns / peers.num_rounds / 1e3, await _bare_us([one] * case.num_streams)
+
+
+async def _bare_us(streams: Sequence[Sequence[generation_pb2.GenerateResponse]]) -> float:
+    with tempfile.TemporaryDirectory() as folder, BareServer(streams, Path(folder) / "streams") as bare:
+        before_s = bare.usage.cpu_s()["bare server"]
+        await read_all(bare.address, streams)
+        spent_s = bare.usage.cpu_s()["bare server"] - before_s
+    return spent_s / sum(map(len, streams)) * 1e6
+
+
+def _arguments(case: Case) -> list[str]:
+    return ["--rules", case.rule, "--streams", str(case.num_streams), "--tokens", str(case.num_tokens)]
+
+
+async def _read(address: str, case: Case) -> None:
+    """The client's process: all streams at once, when it is told to."""
+    import grpc.aio
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        print(flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        async def read_one() -> list[str]:
+            call = stub.Generate(_requests(case.request()))
+            return [message.SerializeToString().hex() async for message in call]
+
+        found = await asyncio.gather(*(read_one() for _ in range(case.num_streams)))
+        print(" ".join(found[0]), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+
+def _run(measured: Coroutine[Any, Any, Result]) -> Result:
+    """In the loop that services have."""
+    with asyncio.Runner(loop_factory=private.Loop) as runner:
+        return runner.run(measured)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.coordinator_round", description=__doc__)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--streams", type=int, default=Case.num_streams, help="at once (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=Case.num_tokens, help="of each (default %(default)s)")
+    parser.add_argument("--text", action="store_true", help="tokens have text")
+    parser.add_argument("--repetitions", type=int, default=3, help="the least counts (default %(default)s)")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="print the N largest costs")
+    parser.add_argument("--read", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    cases = [
+        Case(rule=rule, num_streams=args.streams, num_tokens=args.tokens, with_text=args.text)
+        for rule in args.rules
+    ]
+    if args.read:
+        asyncio.run(_read(args.read, cases[0]))
+        return 0
+    for case in cases:
+        own = min(_run(own_us(case)) for _ in range(args.repetitions))
+        served = [_run(served_us(case)) for _ in range(args.repetitions)]
+        over_grpc, bare = (min(each) for each in zip(*served, strict=True))
+        print(
+            f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us (bare server {bare:.0f} us)", flush=True
+        )
+        if args.profile:
+            profile = cProfile.Profile()
+            asyncio.run(own_us(case, profile))
+            pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

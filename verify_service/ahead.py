@@ -1,0 +1,67 @@
+"""Going on by itself: what one sequence judges next, once its verdict is known. Pure.
+
+The coordinator sends the draft's prepared proposals before the verdicts that they depend on. The rule is a
+pure function of proposal, verdict, parameters and seed, so the coordinator comes to the same outcome, with
+the same random numbers. It stays the judge: what is begun here is only a guess of its next request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specwire.core import Continuation, Proposal, SamplingParams, Verdict
+from specwire.prepared import PreparedProposals
+from specwire.rule import acceptance
+from specwire.wire.verify import AheadOrder
+
+MAX_AHEAD = 64
+"""Proposals kept for a sequence: as many as outcomes may be prepared for."""
+
+
+class Next(NamedTuple):
+    """What a sequence goes on with.
+
+    Attributes:
+        continuation: as it is announced.
+        token_ids: committed by the outcome.
+        proposal: judged after them.
+    """
+
+    continuation: Continuation
+    token_ids: Sequence[int]
+    proposal: Proposal
+
+
+class Ahead:
+    """The proposals ahead of one sequence, and its committed tokens as far as it knows them."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        assert params.seed is not None
+        self._params, self._seed = params, params.seed
+        self._committed: list[int] = []
+        self._prepared = PreparedProposals(MAX_AHEAD)
+
+    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """The coordinator's tokens; they replace whatever was committed here after `base_len`."""
+        self._committed[base_len:] = token_ids
+
+    def add(self, order: AheadOrder) -> None:
+        """A proposal for the case that its path is committed."""
+        self._prepared.add(order.path, order.proposal, order.ahead_id)
+
+    def after(self, proposal: Proposal, verdict: Verdict) -> Next | None:
+        """What follows a verdict on the proposal; None if nothing is there for it.
+
+        Raises:
+            InternalError: the verdict cannot be judged.
+        """
+        if not self._prepared or len(self._committed) != proposal.base_len:
+            return None
+        outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
+        emitted = [*(proposal.token_ids[node] for node in outcome.path), outcome.next_token]
+        self._committed += emitted
+        found = self._prepared.take(self._committed)
+        if found is None:
+            return None
+        return Next(Continuation(found.origin, outcome), emitted, found.proposal)

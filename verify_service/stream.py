@@ -1,0 +1,357 @@
+"""One coordinator's stream of the verify service: from requests to verdicts, and to rounds begun by itself.
+
+    request ─▶ job ─▶ verdict ─┬─▶ answer
+                               └─▶ rule ─▶ a proposal ahead that follows the outcome ─▶ job ─▶ verdict ─▶ ...
+
+Knows no grpc.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specwire import tree
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    Continuation,
+    IntArray,
+    Load,
+    Proposal,
+    SamplingParams,
+    Support,
+    Verdict,
+)
+from specwire.engine import serving
+from specwire.engine.boot import ModelService
+from specwire.engine.jobs import TokenSequence
+from specwire.engine.replies import Result
+from specwire.engine.serving import SequenceSpans
+from specwire.engine.streams import Limits, ModelStream, OpenSequence
+from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
+from specwire.estimate import clock
+from specwire.security.bearer import Principal
+from specwire.telemetry import tracing
+from specwire.telemetry.tracing import Span
+from specwire.v1 import common_pb2, verify_pb2
+from specwire.wire import verify as verify_wire
+from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
+from verify_service.ahead import Ahead, Next
+from verify_service.verifier import VerifyJob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What is kept for a sequence.
+
+    Attributes:
+        ahead: None if it may not go on by itself.
+        begun: rounds that it began by itself, oldest first, and that the coordinator has not asked for yet.
+    """
+
+    spans: SequenceSpans
+    ahead: Ahead | None = None
+    begun: list[_Round] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """What a job is for: a request, or a round that the sequence began by itself.
+
+    Attributes:
+        request_id: 0 without a request.
+        ahead_id: of its proposal, if it was begun here; else 0.
+        received_ns: when its request arrived; of a round that was begun here, 0 before it is confirmed.
+        span: around its request.
+        proposal: with what the rule needs; None if the sequence may not go on by itself.
+        continuation: how the sequence goes on after it.
+        is_done: whether its verdict is on its way.
+        has_failed: whether it failed before it was confirmed.
+    """
+
+    sequence: OpenSequence[_State]
+    request_id: int
+    ahead_id: int
+    received_ns: int
+    span: Span
+    proposal: Proposal | None = None
+    continuation: Continuation | None = None
+    job: VerifyJob | None = None
+    is_done: bool = False
+    has_failed: bool = False
+
+
+class VerifyStream(ModelStream[_State, VerifyJob]):
+    """One coordinator's stream."""
+
+    def __init__(
+        self,
+        service: ModelService,
+        write: Callable[[Any], Any],
+        limits: Limits,
+        caller: Principal,
+        spans_of: Callable[[Iterable[tuple[str, str]]], SequenceSpans],
+    ) -> None:
+        """As `ModelStream`.
+
+        Args:
+            spans_of: what makes the spans of a sequence, given its trace headers.
+        """
+        super().__init__(service, write, limits, caller)
+        self._spans_of = spans_of
+
+    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
+        spans = self._spans_of(message.trace_headers.items())
+        return _State(spans, Ahead(tokens.params) if message.may_go_on else None)
+
+    def received(self, message: verify_pb2.VerifyRequest) -> None:
+        received_ns = clock.stopwatch_ns()
+        if message.HasField("ahead"):
+            for ahead in verify_wire.ahead_from_proto(message.ahead, self.service.info.vocab_size):
+                with self.failing(ahead.sequence_id):
+                    self._keep(ahead)
+        for order in verify_wire.orders_from_proto(message):
+            with self.failing(order.sequence_id):
+                sequence = self.of(order.sequence_id)
+                if sequence is None:
+                    continue
+                if sequence.num_unanswered:
+                    raise InvalidRequestError(
+                        "sequence_ids", order.sequence_id, "has a request without an answer"
+                    )
+                if order.ahead_id:
+                    self._confirm(sequence, order, received_ns)
+                else:
+                    self._submit(sequence, order, received_ns)
+
+    def _keep(self, order: AheadOrder) -> None:
+        sequence = self.of(order.sequence_id)
+        if sequence is None:
+            return
+        ahead, proposal, params = sequence.state.ahead, order.proposal, sequence.tokens.params
+        if ahead is None:
+            raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")
+        if len(proposal.token_ids) > MAX_NUM_DRAFT_TOKENS:
+            problem = f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
+            raise InvalidRequestError("num_tokens", len(proposal.token_ids), problem)
+        self._check_parents(proposal.parents, params)
+        if bool(proposal.supports) == params.matches_tokens and proposal.token_ids:
+            raise InvalidRequestError(
+                "has_supports", bool(proposal.supports), f"not under rule {params.rule}"
+            )
+        ahead.add(order)
+
+    def _submit(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
+        """Judge the proposal of a request; rounds that were begun for other ones are dropped."""
+        state, job = sequence.state, self._job(sequence.tokens, order)
+        state.begun.clear()
+        span = state.spans.serving(order.traceparent)
+        asked = job.tag = _Round(sequence, order.request_id, 0, received_ns, span)
+        if state.ahead is not None:
+            state.ahead.commit(order.base_len, order.token_ids)
+            asked.proposal = _proposal_of(order, job)
+        self.service.engine.submit(job, self._judged, extra_len=len(order.draft_token_ids))
+        sequence.num_unanswered += 1
+
+    def _confirm(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
+        """A request for a round that was begun here; its verdict may be on its way already."""
+        rounds = sequence.state.begun
+        if not rounds or rounds[0].ahead_id != order.ahead_id:
+            raise InvalidRequestError("ahead_ids", order.ahead_id, "is not what the sequence goes on with")
+        begun = rounds[0]
+        if begun.is_done:
+            del rounds[0]
+            return
+        begun.received_ns, begun.span = received_ns, sequence.state.spans.serving(order.traceparent)
+        sequence.num_unanswered += 1
+        if begun.has_failed:
+            self._begin_again(begun)
+        else:
+            assert begun.job is not None
+            self.service.engine.promote(begun.job)
+
+    def _begin(self, sequence: OpenSequence[_State], following: Next, base_len: int) -> None:
+        """Go on: in the background, since requests of other sequences come first."""
+        begun = _Round(sequence, 0, following.continuation.ahead_id, 0, Span(), following.proposal)
+        begun.job = VerifyJob(
+            sequence.tokens,
+            base_len,
+            following.token_ids,
+            draft_token_ids=following.proposal.token_ids,
+            parents=following.proposal.parents,
+            supports=[support.token_ids for support in following.proposal.supports],
+            worth=1.0,
+            tag=begun,
+        )
+        num_drafted = len(following.proposal.token_ids)
+        self.service.engine.submit(begun.job, self._judged, extra_len=num_drafted, background=True)
+        sequence.state.begun.append(begun)
+
+    def _begin_again(self, begun: _Round) -> None:
+        """In the foreground now, as there was no memory to work ahead in."""
+        assert begun.job is not None
+        before = begun.job
+        begun.has_failed = False
+        begun.job = VerifyJob(
+            before.sequence,
+            before.base_len,
+            before.token_ids,
+            draft_token_ids=before.draft_token_ids,
+            parents=before.parents,
+            supports=before.supports,
+            tag=begun,
+        )
+        self.service.engine.submit(begun.job, self._judged, extra_len=len(before.draft_token_ids))
+
+    def _job(self, tokens: TokenSequence, order: VerifyOrder) -> VerifyJob:
+        vocab_size, drafts = self.service.info.vocab_size, order.draft_token_ids
+        if len(drafts) > MAX_NUM_DRAFT_TOKENS:
+            raise InvalidRequestError(
+                "num_draft_tokens", len(drafts), f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
+            )
+        if drafts and max(drafts) >= vocab_size:
+            i, token_id = next((i, each) for i, each in enumerate(drafts) if each >= vocab_size)
+            raise InvalidRequestError(
+                f"draft_token_ids[{i}]", token_id, f"is outside the vocabulary of {vocab_size}"
+            )
+        return VerifyJob(
+            tokens,
+            order.base_len,
+            order.token_ids,
+            draft_token_ids=drafts,
+            parents=self._parents(order, tokens.params),
+            supports=_supports(order, tokens.params, vocab_size),
+        )
+
+    def _parents(self, order: VerifyOrder, params: SamplingParams) -> Sequence[int]:
+        if not order.parents:
+            return ()
+        parents = tree.checked_parents(order.parents, len(order.draft_token_ids))
+        self._check_parents(parents, params)
+        return parents
+
+    def _check_parents(self, parents: Sequence[int], params: SamplingParams) -> None:
+        if parents and not self.service.info.trees:
+            raise UnsupportedError("parent_indices", parents, "this service verifies chains only")
+        if parents and not params.matches_tokens:
+            raise UnsupportedError("parent_indices", parents, f"not under rule {params.rule}")
+
+    # --- verdicts -------------------------------------------------------------------------------------
+
+    def _judged(self, results: Sequence[Result]) -> None:
+        """Results of a pass: go on where something is there for it, then answer."""
+        answered: list[VerifyJob] = []
+        with self.service.engine.together():
+            for job, result in results:
+                assert isinstance(job, VerifyJob)
+                judged: _Round = job.tag
+                if not self._is_wanted(judged):
+                    judged.span.fail(tracing.CANCELLED)
+                    judged.span.end()
+                    continue
+                if isinstance(result, SpecwireError):
+                    self._fail(job, judged, result)
+                    continue
+                judged.is_done = True
+                if judged.received_ns:
+                    judged.sequence.num_unanswered -= 1
+                    if judged.ahead_id:
+                        judged.sequence.state.begun.remove(judged)
+                if judged.proposal is not None:
+                    judged.continuation = self._go_on(judged.sequence, judged.proposal, result)
+                answered.append(job)
+        self.answer(answered)
+
+    def _is_wanted(self, judged: _Round) -> bool:
+        """Whether its sequence is open, and no other round took its place."""
+        sequence = judged.sequence
+        is_open = self.sequences.get(sequence.sequence_id) is sequence
+        return is_open and (not judged.ahead_id or judged in sequence.state.begun)
+
+    def _go_on(
+        self, sequence: OpenSequence[_State], proposal: Proposal, verdict: Verdict
+    ) -> Continuation | None:
+        """Begin what follows this verdict, if anything is there for it."""
+        ahead = sequence.state.ahead
+        assert ahead is not None
+        try:
+            following = ahead.after(proposal, verdict)
+            if following is None:
+                return None
+            self._begin(sequence, following, verdict.base_len)
+        except SpecwireError as error:  # such as the end of the context; the coordinator comes to it too
+            log.debug("sequence %d does not go on: %s", sequence.sequence_id, error)
+            return None
+        return following.continuation
+
+    def _fail(self, job: VerifyJob, judged: _Round, error: SpecwireError) -> None:
+        if judged.ahead_id and not judged.received_ns:
+            judged.has_failed = True
+        elif job.worth:  # a background job, just before the engine promoted it
+            with self.failing(judged.sequence.sequence_id):
+                self._begin_again(judged)
+        else:
+            judged.span.fail(error.status, str(error))
+            judged.span.end()
+            self.fail(judged.sequence.sequence_id, error)
+
+    def encoded(
+        self, answers: Sequence[VerifyJob], errors: Sequence[common_pb2.SequenceError]
+    ) -> verify_pb2.VerifyResponse:
+        load = self.service.engine.load(answers[-1]) if answers else Load()
+        found = [self._answer(job) for job in answers]
+        return verify_wire.response_to_proto(found, errors, load, self.service.info.incarnation)
+
+    def _answer(self, job: VerifyJob) -> VerifyAnswer:
+        judged: _Round = job.tag
+        spent = serving.timings(job, judged.received_ns or clock.stopwatch_ns())
+        judged.sequence.state.spans.finish(judged.span, job, spent)
+        return VerifyAnswer(
+            judged.sequence.sequence_id,
+            judged.request_id,
+            job.result,
+            spent,
+            job.num_cached_tokens,
+            judged.ahead_id,
+            judged.continuation,
+        )
+
+
+def _proposal_of(order: VerifyOrder, job: VerifyJob) -> Proposal | None:
+    """What the rule judges; None if the probabilities that it needs were not sent."""
+    if len(order.draft_probs) != len(job.supports):
+        return None
+    supports = [*map(Support, job.supports, order.draft_probs)]
+    return Proposal(job.committed_len, order.draft_token_ids, supports, parents=job.parents)
+
+
+def _supports(order: VerifyOrder, params: SamplingParams, vocab_size: int) -> Sequence[IntArray]:
+    """One support per draft token, checked: unknown or repeated ids would make the residual wrong."""
+    wanted = 0 if params.matches_tokens else len(order.draft_token_ids)
+    if len(order.supports) != wanted:
+        raise InvalidRequestError("support_lens", len(order.supports), f"must be {wanted}")
+    if not wanted or are_sets(order.supports, vocab_size):
+        return order.supports
+    for i, token_ids in enumerate(order.supports):
+        name = f"support_token_ids[{i}]"
+        if len(token_ids) and token_ids.max() >= vocab_size:
+            raise InvalidRequestError(
+                name, int(token_ids.max()), f"is outside the vocabulary of {vocab_size}"
+            )
+        if len(np.unique(token_ids)) != len(token_ids):
+            raise InvalidRequestError(name, token_ids.tolist(), "has an id twice")
+    return order.supports
+
+
+def are_sets(supports: Sequence[IntArray], vocab_size: int) -> bool:
+    """Whether each is a set of token ids."""
+    ids = np.concatenate(supports)
+    rows = np.repeat(np.arange(len(supports)), [len(support) for support in supports])
+    keys = np.sort(rows * vocab_size + ids)
+    return bool((ids < vocab_size).all() and (keys[1:] != keys[:-1]).all())
