@@ -204,6 +204,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         with self.service.engine.together():
             for job, result in results:
                 sequence_id, branch = job.tag
+                job.tag = None  # a branch refers to its job: no cycle is left to collect
                 sequence = self.sequences.get(sequence_id)
                 if sequence is None:
                     continue

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
 
-from draft_service.drafter import DraftDecider
+from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.lookahead import MAX_REQUESTS
 from draft_service.pushes import INITIAL_BYTES, MAX_BYTES, MAX_DELAY_NS, MIN_BYTES, PushBudget
 from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
@@ -16,7 +17,7 @@ from specwire.config.services import DraftConfig
 from specwire.core import Preparation
 from specwire.engine import boot
 from specwire.engine.streams import Limits
-from specwire.errors import ServiceUnavailableError
+from specwire.errors import InternalError, ServiceUnavailableError
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, draft_stream, opening
 
@@ -175,6 +176,44 @@ def test_a_service_that_drains_ends_the_stream_with_its_last_sequence(service: b
                 await call.serving
 
     run(drain())
+
+
+def test_a_defect_ends_its_sequence_alone(
+    service: boot.ModelService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Results come by a callback, where an exception would be lost, and with it the results of others."""
+
+    async def break_one() -> None:
+        async with draft_stream(service) as (call, stream):
+            call.send(ASK_TWO, OPEN_TWO)
+            await answered(call, 2)
+            monkeypatch.setattr(stream.sequences[1].state.lookahead, "_answer", None)
+            call.send([DraftOrder(each, 2, 3, [7], 3) for each in (1, 2)])
+            message = await call.read()
+            assert {id_: type(error) for id_, error in message.errors.items()} == {1: InternalError}
+            assert [each.sequence_id for each in message.answers] == [2]
+
+    run(break_one())
+    assert "'NoneType' object is not callable" in caplog.text
+
+
+def test_what_was_answered_leaves_nothing_to_collect(service: boot.ModelService) -> None:
+    """Jobs hold supports; in cycles they would pile up until the collector runs."""
+
+    async def ask_often() -> int:
+        async with draft_stream(service) as (call, _):
+            call.send([ASK_TWO[0]._replace(prepare=Preparation(8, 4))], OPEN_TWO)
+            for number in range(2, 20):
+                call.send([DraftOrder(1, number, 3, [number], 4, prepare=Preparation(8, 4))])
+                await answered(call, 1)
+        return sum(type(each) is DraftJob for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(ask_often()) < 20
+    finally:
+        gc.enable()
 
 
 def test_answers_go_before_prepared_proposals(service: boot.ModelService) -> None:
