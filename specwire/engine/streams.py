@@ -67,6 +67,28 @@ class Limits:
     slots: Slots = field(default_factory=lambda: Slots("sequences"))
 
 
+class _Failing:
+    """See `ModelStream.failing`. As a generator it would be a tenth of what a request costs here."""
+
+    __slots__ = ("_sequence_id", "_stream")
+
+    def __init__(self, stream: ModelStream[Any, Any], sequence_id: int) -> None:
+        self._stream = stream
+        self._sequence_id = sequence_id
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, SpecwireError):
+            self._stream.fail(self._sequence_id, error)
+        elif isinstance(error, Exception):
+            log.error("a request failed", exc_info=error)
+            hidden = InternalError("the request failed; the service's log has the details")
+            self._stream.fail(self._sequence_id, hidden)
+        return isinstance(error, Exception)
+
+
 class ModelStream(abc.ABC, Generic[State, Answer]):
     """One stream, while it is served.
 
@@ -244,25 +266,3 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     def _close_all(self) -> None:
         self._close([*self.sequences])
-
-
-class _Failing:
-    """See `ModelStream.failing`. As a generator it would be a tenth of what a request costs here."""
-
-    __slots__ = ("_sequence_id", "_stream")
-
-    def __init__(self, stream: ModelStream[Any, Any], sequence_id: int) -> None:
-        self._stream = stream
-        self._sequence_id = sequence_id
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, SpecwireError):
-            self._stream.fail(self._sequence_id, error)
-        elif isinstance(error, Exception):
-            log.error("a request failed", exc_info=error)
-            hidden = InternalError("the request failed; the service's log has the details")
-            self._stream.fail(self._sequence_id, hidden)
-        return isinstance(error, Exception)

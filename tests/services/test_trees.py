@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from specwire import InvalidRequestError, Rule, SamplingParams, UnsupportedError
-from specwire.core import Preparation
 from specwire.engine.batch import Feed
 from specwire.v1 import (
     common_pb2,
@@ -23,11 +22,6 @@ from specwire.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
-from specwire.wire import columns
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.refusals import our_errors, refused
@@ -36,7 +30,10 @@ PROMPT = [5, 9, 11, 2, 7]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 TREE = replace(GREEDY, num_draft_tokens=24, max_depth=4)
 REJECTION = common_pb2.SamplingParams(seed=1, rule=common_pb2.RULE_REJECTION)
-OPENING = common_pb2.OpenSequence(sequence_id=1, sampling=REJECTION, prompt_len=1)
+FEED: dict[str, Any] = {
+    "open": common_pb2.OpenSequence(sampling=REJECTION, prompt_len=1),
+    "token_ids": [3],
+}
 
 
 @pytest.mark.parametrize("num_outcomes", ["0", "16"])
@@ -95,36 +92,35 @@ def test_a_client_past_the_sdk_is_refused(emulated: LocalStack) -> None:
             list(stub.Generate(iter([message]), timeout=30))
 
 
-def read_errors(responses: Iterable[draft_pb2.DraftResponse | verify_pb2.VerifyResponse]) -> None:
-    """Raise what ended a sequence."""
-    for message in responses:
-        for error in message.errors:
-            raise columns.error_from_proto(error)
-
-
 @pytest.mark.parametrize(
     ("fields", "name"),
-    [({"max_depth": 2}, "max_depth"), ({"prepare": Preparation(1, 4, max_depth=2)}, "prepare.max_depth")],
+    [
+        ({"num_draft_tokens": 4, "max_depth": 2}, "max_depth"),
+        (
+            {
+                "num_draft_tokens": 4,
+                "prepare": {"num_outcomes": 1, "num_draft_tokens": 4, "max_depth": 2},
+            },
+            "prepare.max_depth",
+        ),
+    ],
     ids=["now", "prepared"],
 )
 def test_a_draft_refuses_a_tree_under_rejection(
     emulated: LocalStack, fields: dict[str, Any], name: str
 ) -> None:
-    order = DraftOrder(1, 1, 0, [3], num_draft_tokens=4, **fields)
-    message = draft_wire.request_to_proto([OPENING], [], [order])
     with grpc.insecure_channel(emulated.draft_address) as channel:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
-        with refused(UnsupportedError, name, "rejection"):
-            read_errors(stub.Draft(iter([message]), timeout=30))
+        with refused(UnsupportedError, name, "rejection"), our_errors():
+            list(stub.Draft(iter([draft_pb2.DraftRequest(**FEED, **fields)]), timeout=30))
 
 
 def test_verify_refuses_a_tree_under_rejection(emulated: LocalStack) -> None:
-    order = VerifyOrder(1, 1, 0, [3], draft_token_ids=[1, 2], parents=[-1, -1])
-    message = verify_wire.request_to_proto([OPENING], [], [order])
+    message = verify_pb2.VerifyRequest(**FEED, draft_token_ids=[1, 2], parent_indices=[-1, -1])
     with grpc.insecure_channel(emulated.verify_address) as channel:
         stub = verify_pb2_grpc.VerifyServiceStub(channel)
-        with refused(UnsupportedError, "parent_indices", "rejection"):
-            read_errors(stub.Verify(iter([message]), timeout=30))
+        with refused(UnsupportedError, "parent_indices", "rejection"), our_errors():
+            list(stub.Verify(iter([message]), timeout=30))
 
 
 # --- chains instead ---------------------------------------------------------------------------------
