@@ -55,8 +55,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
+        await self.stream(context).serve(requests)
+
+    def stream(self, context: Any) -> DraftStream:
+        """Of a call, which has its `write` and its caller."""
         caller = listening.caller(context)
-        await _DraftStream(self._service, context.write, self._limits, caller, self._settings).serve(requests)
+        return DraftStream(self._service, context.write, self._limits, caller, self._settings)
 
     def _spans(self, message: common_pb2.OpenSequence) -> SequenceSpans:
         headers = message.trace_headers.items()
@@ -114,7 +118,7 @@ class _Drafting:
         self.lookahead.close()
 
 
-class _DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
+class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     """One coordinator's stream: answers, and prepared proposals between them.
 
     Prepared proposals are collected when the stream has room for them, so those that a request made useless
@@ -200,6 +204,7 @@ class _DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         with self.service.engine.together():
             for job, result in results:
                 sequence_id, branch = job.tag
+                job.tag = None  # a branch refers to its job: no cycle is left to collect
                 sequence = self.sequences.get(sequence_id)
                 if sequence is None:
                     continue

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
 from specwire.v1 import common_pb2
+
+log = logging.getLogger(__name__)
 
 
 class Call(Protocol):
@@ -84,12 +87,14 @@ class Link:
         self._codec = codec
         self._receivers: dict[int, Receiver] = {}
         self._last_id = 0
-        self._opened: list[common_pb2.OpenSequence] = []
+        self._opened: dict[int, common_pb2.OpenSequence] = {}
         self._closed: list[int] = []
         self._orders: list[Any] = []
         self._is_retired = False
         self._ready = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._send_all()), asyncio.create_task(self._receive_all())]
+        self._tasks = [
+            asyncio.create_task(self._ending(work)) for work in (self._send_all, self._receive_all)
+        ]
 
     @property
     def num_sequences(self) -> int:
@@ -108,7 +113,7 @@ class Link:
         message.sequence_id = self._last_id
         message.timeout_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1e3))
         self._receivers[self._last_id] = receiver
-        self._opened.append(message)
+        self._opened[self._last_id] = message
         self._ready.set()
         return self._last_id
 
@@ -118,9 +123,10 @@ class Link:
         self._ready.set()
 
     def close_sequence(self, sequence_id: int) -> None:
-        """Close a sequence; the peer frees its memory."""
+        """Close a sequence; the peer frees its memory, and never learns of one that it was not sent."""
         if self._receivers.pop(sequence_id, None) is not None:
-            self._closed.append(sequence_id)
+            if self._opened.pop(sequence_id, None) is None:
+                self._closed.append(sequence_id)
             self._ready.set()
             self._end_if_unused()
 
@@ -151,29 +157,41 @@ class Link:
 
     # --- messages -------------------------------------------------------------------------------------
 
+    async def _ending(self, work: Callable[[], Awaitable[None]]) -> None:
+        """End the stream with the error of one of its tasks, be it a defect: sequences would wait in vain."""
+        try:
+            await work()
+        except SpecwireError as error:
+            self._end(error)
+        except Exception:
+            log.exception("a stream to a model service failed")
+            self._end(InternalError("the stream to a model service failed; the log has the details"))
+
     async def _send_all(self) -> None:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            await self._call.send(self._next_message())
+            message = self._next_message()
+            if message is not None:
+                await self._call.send(message)
 
     def _next_message(self) -> Any:
-        opened, self._opened = self._opened, []
+        """All that is ready; None if it was closed again before it was sent."""
+        opened, self._opened = self._opened, {}
         closed, self._closed = self._closed, []
-        orders, self._orders = self._orders, []
-        message = self._codec.encode(opened, closed, orders)
+        orders = [order for order in self._orders if order.sequence_id in self._receivers]
+        self._orders = []
+        if not (opened or closed or orders):
+            return None
+        message = self._codec.encode([*opened.values()], closed, orders)
         share = message.ByteSize() // max(1, len(orders))
         for order in orders:
-            if receiver := self._receivers.get(order.sequence_id):
-                receiver.request_bytes = share
+            self._receivers[order.sequence_id].request_bytes = share
         return message
 
     async def _receive_all(self) -> None:
-        try:
-            while True:
-                self._dispatch(await self._call.read())
-        except SpecwireError as error:
-            self._end(error)
+        while self.error is None:
+            self._dispatch(await self._call.read())
 
     def _dispatch(self, message: Any) -> None:
         """Raises:

@@ -150,6 +150,6 @@ def error_to_proto(sequence_id: int, error: SpecwireError) -> common_pb2.Sequenc
 def error_from_proto(message: common_pb2.SequenceError) -> SpecwireError:
     """The error that the peer raised."""
     try:
-        return errors.rebuild(message.reason, message.fields, message.message)
+        return errors.rebuild(message.reason, dict(message.fields), message.message)
     except (KeyError, ValueError):  # not an error of ours, or with other fields
         return InternalError(f"{message.reason}: {message.message}")

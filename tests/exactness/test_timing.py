@@ -19,7 +19,6 @@ import pytest
 from scipy import stats
 
 import coordinator.servicer
-import draft_service.servicer
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
@@ -27,10 +26,11 @@ from benchmarks.simulation.system import Client, Setting, World
 from coordinator.generation import Plan
 from coordinator.length.draft_length import AdaptiveLength
 from coordinator.peers.replicas import Replica
+from draft_service.servicer import DraftStream
 from specwire import Rule, SamplingParams
 from specwire.core import IntArray
 from specwire.engine.emulated import EmulatedModel
-from specwire.v1 import generation_pb2
+from specwire.v1 import draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
 from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
@@ -193,13 +193,14 @@ def test_what_is_left_of_late_proposals_does_not_change_the_distribution(
 
 def slow_pushes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """A push lasts so long, as on a machine or a line that is busy."""
-    push = draft_service.servicer._Answers.push
+    write = DraftStream.write
 
-    async def slowly(*arguments: Any) -> None:
-        await push(*arguments)
-        await asyncio.sleep(seconds)
+    async def slowly(stream: DraftStream, message: draft_pb2.DraftResponse) -> None:
+        await write(stream, message)
+        if message.HasField("prepared"):
+            await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(draft_service.servicer._Answers, "push", slowly)
+    monkeypatch.setattr(DraftStream, "write", slowly)
 
 
 @pytest.mark.parametrize("rule", list(Rule))

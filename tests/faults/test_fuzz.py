@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Rule, SamplingParams
@@ -27,8 +28,9 @@ NUM_MESSAGES = sized(100, 5_000)  # of each kind, for each method
 NUM_THREADS = 8
 TIMEOUT_S = 60.0
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
+OK = grpc.StatusCode.OK
 FINE = {
-    grpc.StatusCode.OK,
+    OK,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,  # health of an unknown service
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -71,6 +73,35 @@ def with_changed_fields(method: Method, draws: random.Random) -> list[bytes]:
     return encoded(requests)
 
 
+class Paced:
+    """Messages of a call, each sent when those before it are answered: verify takes one request of a sequence
+    at a time. What gets no answer, since it is no request, is waited for a moment."""
+
+    PATIENCE_S = 0.05
+
+    def __init__(self, requests: list[bytes], kind: type[Any]) -> None:
+        self._requests = requests
+        self._kind = kind
+        self._answers = threading.Semaphore(0)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for data in self._requests:
+            yield data
+            for _ in range(self._num_asked(data)):
+                if not self._answers.acquire(timeout=self.PATIENCE_S):
+                    break
+
+    def _num_asked(self, data: bytes) -> int:
+        try:
+            return len(getattr(self._kind.FromString(data), "sequence_ids", ()))
+        except DecodeError:
+            return 0
+
+    def answered(self, num: int) -> None:
+        if num:
+            self._answers.release(num)
+
+
 class Caller:
     """Says bytes to a method, and tells how that ends."""
 
@@ -81,22 +112,32 @@ class Caller:
         self._method = method
 
     def status(self, requests: list[bytes]) -> tuple[grpc.StatusCode, str]:
-        """Of one call; OK also when we left because we had heard enough."""
+        """Of one call, or INTERNAL if that is what a sequence ended with, and the errors of its sequences.
+
+        OK also when we left because we had heard enough.
+        """
         try:
             if not self._method.answers_stream:
                 self._call(requests[0], timeout=TIMEOUT_S)
                 return grpc.StatusCode.OK, ""
-            call = self._call(iter(requests) if self._method.is_stream else requests[0], timeout=TIMEOUT_S)
-            self._listen(call)
+            paced = Paced(requests, type(self._method.conversations[0][0]))
+            call = self._call(iter(paced) if self._method.is_stream else requests[0], timeout=TIMEOUT_S)
+            errors = list(self._listen(call, paced))
         except grpc.RpcError as error:
             return error.code(), error.details()
-        return grpc.StatusCode.OK, ""
+        is_defect = any(error.reason == "INTERNAL" for error in errors)
+        code = grpc.StatusCode.INTERNAL if is_defect else grpc.StatusCode.OK
+        return code, "; ".join(error.message for error in errors)
 
-    def _listen(self, call: Any) -> None:
+    def _listen(self, call: Any, paced: Paced) -> Iterator[Any]:
+        """The errors of sequences."""
         num_tokens = 0
         for num_answers, answer in enumerate(call, start=1):
             if hasattr(answer, "chunk"):
                 num_tokens += len(answer.chunk.tokens)
+            if hasattr(answer, "sequence_ids"):
+                yield from answer.errors
+                paced.answered(len(answer.sequence_ids) + len(answer.errors))
             if num_tokens > MOST_TOKENS or num_answers == self._method.most_answers:
                 call.cancel()
                 return
@@ -155,6 +196,6 @@ def test_mutants(
     stack.assert_idle_within(10.0)
     for service in services.values():
         service.runner.pool.check_integrity()
-    counts = Counter(code.name for code, _ in found)
+    counts = Counter("errors of sequences" if code is OK and said else code.name for code, said in found)
     shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     report.note(f"{NUM_MESSAGES} of {mutate.__name__} to {method.service} {method.path}", "serving", shown)

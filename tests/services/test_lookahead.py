@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,23 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
-from draft_service.lookahead import DraftAnswer, Lookahead, PreparedBranch
+from draft_service.lookahead import Branch, Lookahead, Request
 from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
 from specwire.engine import boot
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
+from specwire.engine.replies import Result, into_future
 from specwire.errors import RequestCancelledError
 from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from specwire.wire import model as wire
+from specwire.wire import draft as draft_wire
+from specwire.wire.draft import DraftOrder
+from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
 from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
-from tests.support.refusals import our_errors
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_DRAFT_TOKENS = 4
@@ -38,12 +44,12 @@ SETTINGS = [
 
 
 class RawStream:
-    """One stream of the draft service, message by message, with the books of what it holds."""
+    """One sequence of the draft service, message by message, with the books of what it holds."""
 
     def __init__(self, stub: draft_pb2_grpc.DraftServiceStub, params: SamplingParams) -> None:
         self._requests: queue.SimpleQueue[draft_pb2.DraftRequest | None] = queue.SimpleQueue()
-        self._answers = stub.Draft(iter(self._requests.get, None), timeout=60)
-        self._open: common_pb2.OpenSequence | None = wire.open_sequence(params, len(PROMPT))
+        self._messages = stub.Draft(iter(self._requests.get, None), timeout=60)
+        self._open = [opening(1, params, len(PROMPT))]
         self._number = 0
         self.committed: list[int] = []
         self.held: list[int] = []
@@ -56,34 +62,33 @@ class RawStream:
         while base_len < min(len(committed), len(self.held)) and committed[base_len] == self.held[base_len]:
             base_len += 1
         self._number += 1
-        request = draft_pb2.DraftRequest(
-            open=self._open,
-            request_id=self._number,
-            base_len=base_len,
-            token_ids=committed[base_len:],
-            num_draft_tokens=wanted,
-            prepare=wire.preparation_to_proto(preparation) if preparation else None,
-        )
-        self._open = None
+        order = DraftOrder(1, self._number, base_len, committed[base_len:], wanted, prepare=preparation)
+        self._requests.put(draft_wire.request_to_proto(self._open, [], [order]))
+        self._open = []
         self.committed, self.held = committed, committed
-        self._requests.put(request)
+
+    def _next(self) -> Received:
+        found = received(next(self._messages))
+        for error in found.errors.values():
+            raise error
+        return found
 
     def answer(self) -> Proposal:
         """To the last request; what comes before it is dropped."""
-        while (message := next(self._answers)).request_id != self._number:
+        while not (answers := [a for a in self._next().answers if a.request_id == self._number]):
             pass
-        proposal = wire.proposal_from_proto(message.proposals[0], message.base_len)
+        proposal = answers[0].proposal
         self.held = [*self.committed, *proposal.token_ids]
         return proposal
 
     def pushed(self) -> list[tuple[list[int], Proposal]]:
         """Of the next message that is no answer: tokens after the committed ones, and what follows them."""
-        while (message := next(self._answers)).request_id:
+        while not (prepared := self._next().prepared):
             pass
         before = len(self._pushed)
-        for each in message.proposals:
-            whole = [*self.committed[: message.base_len], *each.prefix_token_ids]
-            self._pushed.append((whole, wire.proposal_from_proto(each, len(whole))))
+        for each in prepared:
+            whole = [*self.committed[: each.proposal.base_len], *each.path]
+            self._pushed.append((whole, replace(each.proposal, base_len=len(whole))))
         return self.known(before)
 
     def known(self, before: int = 0) -> list[tuple[list[int], Proposal]]:
@@ -97,7 +102,7 @@ class RawStream:
 
     def close(self) -> None:
         self._requests.put(None)
-        for _ in self._answers:
+        for _ in self._messages:
             pass
 
 
@@ -117,6 +122,16 @@ def stack(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Itera
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
     with local_stack(target, draft) as running:
         yield running
+
+
+@pytest.fixture
+def emulated() -> Iterator[boot.ModelService]:
+    config = DraftConfig(model="emulated:step_ms=1")
+    running = boot.start(config, "draft", DraftDecider(config))
+    yield running
+    running.close()
+    running.runner.pool.check_integrity()
+    assert running.runner.pool.num_held_pages == 0
 
 
 @pytest.fixture
@@ -210,54 +225,54 @@ def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack: LocalSt
     stream.close()
 
 
-class SlowPush:
-    """Hands over what was prepared when it is let go on, as on a machine or a link that is busy."""
+async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]:
+    """The branches of the stream's only sequence, once there are so many and all are finished."""
+    [sequence] = stream.sequences.values()
+    lookahead = sequence.state.lookahead
+    async with asyncio.timeout(20):
+        while not (len(lookahead._branches) >= num and all(branch.done for branch in lookahead._branches)):
+            await call.read()
+    branches: list[Branch] = lookahead._branches
+    return branches
 
-    def __init__(self) -> None:
-        self.began, self.may_end = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, base_len: int, prepared: Sequence[PreparedBranch]) -> None:
-        self.began.set()
-        await self.may_end.wait()
+def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
+    """Branches of its round would begin at tokens that were not committed, and draft with judged random
+    numbers."""
 
+    async def miss_during_a_push() -> list[tuple[int, int]]:
+        params, prepare = SamplingParams(seed=1, rule=Rule.REJECTION), Preparation(8, 4)
+        async with draft_stream(emulated) as (call, stream):
+            call.send([DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION)], [opening(1, params, 3)])
+            assert (await call.read()).answers
+            call.may_write.clear()
+            assert (await call.read()).prepared
+            call.send([DraftOrder(1, 2, 3, [63, 62], 4, prepare=prepare)])
+            [sequence] = stream.sequences.values()
+            async with asyncio.timeout(20):
+                while not sequence.num_unanswered:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                while sequence.num_unanswered:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            call.may_write.set()
+            branches = await prepared_within(call, stream, 8)
+            return [(branch.job.committed_len, len(branch.path)) for branch in branches]
 
-def test_a_push_that_outlives_its_round_leaves_nothing_behind() -> None:
-    """Its branches would begin at tokens that were not committed, and draft with judged random numbers."""
-    config = DraftConfig(model="emulated:step_ms=1")
-    service, thread = boot.start(config, "draft", DraftDecider(config)), LoopThread()
-    sequence = service.engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
-
-    async def miss_during_a_push() -> tuple[int, list[tuple[int, int]]]:
-        push, forecast = SlowPush(), Forecast(SharedForecast())
-        ahead = Lookahead(service.engine, sequence, vocab_limit=0, forecast=forecast, push=push)
-        await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
-        await push.began.wait()
-        answer = await ahead.draft(3, [63, 62], 4, Preparation(num_outcomes=8, num_draft_tokens=4))
-        push.may_end.set()
-        while len(ahead._branches) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await asyncio.wait([branch.future for branch in ahead._branches])
-        starts = [(branch.job.committed_len, len(branch.path)) for branch in ahead._branches]
-        ahead.close()
-        return answer.job.committed_len, starts
-
-    committed_len, starts = thread.run(miss_during_a_push())
-    service.engine.close_sequence(sequence)
-    service.close()
-    thread.close()
-    assert [start - num for start, num in starts] == [committed_len] * len(starts)
+    starts = asyncio.run(miss_during_a_push())
+    assert [start - num for start, num in starts] == [5] * len(starts)
 
 
 def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub: Any) -> None:
     for preparation, name in [
-        (draft_pb2.Preparation(num_draft_tokens=2), "prepare.num_outcomes=0"),
-        (draft_pb2.Preparation(num_outcomes=65, num_draft_tokens=2), "prepare.num_outcomes=65"),
-        (draft_pb2.Preparation(num_outcomes=1), "prepare.num_draft_tokens=0"),
+        (Preparation(0, 2), "prepare.num_outcomes=0"),
+        (Preparation(65, 2), "prepare.num_outcomes=65"),
+        (Preparation(1, 0), "prepare.num_draft_tokens=0"),
     ]:
-        opening = wire.open_sequence(SamplingParams(seed=1, rule=Rule.REJECTION), 5)
-        request = draft_pb2.DraftRequest(open=opening, token_ids=PROMPT, prepare=preparation)
-        with pytest.raises(InvalidRequestError, match=name), our_errors():
-            list(stub.Draft(iter([request]), timeout=20))
+        stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
+        stream.send(PROMPT, NUM_DRAFT_TOKENS, preparation)
+        with pytest.raises(InvalidRequestError, match=name):
+            stream.answer()
+        stream.close()
 
 
 def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
@@ -271,11 +286,43 @@ def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
         assert common_pb2.CAPABILITY_PREPARED_OUTCOMES not in info.capabilities
         stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
         stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
-        with pytest.raises(UnsupportedError, match="prepare"), our_errors():
+        with pytest.raises(UnsupportedError, match="prepare"):
             stream.answer()
+        stream.close()
         done = running.client.generate(params=SamplingParams(max_tokens=20), prompt_token_ids=PROMPT)
         assert done.speculation.num_draft_tokens > 0
         assert done.speculation.num_prepared == 0
+
+
+def submitted(engine: Engine, job: Job, extra_len: int, *, background: bool = False) -> asyncio.Future[Any]:
+    future = asyncio.get_running_loop().create_future()
+    engine.submit(job, into_future(future), extra_len, background=background)
+    return future
+
+
+class Alone:
+    """The lookahead of one sequence, with nothing around it."""
+
+    def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
+        self._answers: asyncio.Queue[Request] = asyncio.Queue()
+        self.lookahead = Lookahead(
+            engine,
+            sequence,
+            sequence_id=1,
+            vocab_limit=0,
+            forecast=Forecast(SharedForecast()),
+            sink=self._settle,
+            answer=self._answers.put_nowait,
+        )
+
+    def _settle(self, results: Sequence[Result]) -> None:
+        for job, result in results:
+            _, branch = job.tag
+            self.lookahead.settle(branch, job, result)
+
+    async def ask(self, order: DraftOrder) -> Request:
+        self.lookahead.request(Request(order, 0, Span()))
+        return await self._answers.get()
 
 
 class TestBackgroundJobs:
@@ -303,7 +350,7 @@ class TestBackgroundJobs:
         async def both() -> tuple[DraftJob, DraftJob]:
             slow = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=8)
             quick = DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=4)
-            waits = engine.submit(slow, 8, background=True)
+            waits = submitted(engine, slow, 8, background=True)
             await engine.run(quick, 4)
             assert not waits.done()
             await waits
@@ -321,8 +368,8 @@ class TestBackgroundJobs:
 
         async def both() -> None:
             job = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=2)
-            waits = engine.submit(job, 2, background=True)
-            long = engine.submit(DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
+            waits = submitted(engine, job, 2, background=True)
+            long = submitted(engine, DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
             engine.promote(job)
             await waits
             assert not long.done()
@@ -339,7 +386,8 @@ class TestBackgroundJobs:
         sequence = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
 
         async def both() -> None:
-            waits = engine.submit(DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9), 9, background=True)
+            job = DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9)
+            waits = submitted(engine, job, 9, background=True)
             proposal = await engine.run(DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
             assert proposal.base_len == 2
             with pytest.raises(RequestCancelledError):
@@ -360,10 +408,11 @@ class TestBackgroundJobs:
             other = engine.open(SamplingParams(seed=2, rule=Rule.REJECTION), 3)
             job = DraftJob(other, 0, [9] * 40, num_draft_tokens=2)
             with pytest.raises(ResourceExhaustedError):
-                await engine.submit(job, 2, background=True)
+                await submitted(engine, job, 2, background=True)
             engine.close_sequence(other)
             fork = engine.open_fork(idle)
-            await engine.submit(DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle), 2, background=True)
+            ahead = DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle)
+            await submitted(engine, ahead, 2, background=True)
             assert engine.status().num_sequences == 1
             assert engine.status().num_preemptions == 0
             engine.replace_with_fork(idle, fork)
@@ -384,24 +433,19 @@ class TestBackgroundJobs:
             engine._inbox.put(lambda: engine._queues.cancel_background(stream, "no memory"))
 
         monkeypatch.setattr(engine, "promote", too_late)
-        forecast = Forecast(SharedForecast())
 
-        async def push(*_: Any) -> None:
-            pass
-
-        async def follow_a_branch() -> tuple[DraftAnswer, Proposal]:
-            ahead = Lookahead(engine, stream, vocab_limit=0, forecast=forecast, push=push)
-            await ahead.draft(0, [1, 2, 3], 4, PREPARATION)
-            await asyncio.sleep(0)  # it begins to work ahead
-            path = ahead._branches[0].path
-            answer = await ahead.draft(2 + len(path), [path[-1]], 4, None)
-            ahead.close()
+        async def follow_a_branch() -> tuple[Request, Proposal]:
+            alone = Alone(engine, stream)
+            await alone.ask(DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION))
+            alone.lookahead.work_ahead()
+            path = alone.lookahead._branches[0].path
+            answer = await alone.ask(DraftOrder(1, 2, 2 + len(path), [path[-1]], 4))
+            alone.lookahead.close()
             fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
             return answer, await engine.run(fresh, 4)
 
         answer, expected = thread.run(follow_a_branch())
         assert not answer.was_prepared
-        assert answer.proposal is not None
         assert_same(answer.proposal, expected)
         for sequence in (stream, other):
             engine.close_sequence(sequence)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,8 +17,9 @@ import draft_service.service
 import verify_service.service
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.config.services import DraftConfig, VerifyConfig
+from specwire.engine.streams import Limits, ModelStream
 from specwire.errors import DeadlineExceededError
-from specwire.security.bearer import make_token
+from specwire.security.bearer import Principal, make_token
 from specwire.wire.draft import DraftOrder
 from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, LoopThread, local_stack
@@ -280,3 +284,46 @@ def test_a_service_that_shuts_down(role: str) -> None:
         busy.send(requests(role, close=(2,)))
         assert busy.status() is grpc.StatusCode.OK
         stopping.result(20)
+
+
+class Written(ModelStream[None, int]):
+    """Answers every message, with a write that a test lets go on."""
+
+    def __init__(self) -> None:
+        service: Any = SimpleNamespace(engine=SimpleNamespace(together=contextlib.nullcontext))
+        super().__init__(service, self._hold, Limits(), Principal(name="test"))
+        self.is_writing, self.may_end, self.written = asyncio.Event(), asyncio.Event(), list[Any]()
+
+    async def _hold(self, message: Any) -> None:
+        self.is_writing.set()
+        await self.may_end.wait()
+        self.written.append(message)
+
+    def opened(self, message: Any, tokens: Any) -> None:
+        pass
+
+    def received(self, message: Any) -> None:
+        if message.sequence_ids:
+            raise InvalidRequestError("request", "none", "is wrong")
+        self.answer([7])
+
+    def encoded(self, answers: Any, errors: Any) -> Any:
+        return answers
+
+
+async def test_a_stream_that_ends_while_an_answer_is_written() -> None:
+    """The error comes after the write: gRPC can send no status during one, and the call would never end."""
+    stream = Written()
+
+    async def messages() -> AsyncIterator[Any]:
+        yield verify()
+        await stream.is_writing.wait()
+        yield verify(VerifyOrder(1, 1, 0, [3]))
+
+    serving = asyncio.create_task(stream.serve(messages()))
+    done, _ = await asyncio.wait([serving], timeout=0.05)
+    assert not done
+    stream.may_end.set()
+    with pytest.raises(InvalidRequestError, match="is wrong"):
+        await serving
+    assert stream.written == [[7]]

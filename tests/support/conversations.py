@@ -10,8 +10,11 @@ import numpy as np
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from specwire.core import Preparation
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
-from specwire.wire.model import ids_to_bytes
+from specwire.wire.draft import DraftOrder
+from specwire.wire.verify import VerifyOrder
+from tests.support.model_streams import draft, opening, sampling, verify
 
 MOST_TOKENS = 15
 """Of a generation; one that got so many may wait for an acknowledgement, which a mutant does not send."""
@@ -37,50 +40,46 @@ class Method:
     most_answers: int = 1000
 
 
-def _sampling(rule: common_pb2.Rule, **fields: Any) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(seed=7, rule=rule, **fields)
-
-
-def _opening(sampling: common_pb2.SamplingParams) -> common_pb2.OpenSequence:
-    return common_pb2.OpenSequence(sampling=sampling, prompt_len=3)
-
-
-GUMBEL = _sampling(common_pb2.RULE_GUMBEL)
-REJECTION = _sampling(common_pb2.RULE_REJECTION, temperature=0.8, top_p=0.9, min_p=0.01, logprobs=2)
-PENALTIES = _sampling(
-    common_pb2.RULE_GUMBEL, top_k=5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={7: 2.0}
+GUMBEL = sampling(rule=common_pb2.RULE_GUMBEL)
+REJECTION = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.8, top_p=0.9, min_p=0.01, logprobs=2)
+PENALTIES = sampling(
+    rule=common_pb2.RULE_GUMBEL, top_k=5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={7: 2.0}
 )
-GREEDY = _sampling(common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
-SAMPLINGS = (GUMBEL, REJECTION, PENALTIES, GREEDY)
-_SUPPORT = ids_to_bytes(np.array([6, 7, 9]))
+GREEDY = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
+PAIRS = ((GUMBEL, REJECTION), (REJECTION, GREEDY), (PENALTIES, GUMBEL), (GREEDY, REJECTION))
+_SUPPORT = np.array([6, 7, 9])
+_TRACED = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
-def _matches(sampling: common_pb2.SamplingParams) -> bool:
-    return sampling is not REJECTION
+def _verify(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+    """Two sequences; what the second one commits is one request behind the first one."""
 
+    def judged(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
+        supports = [_SUPPORT, _SUPPORT] if sampling is REJECTION else []
+        return {"draft_token_ids": [6, 7], "supports": supports}
 
-def _verify(sampling: common_pb2.SamplingParams) -> list[Message]:
-    supports = [] if _matches(sampling) else [_SUPPORT, _SUPPORT]
-    drafts: dict[str, Any] = {"draft_token_ids": [6, 7], "support_token_ids": supports}
-    request = verify_pb2.VerifyRequest
+    begun, order = [opening(1, sampling=first), opening(2, sampling=other)], VerifyOrder
     return [
-        request(open=_opening(sampling), request_id=1, token_ids=[3, 4, 5], **drafts),
-        request(
-            request_id=2, base_len=4, token_ids=[9], traceparent=f"00-{'1' * 32}-{'2' * 16}-01", **drafts
+        verify(order(1, 1, 0, [3, 4, 5], **judged(first)), opened=begun[:1]),
+        verify(
+            order(1, 2, 4, [9], **judged(first), traceparent=_TRACED),
+            order(2, 1, 0, [3, 4], **judged(other)),
+            opened=begun[1:],
         ),
-        request(request_id=3, base_len=5, token_ids=[10, 11]),
+        verify(order(1, 3, 5, [10, 11]), order(2, 2, 3, [12], **judged(other))),
+        verify(order(2, 3, 4, [13]), closed=[1]),
     ]
 
 
-def _draft(sampling: common_pb2.SamplingParams) -> list[Message]:
-    request = draft_pb2.DraftRequest
-    ahead = draft_pb2.Preparation(num_outcomes=4, num_draft_tokens=3)
+def _draft(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+    """As `_verify`."""
+    ahead, order = Preparation(4, 3), DraftOrder
+    begun = [opening(1, sampling=first), opening(2, sampling=other)]
     return [
-        request(
-            open=_opening(sampling), request_id=1, token_ids=[3, 4, 5], num_draft_tokens=3, prepare=ahead
-        ),
-        request(request_id=2, base_len=4, token_ids=[9], num_draft_tokens=2),
-        request(request_id=3, base_len=5, token_ids=[10, 11], prepare=ahead),
+        draft(order(1, 1, 0, [3, 4, 5], 3, prepare=ahead), opened=begun[:1]),
+        draft(order(1, 2, 4, [9], 2), order(2, 1, 0, [3, 4], 2, prepare=ahead), opened=begun[1:]),
+        draft(order(1, 3, 5, [10, 11], 0, prepare=ahead), order(2, 2, 3, [12], 0)),
+        draft(order(2, 3, 4, [13], 1), closed=[1]),
     ]
 
 
@@ -133,7 +132,7 @@ METHODS: Sequence[Method] = (
         "draft",
         "/specwire.v1.DraftService/Draft",
         True,
-        [_draft(sampling) for sampling in SAMPLINGS],
+        [_draft(*pair) for pair in PAIRS],
         draft_pb2.DraftResponse,
         answers_stream=True,
     ),
@@ -147,7 +146,7 @@ METHODS: Sequence[Method] = (
         "verify",
         "/specwire.v1.VerifyService/Verify",
         True,
-        [_verify(sampling) for sampling in SAMPLINGS],
+        [_verify(*pair) for pair in PAIRS],
         verify_pb2.VerifyResponse,
         answers_stream=True,
     ),

@@ -38,6 +38,8 @@ _TEXTS = (
     "00-" + "0" * 32 + "-" + "f" * 16,
 )
 _BYTES = (b"", b"\x00", b"\xff" * 3, b"\xff" * 4, bytes(8), b"\x07\x00\x00\x00" * 2, bytes(range(256)) * 8)
+_ENTRIES = (bytes(4), b"\x01\0\0\0", b"\xff" * 4, b"\xff\xff\xff\x7f", b"\0\0\xc0\x7f", b"\0\0\0\x80")
+"""Of a column: 0, 1, -1 or the largest id, the largest int32, NaN as float32, -0.0 or the smallest int32."""
 _MANY = 3000
 
 _NUMBERS: dict[int, Sequence[Any]] = {
@@ -147,8 +149,16 @@ def _change_field(message: Message, draws: Draws) -> None:
         inner.SetInParent()
         if draws.random() < 0.8:
             _change_field(inner, draws)
+    elif field.type == FieldDescriptor.TYPE_BYTES and draws.random() < 0.7:
+        setattr(message, field.name, _changed_column(getattr(message, field.name), draws))
     else:
         setattr(message, field.name, _extreme(field, draws))
+
+
+def _changed_column(data: bytes, draws: Draws) -> bytes:
+    """With another entry, and as long as before."""
+    place = 4 * draws.randrange(len(data) // 4) if len(data) >= 4 else 0
+    return (data[:place] + draws.choice(_ENTRIES) + data[place + 4 :])[: len(data)]
 
 
 def _change_map(entries: Any, entry: Descriptor, draws: Draws) -> None:

@@ -1,15 +1,26 @@
-"""The coordinator's side of a draft stream: what it says the peer holds, and how it ends."""
+"""A sequence at the draft service, as the coordinator has it: what the peer holds, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
-from coordinator.peers.draft_stream import DraftStream
 
+from coordinator.generation import Plan
+from coordinator.peers.codecs import draft_codec
+from coordinator.peers.draft_sequence import DraftSequence
+from coordinator.peers.link import Link
+from coordinator.peers.waits import Waits
+from specwire.core import Preparation, Proposal, SamplingParams, Timings
 from specwire.errors import ServiceUnavailableError
 from specwire.v1 import draft_pb2
+from specwire.wire import draft as draft_wire
+from specwire.wire import model as wire
+from specwire.wire.draft import DraftAnswer, DraftOrder
+
+VOCAB_SIZE = 100
 
 
 class Unreached:
@@ -29,29 +40,53 @@ class Unreached:
         self._cancelled.set()
 
 
+CHAIN_OF_4 = Plan(4, patience_s=math.inf)
+
+
+def sequence_of(call: Any) -> tuple[Link, DraftSequence]:
+    link = Link(call, draft_codec(VOCAB_SIZE))
+    opening = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)
+    return link, DraftSequence(link, opening, None, waits=Waits())
+
+
 async def test_closed_before_it_was_reached() -> None:
     before = asyncio.all_tasks()
-    stream = DraftStream(Unreached())
+    link, sequence = sequence_of(Unreached())
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await stream.request([1, 2, 3], draft_pb2.DraftRequest(num_draft_tokens=2))
+        await sequence.request([1, 2, 3], CHAIN_OF_4, timeout_s=0.01)
     left = asyncio.all_tasks() - before
     assert left
-    stream.close()
+    sequence.close()
+    link.close()
     done, pending = await asyncio.wait(left, timeout=10)
     assert done == left
     assert not pending
+
+
+async def test_a_wait_ends_with_its_sequence() -> None:
+    link, sequence = sequence_of(Unreached())
+    asking = asyncio.create_task(sequence.request([1, 2, 3], CHAIN_OF_4, timeout_s=60.0))
+    await asyncio.sleep(0)
+    sequence.close()
+    with pytest.raises(ServiceUnavailableError, match="the sequence was closed"):
+        await asking
+    assert link.error is None
+    link.close()
 
 
 class Scripted:
     """A call that takes down what is sent, and answers when it is told to."""
 
     def __init__(self) -> None:
-        self.sent: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._sent: asyncio.Queue[DraftOrder] = asyncio.Queue()
         self.answers: asyncio.Queue[draft_pb2.DraftResponse] = asyncio.Queue()
 
     async def send(self, request: Any) -> None:
-        self.sent.put_nowait(request)
+        for order in draft_wire.orders_from_proto(request):
+            self._sent.put_nowait(order)
+
+    async def next_order(self) -> DraftOrder:
+        return await asyncio.wait_for(self._sent.get(), 10)
 
     async def read(self) -> Any:
         return await self.answers.get()
@@ -63,25 +98,25 @@ class Scripted:
 async def test_the_rest_of_a_late_chain_is_not_taken_for_what_the_peer_holds() -> None:
     """The peer rolls back to what it is told; its late chain was no branch, and is gone then."""
     call = Scripted()
-    stream = DraftStream(call)
+    link, sequence = sequence_of(call)
     committed = [1, 2, 3]
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await stream.request(committed, draft_pb2.DraftRequest(num_draft_tokens=4))
-    stream.abandon()
+        await sequence.request(committed, CHAIN_OF_4, timeout_s=0)
+    sequence.abandon()
+    sent = [await call.next_order()]
     committed = [*committed, 10]  # a plain round, which comes to the chain's first token
-    late = draft_pb2.Proposal(token_ids=[10, 11, 12, 13])
-    call.answers.put_nowait(draft_pb2.DraftResponse(request_id=1, base_len=3, proposals=[late]))
-    await stream._arrived.wait()
-    rest = stream.prepared.take(committed)
-    assert rest is not None
-    stream.continue_from(committed, rest.proposal, draft_pb2.DraftRequest())
+    late = DraftAnswer(1, 1, Proposal(3, [10, 11, 12, 13]), Timings())
+    call.answers.put_nowait(draft_wire.response_to_proto([late], [], [], "i", 0))
+    while (rest := sequence.prepared.take(committed)) is None:
+        await asyncio.sleep(0)
+    sequence.continue_from(committed, rest.proposal, Preparation(1, 4))
     committed = [*committed, 11, 12, 40]
-    asking = asyncio.create_task(stream.request(committed, draft_pb2.DraftRequest(num_draft_tokens=4)))
+    asking = asyncio.create_task(sequence.request(committed, CHAIN_OF_4, timeout_s=60.0))
+    sent += [await call.next_order() for _ in range(2)]
     held = 0
-    for request in [await call.sent.get() for _ in range(3)]:
-        assert request.base_len <= held
-        held = request.base_len + len(request.token_ids)
+    for order in sent:
+        assert order.base_len <= held
+        held = order.base_len + len(order.token_ids)
     assert held == len(committed)
     asking.cancel()
-    stream.close()
+    link.close()

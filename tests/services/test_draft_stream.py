@@ -1,0 +1,259 @@
+"""A stream of the draft service: many sequences, each with its own end, and answers before all else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.lookahead import MAX_REQUESTS
+from draft_service.pushes import INITIAL_BYTES, MAX_BYTES, MAX_DELAY_NS, MIN_BYTES, PushBudget
+from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
+from specwire.config.services import DraftConfig
+from specwire.core import Preparation
+from specwire.engine import boot
+from specwire.engine.streams import Limits
+from specwire.errors import InternalError, ServiceUnavailableError
+from specwire.wire.draft import DraftOrder
+from tests.support.draft_streams import FakeCall, draft_stream, opening
+
+PARAMS = SamplingParams(seed=1, rule=Rule.REJECTION)
+PROMPT = [5, 9, 11]
+OPEN_TWO = [opening(1, PARAMS, 3), opening(2, PARAMS, 3)]
+ASK_TWO = [DraftOrder(1, 1, 0, PROMPT, 4), DraftOrder(2, 1, 0, PROMPT, 2)]
+
+
+@pytest.fixture
+def service() -> Iterator[boot.ModelService]:
+    config = DraftConfig(model="emulated:step_ms=1")
+    running = boot.start(config, "draft", DraftDecider(config))
+    yield running
+    running.close()
+    running.runner.pool.check_integrity()
+    assert running.runner.pool.num_held_pages == 0
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+async def answered(call: FakeCall, num: int) -> list[tuple[int, int]]:
+    """Sequence and request of the next answers."""
+    found: list[tuple[int, int]] = []
+    while len(found) < num:
+        message = await call.read()
+        assert not message.errors
+        found += [(each.sequence_id, each.request_id) for each in message.answers]
+    return found
+
+
+def test_requests_of_one_message_are_answered_each_as_it_asked(service: boot.ModelService) -> None:
+    """Those that end with the same step are answered in the same message."""
+
+    async def two() -> None:
+        async with draft_stream(service) as (call, _):
+            call.send(ASK_TWO, OPEN_TWO)
+            [short] = (await call.read()).answers
+            [long] = (await call.read()).answers
+            assert (short.sequence_id, len(short.proposal.token_ids)) == (2, 2)
+            assert (long.sequence_id, len(long.proposal.token_ids)) == (1, 4)
+            call.send([DraftOrder(each, 2, 3, [7], 3) for each in (1, 2)])
+            assert [(a.sequence_id, a.proposal.base_len) for a in (await call.read()).answers] == [
+                (1, 4),
+                (2, 4),
+            ]
+
+    run(two())
+
+
+def test_a_closed_sequence_is_freed_and_the_other_goes_on(service: boot.ModelService) -> None:
+    async def close_one() -> None:
+        async with draft_stream(service) as (call, stream):
+            call.send(ASK_TWO, OPEN_TWO)
+            await answered(call, 2)
+            call.send([DraftOrder(2, 2, 3, [7], 3)], closed=[1])
+            assert await answered(call, 1) == [(2, 2)]
+            assert list(stream.sequences) == [2]
+            assert service.engine.status().num_sequences == 1
+            call.send([DraftOrder(1, 2, 3, [7], 3), DraftOrder(2, 3, 4, [7], 3)])  # sent before it was read
+            assert await answered(call, 1) == [(2, 3)]
+
+    run(close_one())
+
+
+@pytest.mark.parametrize(
+    ("order", "name"),
+    [
+        (DraftOrder(1, 2, 3, [10**6], 4), "token_ids[0]"),
+        (DraftOrder(1, 2, 3, [7], 65), "num_draft_tokens"),
+        (DraftOrder(1, 2, 3, [7], 4, prepare=Preparation(65, 4)), "prepare.num_outcomes"),
+        (DraftOrder(1, 2, 3, [7], 4, max_depth=2), "max_depth"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_error_ends_its_sequence_alone(service: boot.ModelService, order: DraftOrder, name: str) -> None:
+    async def fail_one() -> None:
+        async with draft_stream(service) as (call, stream):
+            call.send(ASK_TWO, OPEN_TWO)
+            await answered(call, 2)
+            call.send([order, DraftOrder(2, 2, 3, [7], 3)])
+            message = await call.read()
+            assert list(message.errors) == [1]
+            assert isinstance(message.errors[1], InvalidRequestError)
+            assert message.errors[1].field == name
+            assert await answered(call, 1) == [(2, 2)]
+            assert list(stream.sequences) == [2]
+
+    run(fail_one())
+
+
+def test_too_many_requests_end_their_sequence_alone(service: boot.ModelService) -> None:
+    async def flood_one() -> None:
+        async with draft_stream(service) as (call, _):
+            flood = [DraftOrder(1, number + 1, 0, PROMPT, 1) for number in range(MAX_REQUESTS + 1)]
+            call.send([*flood, ASK_TWO[1]], OPEN_TWO)
+            message = await call.read()
+            assert {id_: type(error) for id_, error in message.errors.items()} == {1: ResourceExhaustedError}
+            assert await answered(call, 1) == [(2, 1)]
+
+    run(flood_one())
+
+
+def test_a_sequence_that_was_never_opened_ends_the_stream(service: boot.ModelService) -> None:
+    """The coordinator counts otherwise than the service, so nothing that it sends can be trusted."""
+
+    async def ask_for_another() -> None:
+        async with draft_stream(service) as (call, _):
+            call.send([DraftOrder(3, 1, 0, PROMPT, 4)], OPEN_TWO)
+
+    with pytest.raises(InvalidRequestError, match="sequence_ids=3"):
+        run(ask_for_another())
+
+
+def test_after_a_half_close_all_is_answered_in_order(service: boot.ModelService) -> None:
+    """Requests of a sequence are served one after another, those without an answer too."""
+
+    async def ask_and_leave() -> None:
+        async with draft_stream(service) as (call, stream):
+            orders = [
+                DraftOrder(1, 1, 0, PROMPT, 4, prepare=Preparation(4, 4)),
+                DraftOrder(
+                    1, 2, 3, [7], 0, prepare=Preparation(4, 4)
+                ),  # it holds a proposal for these tokens
+                DraftOrder(1, 3, 3, [8], 2),
+                DraftOrder(2, 1, 0, PROMPT, 0),
+            ]
+            call.send(orders, OPEN_TWO)
+        messages = call.unread()
+        answers = [(a.sequence_id, a.request_id) for message in messages for a in message.answers]
+        assert sorted(answers) == [(1, 1), (1, 3), (2, 1)]
+        assert answers.index((1, 1)) < answers.index((1, 3))
+        assert not stream.sequences
+
+    run(ask_and_leave())
+    assert service.engine.status().num_sequences == 0
+
+
+def test_a_service_that_drains_ends_the_stream_with_its_last_sequence(service: boot.ModelService) -> None:
+    async def drain() -> None:
+        limits = Limits()
+        async with draft_stream(service, limits) as (call, _):
+            call.send(ASK_TWO, OPEN_TWO)
+            await answered(call, 2)
+            limits.drain.close()
+            call.send([DraftOrder(1, 2, 3, [7], 3)], [opening(3, PARAMS, 3)], closed=[2])
+            message = await call.read()
+            assert {id_: type(error) for id_, error in message.errors.items()} == {3: ServiceUnavailableError}
+            assert await answered(call, 1) == [(1, 2)]
+            assert limits.drain.num_running == 1
+            call.send(closed=[1])
+            assert await limits.drain.idle(10)
+            async with asyncio.timeout(10):
+                await call.serving
+
+    run(drain())
+
+
+def test_a_defect_ends_its_sequence_alone(
+    service: boot.ModelService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Results come by a callback, where an exception would be lost, and with it the results of others."""
+
+    async def break_one() -> None:
+        async with draft_stream(service) as (call, stream):
+            call.send(ASK_TWO, OPEN_TWO)
+            await answered(call, 2)
+            monkeypatch.setattr(stream.sequences[1].state.lookahead, "_answer", None)
+            call.send([DraftOrder(each, 2, 3, [7], 3) for each in (1, 2)])
+            message = await call.read()
+            assert {id_: type(error) for id_, error in message.errors.items()} == {1: InternalError}
+            assert [each.sequence_id for each in message.answers] == [2]
+
+    run(break_one())
+    assert "'NoneType' object is not callable" in caplog.text
+
+
+def test_what_was_answered_leaves_nothing_to_collect(service: boot.ModelService) -> None:
+    """Jobs hold supports; in cycles they would pile up until the collector runs."""
+
+    async def ask_often() -> int:
+        async with draft_stream(service) as (call, _):
+            call.send([ASK_TWO[0]._replace(prepare=Preparation(8, 4))], OPEN_TWO)
+            for number in range(2, 20):
+                call.send([DraftOrder(1, number, 3, [number], 4, prepare=Preparation(8, 4))])
+                await answered(call, 1)
+        return sum(type(each) is DraftJob for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(ask_often()) < 20
+    finally:
+        gc.enable()
+
+
+def test_answers_go_before_prepared_proposals(service: boot.ModelService) -> None:
+    """A full link: what was asked for waits for one message that was pushed, however much is prepared."""
+
+    async def ask_meanwhile() -> None:
+        async with draft_stream(service) as (call, stream):
+            stream._budget.num_bytes = 1  # one proposal at a time
+            ahead = DraftOrder(1, 1, 0, PROMPT, 4, prepare=Preparation(16, 4))
+            call.send([ahead], OPEN_TWO)
+            assert (await call.read()).answers
+            call.may_write.clear()
+            first = await call.read()
+            call.send([DraftOrder(2, 1, 0, PROMPT, 4)])
+            other = stream.sequences[2]
+            async with asyncio.timeout(20):
+                while not (other.state.last and not other.num_unanswered):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            assert not call.unread()
+            call.may_write.set()
+            second, third = await call.read(), await call.read()
+            assert len(first.prepared) == len(third.prepared) == 1
+            assert [each.sequence_id for each in second.answers] == [2]
+
+    run(ask_meanwhile())
+
+
+def test_how_much_is_pushed_at_a_time_follows_the_link() -> None:
+    """As much as it takes in 10 ms, between bounds; more only step by step, since buffers are fast."""
+    budget = PushBudget()
+    budget.add(MIN_BYTES // 2 - 1, 10**9)
+    assert budget.num_bytes == INITIAL_BYTES
+    budget.add(INITIAL_BYTES, 2 * MAX_DELAY_NS)
+    assert budget.num_bytes == INITIAL_BYTES // 2
+    budget.add(INITIAL_BYTES // 4, 1)
+    assert budget.num_bytes == INITIAL_BYTES // 2
+    budget.add(INITIAL_BYTES // 2, 1)
+    assert budget.num_bytes == INITIAL_BYTES
+    budget.add(INITIAL_BYTES, 10**12)
+    assert budget.num_bytes == MIN_BYTES
+    for _ in range(20):
+        budget.add(budget.num_bytes, 1)
+    assert budget.num_bytes == MAX_BYTES
