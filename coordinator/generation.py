@@ -250,10 +250,11 @@ class Generation:
         return Round(proposal, verdict, outcome, draft_cost, verify_cost)
 
     async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
-        if self._begun is not None and plan.num_draft_tokens:
-            return self._begun, self._drafter.follow(self.committed, self._begun, plan)
         self._ledger.switch(Stage.DRAFT)
-        proposal, cost = await self._drafter.propose(self.committed, plan, parent)
+        if self._begun is not None and plan.num_draft_tokens:
+            proposal, cost = self._begun, self._drafter.follow(self.committed, self._begun, plan)
+        else:
+            proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost)
         return proposal, cost
 

@@ -67,8 +67,9 @@ class Ledger:
             self._spent[stage] += spent_ns
             left_ns -= spent_ns
         self._spent[Stage.COORDINATOR] += left_ns
+        if self._stage is Stage.DRAFT:
+            self._ahead_ns += cost.ahead_ns
         self._cursor_ns, self._stage = now_ns, Stage.COORDINATOR
-        self._ahead_ns += cost.ahead_ns
 
     def fail(self) -> None:
         """The call that the present stage waited for has failed for good."""

@@ -13,6 +13,7 @@ class Tally:
         num_rounds: of any kind.
         num_drafts: with draft tokens.
         num_prepared: whose proposal was there before it was requested.
+        num_begun: that the target began by itself.
         num_draft_tokens, num_accepted: draft tokens verified, and accepted.
         num_cached_tokens: that the target found in its cache instead of running them.
         drafted_per_position, accepted_per_position: from position 0; in a tree, from depth 0.
@@ -20,7 +21,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.num_rounds = self.num_drafts = self.num_prepared = 0
+        self.num_rounds = self.num_drafts = self.num_prepared = self.num_begun = 0
         self.num_draft_tokens = self.num_accepted = self.num_cached_tokens = 0
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
@@ -32,6 +33,7 @@ class Tally:
         self.num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self.num_prepared += done.draft_cost.prepared
+        self.num_begun += done.verify_cost.is_hit
         self._count(done)
 
     def _count(self, done: Round) -> None:

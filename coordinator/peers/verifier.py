@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.cost import Cost
+from coordinator.cost import CallOutcome, Cost
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_verdict
 from coordinator.peers.link import Link
@@ -16,7 +16,7 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import cost_of, describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.core import Continuation, Outcome, Proposal, Verdict
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Verdict
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -35,6 +35,8 @@ from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 log = logging.getLogger(__name__)
 
 
+_MAX_AHEAD = 128
+"""Proposals ahead of a sequence that are remembered: the 64 that the peer keeps, and those on their way."""
 _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
@@ -55,8 +57,7 @@ class _VerifySequence:
         self._asked: VerifyOrder | None = None
         self._answer: asyncio.Future[_Received] | None = None
         self._early: dict[int, _Received] = {}  # to rounds that were not asked for yet
-        self._goes_on = opening.may_go_on
-        self._ahead = PreparedProposals()
+        self._ahead = PreparedProposals(_MAX_AHEAD)
         self._sequence_id = link.open(opening, self, timeout_s)
 
     async def exchange(
@@ -77,7 +78,7 @@ class _VerifySequence:
             proposal.parents,
             [support.token_ids for support in proposal.supports],
             traceparent,
-            [support.probs for support in proposal.supports] if self._goes_on else (),
+            [support.probs for support in proposal.supports] if self._last_ahead_id else (),
         )
         self._early.clear()
         return await self._ask(order, committed)
@@ -116,9 +117,12 @@ class _VerifySequence:
         self._ahead.add(path, proposal, self._last_ahead_id)
         self._link.put(AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal))
 
-    def begun(self, committed: Sequence[int], continuation: Continuation) -> Proposal | None:
-        """What the peer judges next; None if that does not follow the committed tokens."""
-        return self._ahead.find(continuation.ahead_id, committed)
+    def begun(self, committed: Sequence[int], continuation: Continuation | None) -> Proposal | None:
+        """What the peer judges next; None if that does not follow the committed tokens.
+
+        To be called for each round: proposals that cannot follow any more are dropped.
+        """
+        return self._ahead.find(continuation.ahead_id if continuation else 0, committed)
 
     def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""
@@ -128,7 +132,7 @@ class _VerifySequence:
         )
         if is_asked and waiting is not None and not waiting.done():
             waiting.set_result((answer, num_bytes))
-        elif answer.ahead_id:
+        elif 0 < answer.ahead_id <= self._last_ahead_id:
             self._early[answer.ahead_id] = answer, num_bytes
 
     def failed(self, error: SpecwireError) -> None:
@@ -165,6 +169,7 @@ class RemoteVerifier:
         tracer: tracing.Tracing,
         parent: tracing.Span,
         goes_on: bool = False,
+        max_depth: int = MAX_NUM_DRAFT_TOKENS,
     ) -> None:
         """Opens nothing yet.
 
@@ -173,6 +178,8 @@ class RemoteVerifier:
             timeout_s: longest wait for a replica when none is available.
             parent: span of the generation.
             goes_on: whether the target may go on by itself with prepared proposals.
+            max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
+                no longer round.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -185,7 +192,7 @@ class RemoteVerifier:
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
         )
-        self._goes_on = goes_on
+        self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
@@ -259,6 +266,7 @@ class RemoteVerifier:
         self._begun = self._continuation = None
         if begun is proposal and continuation is not None:
             answer, cost = await self._sequence.confirm(committed, continuation.ahead_id, traceparent)
+            cost = replace(cost, outcome=CallOutcome.BEGUN)
         else:
             answer, cost = await self._sequence.exchange(committed, proposal, traceparent)
         try:
@@ -272,9 +280,9 @@ class RemoteVerifier:
 
     def prepare(self, path: Sequence[int], proposal: Proposal) -> None:
         """Send a prepared proposal ahead, as far as the generation may get."""
-        room = self._end_len - 1 - (proposal.base_len + len(path))
-        if self._goes_on and self._sequence is not None and room > 0:
-            self._sequence.prepare(path, tree.within(proposal, len(proposal.token_ids), room))
+        num_tokens, room = len(proposal.token_ids), self._end_len - 1 - (proposal.base_len + len(path))
+        if self._goes_on and self._sequence is not None and num_tokens and room > 0:
+            self._sequence.prepare(path, tree.within(proposal, num_tokens, min(room, self._max_depth)))
 
     def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
         """See `generation.Verifier`.
@@ -282,16 +290,14 @@ class RemoteVerifier:
         The target applies the same rule to the same numbers. If it comes to another outcome, ours holds: its
         round is dropped by our next request, and it is not trusted to go on by itself again.
         """
-        continuation, self._begun = self._continuation, None
-        if continuation is None or self._sequence is None:
+        if self._sequence is None or not self._goes_on:
             return None
-        found = self._sequence.begun(committed, continuation)
-        theirs = continuation.outcome
-        if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token and found:
-            self._begun = found
-            return found
+        self._begun = self._sequence.begun(committed, self._continuation)
+        theirs = self._continuation.outcome if self._continuation else outcome
+        if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token:
+            return self._begun
         self._pool.num_disagreements += 1
-        self._goes_on, self._continuation = False, None
+        self._goes_on, self._begun = False, None
         log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
         return None
 

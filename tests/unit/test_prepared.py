@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specwire.prepared import PreparedProposals
 from specwire.core import Proposal, Support
 from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.prepared import PreparedProposals
 
 PROMPT = [1, 2, 3]
 
