@@ -225,7 +225,11 @@ async def measure(load: Load, clock: PartsClock, num_steps: int) -> dict[str, fl
 def _submit(engine: Engine, jobs: Sequence[Job]) -> list[asyncio.Future[Any]]:
     """All at once, as they arrive from a coordinator: the engine starts them together."""
     submitted = threading.Event()
-    engine._inbox.put(lambda: None if submitted.wait() else None)
+
+    def wait() -> None:
+        submitted.wait()
+
+    engine._inbox.put(wait)
     futures = [engine.submit(job, NUM_DRAFT_TOKENS) for job in jobs]
     submitted.set()
     return futures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from specwire.core import SamplingParams, num_in_common
@@ -16,6 +17,7 @@ from specwire.errors import (
     RequestCancelledError,
 )
 from specwire.estimate import clock
+from specwire.rule.columns import Encoded
 from specwire.tree import TokenTree, follow
 
 _MAX_CATCH_UP_TOKENS = 8
@@ -54,6 +56,11 @@ class TokenSequence:
         """The stream's seed; streams without one are refused when they open."""
         assert self.params.seed is not None
         return self.params.seed
+
+    @cached_property
+    def encoded(self) -> Encoded:
+        """Its sampling parameters as columns read them."""
+        return Encoded.of(self.params, self.seed)
 
     @property
     def chain(self) -> list[int]:
@@ -104,7 +111,7 @@ class TokenSequence:
         self.cache.release()
         self.cache = parent.cache.fork()
         self.cache.truncate(min(self.cache.length, length))
-        self.tokens, self.tree = chain[:length], None
+        self.tokens, self.tree, self.encoded = chain[:length], None, parent.encoded
 
     def replace_with_fork(self, fork: TokenSequence) -> None:
         """Take over a fork's tokens, tree and cache; the fork is closed."""
