@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import importlib
 import json
 import random
@@ -211,6 +212,8 @@ async def measure(load: Load, clock: PartsClock, num_steps: int) -> dict[str, fl
     num_rounds = max(1, num_steps // load.passes_per_round)
     for i in range(2 * num_rounds):
         if i == num_rounds:
+            gc.collect()
+            gc.freeze()  # as services do
             num_before = engine.status().num_steps
             await _on_thread(engine, clock.reset)
         jobs = [stream.job() for stream in streams]
