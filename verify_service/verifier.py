@@ -19,9 +19,9 @@ from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdic
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
-from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, Stack
+from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, Stack, padded
 from specwire.rule.random import Purpose
-from specwire.rule.rows import choose_matched, padded, position_logprobs, take_rows, uniforms_for
+from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from specwire.core import SamplingParams, num_in_common
+from specwire.core import SamplingParams
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.errors import (
     ContextLengthError,
@@ -77,15 +77,21 @@ class TokenSequence:
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held before a tree; nothing is changed.
         """
-        chain = self.chain
-        if base_len > len(chain):
-            raise PrefixMismatchError(base_len, len(chain))
-        num_kept = base_len + num_in_common(chain[base_len:], token_ids)
-        if self.tree is not None and num_kept == len(chain):
-            num_kept += self._keep_path(self.tree, token_ids[num_kept - base_len :])
-        self.tokens[base_len:] = token_ids
+        tokens, tree, num_kept = self.tokens, self.tree, base_len
+        chain_len = len(tokens) if tree is None else tree.start
+        if base_len > chain_len:
+            raise PrefixMismatchError(base_len, chain_len)
+        for ours, theirs in zip(tokens[base_len:chain_len], token_ids, strict=False):
+            if ours != theirs:
+                break
+            num_kept += 1
+        if tree is not None and num_kept == chain_len:
+            num_kept += self._keep_path(tree, token_ids[num_kept - base_len :])
+        tokens[base_len:] = token_ids
         self.tree = None
-        self.cache.truncate(min(self.cache.length, num_kept, len(self.tokens) - 1))
+        num_kept = min(num_kept, len(tokens) - 1)
+        if num_kept < self.cache.length:
+            self.cache.truncate(num_kept)
 
     def _keep_path(self, tree: TokenTree, following: Sequence[int]) -> int:
         """Drop the computed nodes that are not on the path along these tokens; returns how many there are."""
@@ -172,8 +178,8 @@ class Job:
     @property
     def is_prefill(self) -> bool:
         """True while many tokens must be run without logits: a prompt, or a cache that was lost."""
-        num_pending = len(self.sequence.tokens) - self.sequence.cache.length
-        return num_pending - self.num_rows > _MAX_CATCH_UP_TOKENS
+        sequence = self.sequence
+        return len(sequence.tokens) - sequence.cache.length - self.num_rows > _MAX_CATCH_UP_TOKENS
 
     @property
     def done(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from specwire.core import IntArray, Rule, SamplingParams
 
 Doubles = npt.NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
 
 GREEDY = 1
 GUMBEL = 2
@@ -164,3 +165,17 @@ class Rows:
         if len(places) == len(self):
             return self
         return Rows(self.stack.take(places), self.positions[places], self.bases[places], {})
+
+
+def padded(flat: npt.NDArray[Number], lengths: IntArray, filling: int) -> npt.NDArray[Number]:
+    """Rows that lie one after another as [num_rows, longest row], filled up where a row is shorter.
+
+    Args:
+        flat: [sum of lengths].
+    """
+    width = int(lengths.max(initial=0))
+    if len(flat) == len(lengths) * width:
+        return flat.reshape(len(lengths), width)
+    out = np.full((len(lengths), width), filling, dtype=flat.dtype)
+    out[np.arange(width) < lengths[:, None]] = flat
+    return out

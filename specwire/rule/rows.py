@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specwire.core import IntArray, Logprobs
 from specwire.rule import random, sampling, transfer
-from specwire.rule.columns import GREEDY, Rows
-
-Number = TypeVar("Number", bound=np.generic)
+from specwire.rule.columns import GREEDY, Rows, padded
 
 
 def take_rows(rows: Tensor, places: IntArray) -> Tensor:
@@ -86,17 +82,3 @@ def pad_ids(rows: Sequence[IntArray]) -> IntArray:
     """int64 [num_rows, longest row], -1 where a row is shorter."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return padded(np.concatenate([np.empty(0, np.int64), *rows]), lengths, -1)
-
-
-def padded(flat: npt.NDArray[Number], lengths: IntArray, filling: int) -> npt.NDArray[Number]:
-    """Rows that lie one after another as [num_rows, longest row], filled up where a row is shorter.
-
-    Args:
-        flat: [sum of lengths].
-    """
-    width = int(lengths.max(initial=0))
-    if len(flat) == len(lengths) * width:
-        return flat.reshape(len(lengths), width)
-    out = np.full((len(lengths), width), filling, dtype=flat.dtype)
-    out[np.arange(width) < lengths[:, None]] = flat
-    return out
