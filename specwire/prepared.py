@@ -94,6 +94,8 @@ class PreparedProposals:
 
         Keeps only those that do, or may do so later.
         """
+        if not self._arrived:
+            return None
         self._arrived = [each for each in self._arrived if each.agrees(committed)]
         known = (each for each in self._arrived if each.origin == origin and each.is_reached(committed))
         return next((each.rest(committed).proposal for each in known), None)
@@ -103,6 +105,8 @@ class PreparedProposals:
 
         Keeps only those whose path may still be committed.
         """
+        if not self._arrived:
+            return None
         agreeing = [each for each in self._arrived if each.agrees(committed)]
         self._arrived = [each for each in agreeing if not each.is_reached(committed)]
         usable = [each.rest(committed) for each in agreeing if each.is_reached(committed)]
