@@ -4,11 +4,14 @@ processes, children that speak over pipes."""
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -28,6 +31,7 @@ class Devices:
     Attributes:
         target_ms, draft_ms: a forward pass of each, in milliseconds; it costs no processor time.
         alpha: probability that a draft token is accepted.
+        runner_up: where the target's token is not the draft's first choice, probability that it is the next.
         num_draft_tokens: a round.
         num_outcomes: prepared for; "auto" lets each stack find out by itself what pays.
     """
@@ -35,8 +39,19 @@ class Devices:
     target_ms: float = 30.0
     draft_ms: float = 2.0
     alpha: float = 0.8
+    runner_up: float = 0.0
     num_draft_tokens: int = 4
     num_outcomes: str = AUTO
+
+    @property
+    def target(self) -> str:
+        """The target's `--model`."""
+        return f"{EMULATED}step_ms={self.target_ms:g}"
+
+    @property
+    def draft(self) -> str:
+        """The draft's `--model`."""
+        return f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g},runner_up={self.runner_up:g}"
 
     def stack(self, *, num_kv_tokens: int, environ: Mapping[str, str] | None = None, **limits: int) -> Stack:
         """Three service processes on these devices.
@@ -48,8 +63,8 @@ class Devices:
                 for; they reach the services as environment variables.
         """
         config = UpConfig(
-            target=f"{EMULATED}step_ms={self.target_ms:g}",
-            draft=f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g}",
+            target=self.target,
+            draft=self.draft,
             address="127.0.0.1:0",
             num_draft_tokens=str(self.num_draft_tokens),
             num_outcomes=self.num_outcomes,
@@ -106,8 +121,20 @@ def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 def start_module(module: str, *args: str) -> subprocess.Popen[str]:
     """`python -m module args` with pipes to its standard input and output."""
-    command = [sys.executable, "-m", module, *args]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return start_python("-m", module, *args)
+
+
+def start_python(*args: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`python args` with such pipes; `environ` is added to this process's environment."""
+    command, env = [sys.executable, *args], {**os.environ, **(environ or {})}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def ask(process: subprocess.Popen[str], order: object) -> Any:
+    """Send a line of JSON, and wait for the one that answers it."""
+    assert process.stdin is not None
+    print(json.dumps(order), file=process.stdin, flush=True)
+    return json.loads(read_line(process))
 
 
 def read_line(process: subprocess.Popen[str]) -> str:
