@@ -81,7 +81,7 @@ class Measured:
         return {name: statistics.median(load.cpu_ms[name] for load in loads) for name in PROCESSES}
 
     def over_bare(self, version: str, num_streams: int) -> list[float]:
-        """Processor time a round of the three services over bare."""
+        """Processor time a round of the three services over bare on as many streams."""
         services_ms = [load.services_ms for load in self.loads[version][num_streams]]
         return ratios(services_ms, self.bare_ms[num_streams])
 
@@ -251,24 +251,24 @@ def details(measured: Measured) -> str:
 
 def _costs(measured: Measured) -> str:
     rows = []
-    for num_streams, bare_ms in measured.bare_ms.items():
-        for name, loads in measured.loads.items():
-            of_one, alone = measured.cpu_ms(name, num_streams), loads[num_streams]
+    for num_streams in measured.bare_ms:
+        for name, of_version in measured.loads.items():
+            loads, cpu_ms = of_version[num_streams], measured.cpu_ms(name, num_streams)
             rows.append(
                 [
                     num_streams,
                     name,
-                    *(f"{of_one[process]:.3f}" for process in PROCESSES),
-                    summarise([load.services_ms for load in alone]).text(3),
-                    summarise(bare_ms).text(3),
+                    *(f"{cpu_ms[process]:.3f}" for process in PROCESSES),
+                    summarise([load.services_ms for load in loads]).text(3),
                     summarise(measured.over_bare(name, num_streams)).text(2),
-                    f"{statistics.median(load.rounds_per_s for load in alone):,.0f}",
-                    f"{statistics.median(load.tokens_per_s for load in alone):,.0f}",
-                    f"{_of_devices(num_streams, alone):,.0f}",
+                    f"{statistics.median(load.rounds_per_s for load in loads):,.0f}",
+                    f"{statistics.median(load.tokens_per_s for load in loads):,.0f}",
+                    f"{_of_devices(num_streams, loads):,.0f}",
                 ]
             )
-    head = ["streams", "version", *PROCESSES, "three services", "bare", "over bare", "rounds/s", "tokens/s"]
-    return _table([*head, "tokens/s of the devices alone"], rows)
+    head = ["streams", "version", *PROCESSES, "three services", "over bare", "rounds/s", "tokens/s"]
+    bare = [f"{n} {summarise(bare_ms).text(3)}" for n, bare_ms in measured.bare_ms.items()]
+    return f"{_table([*head, 'devices alone'], rows)}\n\nBare, by the number of streams: {', '.join(bare)}."
 
 
 def _of_devices(num_streams: int, loads: Sequence[Load]) -> float:
@@ -350,6 +350,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-hits", action="store_true", help="leave out what a hit takes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args(argv)
+    if args.against and not (args.against / "coordinator/__main__.py").exists():
+        parser.error(f"--against {args.against}: no checkout of this repository")
     plan = Plan(num_repetitions=args.repetitions, num_hit_tokens=0 if args.no_hits else Plan.num_hit_tokens)
     versions = {THIS: HERE} | ({OTHER: args.against.resolve()} if args.against else {})
     facts = machine()
@@ -375,15 +377,16 @@ def _about(plan: Plan) -> str:
     return (
         f"Emulated devices: target {DEVICES.target_ms:g} ms a pass, draft {DEVICES.draft_ms:g} ms a step, "
         f"acceptance {DEVICES.alpha:g}, {DEVICES.num_draft_tokens} draft tokens, greedy, nothing prepared "
-        f"ahead. Three services and the client, the SDK, are processes of one machine. "
-        f"{plan.num_repetitions} interleaved repetitions after a warm-up; medians (least to greatest), "
-        f"ratios within a repetition. *Bare* is the processor time of both ends for one message of "
-        f"{MESSAGE_BYTES} bytes there and back, on as many grpc.aio streams of one channel as there are "
-        f"generations. Hits: one stream, target {HIT_DEVICES.target_ms:g} ms, {HIT_DEVICES.num_outcomes} "
-        f"outcomes prepared, the runner-up right with {HIT_DEVICES.runner_up:g}; a proxy delays what passes "
-        f"between coordinator and verify by the round trip. What {NUM_CORES} cores serve is arithmetic: one "
-        f"round of every stream in each pass of the target, processes busy at most {MAX_LOAD:.0%} of a core "
-        f"like this machine's; the devices' own work, as launching kernels, is not in it."
+        f"ahead; *devices alone*: tokens/s if nothing else took time. Three services and the client, which "
+        f"is the SDK, are processes of one machine. {plan.num_repetitions} interleaved repetitions after a "
+        f"warm-up; medians (least to greatest), ratios within a repetition. *Bare*: processor time of both "
+        f"ends for one message of {MESSAGE_BYTES} bytes there and back, on as many grpc.aio streams of one "
+        f"channel as there are generations. Hits: one stream, target {HIT_DEVICES.target_ms:g} ms, "
+        f"{HIT_DEVICES.num_outcomes} outcomes prepared, the runner-up right with {HIT_DEVICES.runner_up:g}, "
+        f"median time between two chunks; a proxy delays what passes between coordinator and verify by the "
+        f"round trip. What {NUM_CORES} cores serve is arithmetic: one round of every stream in each pass of "
+        f"the target, no process busier than {MAX_LOAD:.0%} of a core like this machine's; without what the "
+        f"models themselves need, as launching kernels."
     )
 
 
