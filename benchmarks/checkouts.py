@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.processes import Devices, Usage, ask, difference, end, start_python
+from benchmarks.processes import THREADS, Devices, Usage, ask, difference, end, start_python
 from specwire.cli.supervisor import Service
 from specwire.config.flags import flag_words
 
@@ -30,6 +30,7 @@ class Load:
         usual_round_ms: median time between two chunks of a stream.
         hit_rate: share of the rounds whose proposal was prepared.
         cpu_ms: processor time a round by process, in milliseconds; see `PROCESSES`.
+        thread_cpu_ms: the same by process, then by kind of thread; see `Usage.thread_cpu_s`.
     """
 
     tokens_per_s: float
@@ -38,6 +39,7 @@ class Load:
     usual_round_ms: float
     hit_rate: float
     cpu_ms: Mapping[str, float]
+    thread_cpu_ms: Mapping[str, Mapping[str, float]]
 
     @property
     def services_ms(self) -> float:
@@ -101,9 +103,10 @@ class Checkout:
 
     def run(self, num_streams: int, num_tokens: int) -> Load:
         """So many greedy streams of so many tokens at once, until the last has ended."""
-        before = self._usage.cpu_s()
+        before, threads_before = self._usage.cpu_s(), self._usage.thread_cpu_s()
         found = ask(self._client, {"num_streams": num_streams, "num_tokens": num_tokens})
         spent_s = difference(self._usage.cpu_s(), before)
+        by_thread_s = difference(self._usage.thread_cpu_s(), threads_before)
         num_rounds, elapsed_s = found["num_rounds"], found["elapsed_s"]
         return Load(
             tokens_per_s=found["num_tokens"] / elapsed_s,
@@ -112,6 +115,10 @@ class Checkout:
             usual_round_ms=found["usual_round_ms"],
             hit_rate=found["num_hits"] / num_rounds,
             cpu_ms={name: cpu_s / num_rounds * 1e3 for name, cpu_s in spent_s.items()},
+            thread_cpu_ms={
+                name: {kind: by_thread_s.get((name, kind), 0.0) / num_rounds * 1e3 for kind in THREADS}
+                for name in spent_s
+            },
         )
 
     def _start(self, module: str, *words: str, **flags: object) -> Service:

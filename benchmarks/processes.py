@@ -9,9 +9,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
@@ -21,6 +22,10 @@ from specwire.config.flags import env_name
 from specwire.config.services import EMULATED, UpConfig
 
 MIB = 2**20
+LOOP, ENGINE, GRPC = THREADS = ("loop", "engine", "gRPC")
+Name = TypeVar("Name", bound=Hashable)
+_ENGINES = ("verify", "draft")
+"""Names of the engines' threads."""
 _SAMPLE_S = 0.05
 
 
@@ -95,6 +100,16 @@ class Usage:
         times = {name: process.cpu_times() for name, process in self._processes.items()}
         return {name: time.user + time.system for name, time in times.items()}
 
+    def thread_cpu_s(self) -> dict[tuple[str, str], float]:
+        """The same by process and kind of thread: `loop` is the main thread, with the event loop, `engine`
+        the one that computes, and `gRPC` all others."""
+        spent_s: dict[tuple[str, str], float] = {}
+        for name, process in self._processes.items():
+            for thread in process.threads():
+                key = name, _kind(process.pid, thread.id)
+                spent_s[key] = spent_s.get(key, 0.0) + thread.user_time + thread.system_time
+        return spent_s
+
     @contextlib.contextmanager
     def peak_rss_mib(self) -> Iterator[dict[str, float]]:
         """The largest of twenty samples a second while the body runs, in MiB; complete when it is over."""
@@ -114,9 +129,16 @@ class Usage:
             sampler.join()
 
 
-def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """after - before, name by name."""
-    return {name: value - before[name] for name, value in after.items()}
+def _kind(pid: int, thread_id: int) -> str:
+    if thread_id == pid:
+        return LOOP
+    path = Path(f"/proc/{pid}/task/{thread_id}/comm")
+    return ENGINE if path.exists() and path.read_text().strip() in _ENGINES else GRPC
+
+
+def difference(after: Mapping[Name, float], before: Mapping[Name, float]) -> dict[Name, float]:
+    """after - before, name by name; what was not there before was 0."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def start_module(module: str, *args: str) -> subprocess.Popen[str]:

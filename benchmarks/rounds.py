@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.checkouts import HERE, PROCESSES, SERVICES, Checkout, Load
 from benchmarks.echo import EchoPair
-from benchmarks.processes import Devices
+from benchmarks.processes import GRPC, LOOP, THREADS, Devices
 from benchmarks.stats import ratios, summarise
 
 THIS, OTHER = "this version", "the other"
@@ -33,6 +33,7 @@ MAX_HIT = {0.0: 1.03, 5.0: 1.04}
 NUM_CORES = 16
 MAX_LOAD = 0.8
 """Share of a core that a process may use before messages queue in front of it."""
+_KINDS = {name: THREADS if name in ("verify", "draft") else (LOOP, GRPC) for name in PROCESSES}
 PASSES_MS, STREAMS = (5.0, 15.0, 30.0), (64, 256, 1024)
 
 
@@ -240,6 +241,7 @@ def bars(measured: Measured) -> list[Bar]:
 def details(measured: Measured) -> str:
     """All tables."""
     parts = ["## Processor time a round (ms)", _costs(measured)]
+    parts += ["## By thread (ms a round)", _threads(measured)]
     if OTHER in measured.loads:
         parts += ["## This version over the other", _ratios(measured)]
     if measured.hits:
@@ -269,6 +271,23 @@ def _costs(measured: Measured) -> str:
     head = ["streams", "version", *PROCESSES, "three services", "over bare", "rounds/s", "tokens/s"]
     bare = [f"{n} {summarise(bare_ms).text(3)}" for n, bare_ms in measured.bare_ms.items()]
     return f"{_table([*head, 'devices alone'], rows)}\n\nBare, by the number of streams: {', '.join(bare)}."
+
+
+def _threads(measured: Measured) -> str:
+    keys = [(process, kind) for process in PROCESSES for kind in _KINDS[process]]
+    rows = [
+        [
+            num_streams,
+            name,
+            *(
+                f"{statistics.median(load.thread_cpu_ms[process][kind] for load in loads):.3f}"
+                for process, kind in keys
+            ),
+        ]
+        for name, of_version in measured.loads.items()
+        for num_streams, loads in of_version.items()
+    ]
+    return _table(["streams", "version", *(f"{process}, {kind}" for process, kind in keys)], rows)
 
 
 def _of_devices(num_streams: int, loads: Sequence[Load]) -> float:
@@ -386,7 +405,7 @@ def _about(plan: Plan) -> str:
         f"median time between two chunks; a proxy delays what passes between coordinator and verify by the "
         f"round trip. What {NUM_CORES} cores serve is arithmetic: one round of every stream in each pass of "
         f"the target, no process busier than {MAX_LOAD:.0%} of a core like this machine's; without what the "
-        f"models themselves need, as launching kernels."
+        f"models themselves need, as launching kernels. *Loop*: a process's main thread."
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rounds
-from benchmarks.checkouts import HERE, Checkout, Load
+from benchmarks.checkouts import HERE, PROCESSES, Checkout, Load
 from benchmarks.rounds import MANY, ONE, OTHER, SOME, THIS, Measured, Plan
 from specwire.errors import ConfigError
 
@@ -23,7 +23,8 @@ def _load(cpu_ms: Mapping[str, float], **changed: float) -> Load:
         "usual_round_ms": 33.0,
         "hit_rate": 0.9,
     }
-    return Load(cpu_ms=cpu_ms, **(figures | changed))
+    by_thread = {name: {"loop": cost_ms, "engine": 0.0, "gRPC": 0.0} for name, cost_ms in cpu_ms.items()}
+    return Load(cpu_ms=cpu_ms, thread_cpu_ms=by_thread, **(figures | changed))
 
 
 def _measured(bare_ms: float = 0.1) -> Measured:
@@ -103,5 +104,8 @@ def test_rounds_are_measured_through_real_processes() -> None:
         assert 1 <= load.tokens_per_round <= 5
         assert 0.1 < load.services_ms < 1000
         assert 0 < measured.bare_ms[num_streams][0] < 10
+    [many] = measured.loads[THIS][MANY]
+    assert all(many.thread_cpu_ms[name]["loop"] > 0 for name in PROCESSES)
+    assert many.thread_cpu_ms["draft"]["engine"] > 0
     assert all(30 < loads[0].usual_round_ms < 300 for loads in measured.hits[THIS].values())
     assert len(rounds.bars(measured)) == 4
