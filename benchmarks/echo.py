@@ -39,7 +39,7 @@ class EchoPair:
         return times_s
 
     def cpu_ms(self, count: int, num_streams: int, message_bytes: int) -> float:
-        """Processor time of both ends for a message there and back, in milliseconds.
+        """Processor time of both ends for a message there and back, in milliseconds; opening is counted too.
 
         Args:
             count: of them on each stream, one after another.
@@ -49,7 +49,7 @@ class EchoPair:
         before = usage.cpu_s()
         ask(self._client, {"count": count, "num_streams": num_streams, "message_bytes": message_bytes})
         spent_s = difference(usage.cpu_s(), before)
-        return sum(spent_s.values()) / (num_streams * (_WARM_UP + count)) * 1e3
+        return sum(spent_s.values()) / (num_streams * (_warm_up(num_streams) + count)) * 1e3
 
     def __enter__(self) -> Self:
         return self
@@ -72,21 +72,26 @@ async def _round_trips_s(
     channel: Any, count: int, num_streams: int = 1, message_bytes: int = MESSAGE_BYTES
 ) -> list[float]:
     """Of all streams."""
-    message = bytes(message_bytes)
-    found = await asyncio.gather(*(_of_one_stream_s(channel, count, message) for _ in range(num_streams)))
-    return [time_s for times_s in found for time_s in times_s]
+    message, warm_up = bytes(message_bytes), _warm_up(num_streams)
+    streams = (_of_one_stream_s(channel, message, count, warm_up) for _ in range(num_streams))
+    return [time_s for times_s in await asyncio.gather(*streams) for time_s in times_s]
 
 
-async def _of_one_stream_s(channel: Any, count: int, message: bytes) -> list[float]:
+async def _of_one_stream_s(channel: Any, message: bytes, count: int, warm_up: int) -> list[float]:
     times_s = []
     call = channel.stream_stream(_METHOD)()
-    for _ in range(_WARM_UP + count):
+    for _ in range(warm_up + count):
         started_s = time.perf_counter()
         await call.write(message)
         await call.read()
         times_s.append(time.perf_counter() - started_s)
     call.cancel()
-    return times_s[_WARM_UP:]
+    return times_s[warm_up:]
+
+
+def _warm_up(num_streams: int) -> int:
+    """Uncounted round trips of each stream."""
+    return _WARM_UP // num_streams
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
