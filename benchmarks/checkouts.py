@@ -6,13 +6,14 @@ those that every version knows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.processes import THREADS, Devices, Usage, ask, difference, end, start_python
+from benchmarks.processes import THREADS, Devices, Usage, ask, difference, end, read_line, start_python
 from specwire.cli.supervisor import Service
 from specwire.config.flags import flag_words
 
@@ -20,6 +21,7 @@ HERE = Path(__file__).resolve().parents[1]
 SERVICES = ("verify", "draft", "coordinator")
 PROCESSES = (*SERVICES, "client")
 _START_TIMEOUT_S = 60.0
+_MAX_PROMPT_LEN = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,8 @@ class Checkout:
             engine = {
                 "num_kv_tokens": num_kv_tokens,
                 "max_sequences": max_streams + 24,
-                "max_num_tokens": max(2048, max_streams * (devices.num_draft_tokens + 1)),
+                "max_num_tokens": max(2048, max_streams * _MAX_PROMPT_LEN),
+                "max_prefill_tokens": max(2048, max_streams * _MAX_PROMPT_LEN),  # all begin at once
             }
             verify = self._start("verify_service", model=devices.target, **engine)
             draft = self._start("draft_service", model=devices.draft, **engine)
@@ -102,18 +105,20 @@ class Checkout:
             self._started = started.pop_all()
 
     def run(self, num_streams: int, num_tokens: int) -> Load:
-        """So many greedy streams of so many tokens at once, until the last has ended."""
+        """So many greedy streams of so many tokens at once; opening and closing them is not counted."""
+        ask(self._client, {"num_streams": num_streams, "num_tokens": num_tokens})
         before, threads_before = self._usage.cpu_s(), self._usage.thread_cpu_s()
-        found = ask(self._client, {"num_streams": num_streams, "num_tokens": num_tokens})
+        read_line(self._client)
         spent_s = difference(self._usage.cpu_s(), before)
         by_thread_s = difference(self._usage.thread_cpu_s(), threads_before)
-        num_rounds, elapsed_s = found["num_rounds"], found["elapsed_s"]
+        found = json.loads(read_line(self._client))
+        num_rounds = found["num_tokens"] / found["tokens_per_round"]
         return Load(
-            tokens_per_s=found["num_tokens"] / elapsed_s,
-            rounds_per_s=num_rounds / elapsed_s,
-            tokens_per_round=found["num_tokens"] / num_rounds,
+            tokens_per_s=found["num_tokens"] / found["elapsed_s"],
+            rounds_per_s=num_rounds / found["elapsed_s"],
+            tokens_per_round=found["tokens_per_round"],
             usual_round_ms=found["usual_round_ms"],
-            hit_rate=found["num_hits"] / num_rounds,
+            hit_rate=found["hit_rate"],
             cpu_ms={name: cpu_s / num_rounds * 1e3 for name, cpu_s in spent_s.items()},
             thread_cpu_ms={
                 name: {kind: by_thread_s.get((name, kind), 0.0) / num_rounds * 1e3 for kind in THREADS}

@@ -47,7 +47,7 @@ class Plan:
     """
 
     num_repetitions: int = 5
-    num_tokens: Mapping[int, int] = field(default_factory=lambda: {ONE: 400, SOME: 256, MANY: 128})
+    num_tokens: Mapping[int, int] = field(default_factory=lambda: {ONE: 400, SOME: 256, MANY: 192})
     num_messages: Mapping[int, int] = field(default_factory=lambda: {ONE: 2000, SOME: 80, MANY: 40})
     num_hit_tokens: int = 250
 
@@ -71,7 +71,7 @@ def _measure_costs(plan: Plan, versions: Mapping[str, Path], measured: Measured)
             for name, path in versions.items()
         }
         for checkout in started.values():  # allocators, caches and whatever the services learn
-            checkout.run(most, 32)
+            checkout.run(most, plan.num_tokens[most])
         for repetition in range(plan.num_repetitions):
             for num_streams, num_tokens in plan.num_tokens.items():
                 bare_ms = echo.cpu_ms(plan.num_messages[num_streams], num_streams, MESSAGE_BYTES)
@@ -147,7 +147,8 @@ def _about(plan: Plan) -> str:
         f"Emulated devices: target {DEVICES.target_ms:g} ms a pass, draft {DEVICES.draft_ms:g} ms a step, "
         f"acceptance {DEVICES.alpha:g}, {DEVICES.num_draft_tokens} draft tokens, greedy, nothing prepared "
         f"ahead; *devices alone*: tokens/s if nothing else took time. Three services and the client, which "
-        f"is the SDK, are processes of one machine. {plan.num_repetitions} interleaved repetitions after a "
+        f"is the SDK, are processes of one machine; counted is the time in which all streams make rounds, "
+        f"without opening and closing them. {plan.num_repetitions} interleaved repetitions after a "
         f"warm-up; medians (least to greatest), ratios within a repetition. *Bare*: processor time of both "
         f"ends for one message of {MESSAGE_BYTES} bytes there and back, on as many grpc.aio streams of one "
         f"channel as there are generations. Hits: one stream, target {HIT_DEVICES.target_ms:g} ms, "

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds, rounds_report
-from benchmarks.checkouts import HERE, PROCESSES, Checkout, Load
+from benchmarks import load, rounds, rounds_report
+from benchmarks.checkouts import HERE, Checkout, Load
 from benchmarks.rounds import Plan
 from benchmarks.rounds_report import DEVICES, MANY, ONE, OTHER, SOME, THIS, Measured
 from specwire.errors import ConfigError
@@ -91,21 +91,39 @@ def test_services_are_those_of_the_checkout(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rounds_are_measured_through_real_processes() -> None:
     """Next to nothing to do."""
+    counts = (ONE, 4)
     plan = Plan(
         num_repetitions=1,
-        num_tokens={ONE: 8, SOME: 8, MANY: 4},
-        num_messages=dict.fromkeys((ONE, SOME, MANY), 1),
+        num_tokens=dict.fromkeys(counts, 48),
+        num_messages=dict.fromkeys(counts, 10),
         num_hit_tokens=24,
     )
     measured = rounds.measure(plan, {THIS: HERE})
-    for num_streams in plan.num_tokens:
-        [load] = measured.loads[THIS][num_streams]
-        assert load.tokens_per_s > 0
-        assert 1 <= load.tokens_per_round <= 5
-        assert 0.1 < load.services_ms < 1000
+    for num_streams in counts:
+        [found] = measured.loads[THIS][num_streams]
+        assert found.tokens_per_s > 0
+        assert 1 <= found.tokens_per_round <= 5
+        assert 0.1 < found.services_ms < 1000
         assert 0 < measured.bare_ms[num_streams][0] < 10
-    [many] = measured.loads[THIS][MANY]
-    assert all(many.thread_cpu_ms[name]["loop"] > 0 for name in PROCESSES)
-    assert many.thread_cpu_ms["draft"]["engine"] > 0
+        assert sum(found.thread_cpu_ms[name]["engine"] for name in ("verify", "draft")) > 0
     assert all(30 < loads[0].usual_round_ms < 300 for loads in measured.hits[THIS].values())
-    assert len(rounds_report.bars(measured)) == 4
+    assert "| 5 | 1,024 | 204,800 |" in rounds_report.details(measured)
+
+
+def test_a_window_is_the_time_in_which_all_streams_make_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    window = load.Window(num_streams=2, first=4, last=20)
+    for index, num_tokens in ((0, 5), (0, 5), (1, 3)):
+        window.add(index, num_tokens)
+    assert capsys.readouterr().out == ""
+    window.add(1, 1)
+    assert capsys.readouterr().out == "{}\n"
+    for index, num_tokens in ((0, 5), (1, 5), (0, 5), (1, 5)):
+        window.add(index, num_tokens)
+    assert capsys.readouterr().out == "{}\n"
+    assert (window.num_tokens, window.elapsed_s > 0) == (15, True)
+
+
+def test_a_window_that_never_begins_is_an_error() -> None:
+    window = load.Window(num_streams=2, first=4, last=20)
+    with pytest.raises(RuntimeError, match="1 streams have not begun"):
+        window.add(0, 20)
