@@ -30,11 +30,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -146,21 +148,22 @@ class Dictated(VerifyDecider):
     texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
 
     @staticmethod
-    def apply(jobs: Sequence[Job], answer: list[Judged]) -> None:
+    def apply(jobs: Sequence[Job], judged: Judged) -> None:
         """See `VerifyDecider`."""
-        verifies = [job for job in jobs if isinstance(job, VerifyJob)]
-        VerifyDecider.apply(jobs, [_told(job, own) for job, own in zip(verifies, answer, strict=True)])
+        own, told = iter(judged.token_ids.tolist()), []
+        for job in jobs:
+            assert isinstance(job, VerifyJob)
+            told += _told(job, list(islice(own, job.num_rows)))
+        VerifyDecider.apply(jobs, judged._replace(token_ids=np.array(told, np.int64)))
 
 
-def _told(job: VerifyJob, own: Judged) -> Judged:
+def _told(job: VerifyJob, own: Sequence[int]) -> list[int]:
+    """The text's token at each row; the target's own after its end."""
     prompt_len = job.sequence.prompt_len
     text = Dictated.texts[tuple(job.sequence.tokens[:prompt_len])]
     left = text[job.committed_len - prompt_len :]
-    depths = (
-        [0, *(depth + 1 for depth in tree.depths(job.parents))] if job.parents else range(len(own.token_ids))
-    )
-    rows = zip(depths, own.token_ids, strict=True)
-    return own._replace(token_ids=[left[depth] if depth < len(left) else own_id for depth, own_id in rows])
+    depths = [0, *(depth + 1 for depth in tree.depths(job.parents))] if job.parents else range(len(own))
+    return [left[depth] if depth < len(left) else own_id for depth, own_id in zip(depths, own, strict=True)]
 
 
 class Dictation(LogitsProcessor):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from coordinator.requests import GenerationRequest
 from specwire import tree
 from specwire.completion import Stage
 from specwire.config.speculative import METHODS
-from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
+from specwire.core import Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule import acceptance
@@ -162,25 +162,20 @@ class Round:
         return 1 + max(tree.depths(parents)) if parents else len(self.proposal.token_ids)
 
     @property
-    def last_fate(self) -> Fate:
-        """Of the last committed token; those before it are accepted ones."""
-        return Fate.RECOVERED if self._refused else Fate.BONUS
-
-    @property
     def rejected(self) -> list[int]:
-        """The draft tokens that the rule rejected, in a chain at most one. Those after them are dropped."""
-        return [self.proposal.token_ids[node] for node in self._refused]
+        """The draft tokens that the rule rejected, in a chain at most one. Those after them are dropped.
+
+        With any, the last committed token is a recovered one, else the bonus token.
+        """
+        path = self.outcome.path
+        refused = self.proposal.children(path[-1] if path else -1)
+        return [self.proposal.token_ids[node] for node in refused]
 
     @property
     def logprobs(self) -> list[Logprobs]:
         """One entry for each emitted token, if requested."""
         rows = self.verdict.logprobs
         return [rows[row] for row in (0, *(node + 1 for node in self.outcome.path))] if rows else []
-
-    @property
-    def _refused(self) -> list[int]:
-        path = self.outcome.path
-        return self.proposal.children(path[-1] if path else -1)
 
 
 class Turns(Protocol):
@@ -256,13 +251,13 @@ class Generation:
                     if not self._turns.may_start(0):
                         await self._turns.wait()
                     started_ns = clock.stopwatch_ns()
-                    next_round = Begun(self._round())
+                    next_round = self._begin()
                 done, next_round = await next_round, None
                 ended_ns = self._ledger.switch(Stage.COORDINATOR)
                 self._drafter.observe(done)
                 if self._goes_on(done):
                     self._planner.observe(done, ended_ns - started_ns)
-                    started_ns, next_round = ended_ns, Begun(self._round())
+                    started_ns, next_round = ended_ns, self._begin()
                     yield done
                 else:
                     self._ledger.switch(Stage.EMIT)
@@ -282,9 +277,10 @@ class Generation:
             and self._turns.may_start(len(done.token_ids))
         )
 
-    async def _round(self) -> Round:
-        if not self._tracer.enabled:
-            return await self._cycle(self._parent)
+    def _begin(self) -> Begun[Round]:
+        return Begun(self._traced_cycle() if self._tracer.enabled else self._cycle(self._parent))
+
+    async def _traced_cycle(self) -> Round:
         with self._tracer.span("round", parent=self._parent.context) as span:
             number = self._num_rounds
             done = await self._cycle(span)

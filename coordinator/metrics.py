@@ -194,6 +194,12 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     ),
     Metric(
         MetricKind.COUNTER,
+        "specwire_begun_rounds_total",
+        "Rounds that the verify service began by itself, with a prepared proposal (--verify-ahead).",
+        lambda now: now.totals.tally.num_begun,
+    ),
+    Metric(
+        MetricKind.COUNTER,
         "specwire_stage_seconds_total",
         "Time of requests by stage; each moment belongs to one.",
         lambda now: {(stage.value,): ns / 1e9 for stage, ns in now.totals.stage_ns.items()},
@@ -244,6 +250,13 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "Draft and verify services that new streams may go to, or may not.",
         _replicas,
         ("role", "state"),
+    ),
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_disagreements_total",
+        "Rounds where the verify service, going on by itself, came to another outcome than the coordinator, "
+        "which keeps its own. Any is a defect.",
+        lambda now: now.verify.num_disagreements,
     ),
     Metric(
         MetricKind.COUNTER,

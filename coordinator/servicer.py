@@ -142,7 +142,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Any,
         call: CallRecord,
     ) -> None:
-        with self._peers(request, context.time_remaining, call.span) as (drafter, verifier):
+        with self._peers(request, planner, context.time_remaining, call.span) as (drafter, verifier):
             generation = Generation(
                 request,
                 drafter,
@@ -179,7 +179,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @contextlib.contextmanager
     def _peers(
-        self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: Span
+        self,
+        request: GenerationRequest,
+        planner: Planner,
+        remaining_s: Callable[[], float | None],
+        parent: Span,
     ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
         verifier = RemoteVerifier(
@@ -190,6 +194,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tracer=self._tracer,
             parent=parent,
             goes_on=self._config.verify_ahead and not request.draft.method,
+            max_depth=planner.limit,
         )
         drafter = self._drafter(request, remaining_s(), parent, verifier.prepare)
         with contextlib.closing(verifier), contextlib.closing(drafter):

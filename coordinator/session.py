@@ -140,8 +140,9 @@ class Session:
             num_emitted += len(done.token_ids)
             self._tally.add(done)
             self._totals.add(done)
-            self._add_tokens(done)
-            for token_id in done.rejected:
+            rejected = done.rejected
+            self._add_tokens(done, Fate.RECOVERED if rejected else Fate.BONUS)
+            for token_id in rejected:
                 self._chunk.reject(token_id, done.proposal.source, self._decode(token_id))
             self._latest = done
         self._rounds.clear()
@@ -150,16 +151,16 @@ class Session:
                 self._chunk.add(item, text)
         self._credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
 
-    def _add_tokens(self, done: Round) -> None:
+    def _add_tokens(self, done: Round, last_fate: Fate) -> None:
         """Add a round's tokens, up to the one that ends the generation, as far as their text is certain."""
         chunk, source, logprobs = self._chunk, done.proposal.source, done.logprobs
         token_ids = done.token_ids
         if self._tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
-            chunk.add_round(token_ids, done.last_fate, source)
+            chunk.add_round(token_ids, last_fate, source)
             return
         last = len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
-            fate, by = (Fate.ACCEPTED, source) if i < last else (done.last_fate, "")
+            fate, by = (Fate.ACCEPTED, source) if i < last else (last_fate, "")
             item = chunk.item(token_id, fate, by, logprobs[i] if logprobs else None)
             for each, text in self._process(token_id, item):
                 chunk.add(each, text)

@@ -27,11 +27,12 @@ class Tally:
     Attributes:
         num_rounds: of any kind.
         num_prepared: whose proposal was there before it was requested.
+        num_begun: that the target began by itself.
         num_cached_tokens: that the target found in its cache instead of running them.
     """
 
     def __init__(self) -> None:
-        self.num_rounds = self.num_prepared = self.num_cached_tokens = 0
+        self.num_rounds = self.num_prepared = self.num_begun = self.num_cached_tokens = 0
         self._kinds: dict[tuple[str, int, int, int], int] = {}
 
     def add(self, done: Round) -> None:
@@ -39,6 +40,7 @@ class Tally:
         self.num_rounds += 1
         self.num_cached_tokens += done.verify_cost.num_cached_tokens
         self.num_prepared += done.draft_cost.prepared
+        self.num_begun += done.verify_cost.is_hit
         proposal = done.proposal
         if num_drafted := len(proposal.token_ids):
             kind = proposal.source, num_drafted, done.num_steps, len(done.outcome.path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,10 @@ from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.rule import sampling
+from specwire.rule.columns import EDITED, MATCHED, Row, Rows, Stack
 from specwire.rule.random import Purpose
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
-from specwire.rule.sampling import Row
-from specwire.rule.transfer import indices, to_host
+from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
 
 SHARPNESS = 2.0
@@ -68,21 +69,21 @@ class DraftJob(Job):
         """Likeliest tokens that it needs of each row."""
         return self.num_candidates + 1 if self.num_candidates else 0
 
-    def rows(self) -> list[Row]:
-        """How to sample after each of the last `num_rows` tokens that were run."""
-        tokens = self.sequence.tokens
-        return [self.row(tokens, len(tokens))]
+    def positions(self) -> list[int]:
+        """Of the tokens that are drawn after each of the last `num_rows` that were run."""
+        return [len(self.sequence.tokens)]
 
-    def row(self, history: Sequence[int], position: int) -> Row:
-        """How to sample at a position, after the tokens before it."""
-        return Row(
-            params=self.sequence.params,
-            prompt_len=self.sequence.prompt_len,
-            history=history,
-            position=position,
-            seed=self.sequence.seed,
-            base_len=self.committed_len,
-        )
+    def histories(self) -> list[Sequence[int]]:
+        """The tokens before each of them."""
+        return [self.sequence.tokens]
+
+    def rows(self) -> list[Row]:
+        """How to sample each of them, where the columns of `Rows` are not enough."""
+        sequence, base_len = self.sequence, self.committed_len
+        return [
+            Row(sequence.params, sequence.prompt_len, history, position, sequence.seed, base_len)
+            for history, position in zip(self.histories(), self.positions(), strict=True)
+        ]
 
     def add(self, rows: Sequence[Drawn]) -> None:
         """Append one draft token; unless it is the last, the next pass runs it."""
@@ -150,9 +151,13 @@ class TreeJob(DraftJob):
         """Likeliest tokens that it needs of each row: all that may become nodes."""
         return self.num_candidates
 
-    def rows(self) -> list[Row]:
-        """How to sample after each node that was run."""
-        return _rows_after(self, self.growth, self._open)
+    def positions(self) -> list[int]:
+        """After each node that was run."""
+        return _positions_after(self, self.growth, self._open)
+
+    def histories(self) -> list[Sequence[int]]:
+        """Each node's own path."""
+        return _histories(self, self.growth, self._open)
 
     def add(self, rows: Sequence[Drawn]) -> None:
         """The candidates after the nodes that were run become nodes; the next pass runs the best of them."""
@@ -194,9 +199,13 @@ class LeavesJob(DraftJob):
         """Likeliest tokens that it needs of each row: all of them may follow."""
         return self.num_candidates
 
-    def rows(self) -> list[Row]:
-        """How to sample after each leaf."""
-        return _rows_after(self, self.growth, self.leaves)
+    def positions(self) -> list[int]:
+        """After each leaf."""
+        return _positions_after(self, self.growth, self.leaves)
+
+    def histories(self) -> list[Sequence[int]]:
+        """Each leaf's own path."""
+        return _histories(self, self.growth, self.leaves)
 
     def add(self, rows: Sequence[Drawn]) -> None:
         """The candidates become nodes, outside the proposal."""
@@ -204,11 +213,15 @@ class LeavesJob(DraftJob):
         self.result = True
 
 
-def _rows_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Row]:
-    """Each with its own path; the tokens before it are copied only where the parameters need them."""
-    before = job.sequence.tokens[: job.committed_len] if job.sequence.params.needs_history else []
-    paths = [growth.path_to(node) for node in nodes]
-    return [job.row([*before, *path], job.committed_len + len(path)) for path in paths]
+def _positions_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[int]:
+    """The position after each node; after the prefix (-1) the first one."""
+    return [job.committed_len + (growth.depths[node] + 1 if node >= 0 else 0) for node in nodes]
+
+
+def _histories(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Sequence[int]]:
+    """All tokens up to each node, on its own path."""
+    before = job.sequence.tokens[: job.committed_len]
+    return [[*before, *growth.path_to(node)] for node in nodes]
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:
@@ -243,15 +256,15 @@ class Drawn(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One row for each job.
+    """The rows of all jobs.
 
     Attributes:
-        limits: [num_rows] token ids from here on are excluded; 0 for no limit.
+        limits: int64 [num_rows], token ids from here on are excluded; empty without any limit.
         num_ranked: likeliest tokens wanted of each row.
     """
 
-    rows: list[Row]
-    limits: list[int]
+    rows: Rows
+    limits: IntArray
     num_ranked: int
 
 
@@ -265,10 +278,18 @@ class DraftDecider:
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        rows = [job.rows() for job in drafts]
+        num_rows = np.fromiter((job.num_rows for job in drafts), np.int64, len(drafts))
+        positions = np.array([position for job in drafts for position in job.positions()], np.int64)
+        base_lens = np.fromiter((job.committed_len for job in drafts), np.int64, len(drafts))
+        limits = np.fromiter((job.vocab_limit for job in drafts), np.int64, len(drafts))
+        stack = Stack.of([job.sequence.encoded for job in drafts])
+        edited: dict[int, Row] = {}
+        for i in np.flatnonzero(stack.traits & EDITED).tolist():
+            edited |= enumerate(drafts[i].rows(), int(num_rows[:i].sum()))
+        job_of = np.repeat(np.arange(len(drafts)), num_rows)
         return Question(
-            [row for of_one in rows for row in of_one],
-            [job.vocab_limit for job, of_one in zip(drafts, rows, strict=True) for _ in of_one],
+            Rows.at(stack.take(job_of), positions, base_lens[job_of], edited),
+            limits[job_of] if limits.any() else limits[:0],
             max((job.num_ranked for job in drafts), default=0),
         )
 
@@ -277,17 +298,17 @@ class DraftDecider:
         rows = question.rows
         logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
-        drawn = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
-        on_device = [*self._match(question, log_probs, matched), *self._draw(question, log_probs, drawn)]
-        found = iter(to_host(*on_device))
-        answer: dict[int, Drawn] = {}
-        if matched:
-            answer |= zip(matched, _matched(*(next(found) for _ in range(4))), strict=True)
-        if drawn:
-            supports = _supports(*(next(found) for _ in range(4)), num_ranked=question.num_ranked)
-            answer |= zip(drawn, supports, strict=True)
-        return [answer[i] for i in range(len(rows))]
+        is_matched = rows.traits & MATCHED != 0
+        matched, sampled = np.flatnonzero(is_matched), np.flatnonzero(~is_matched)
+        on_device = [*self._match(question, log_probs, matched), *self._draw(question, log_probs, sampled)]
+        host = to_host(*on_device)
+        if not len(sampled):
+            return list(_matched(*host))
+        if not len(matched):
+            return list(_supports(*host, num_ranked=question.num_ranked))
+        drawn = [*_matched(*host[:4]), *_supports(*host[4:], num_ranked=question.num_ranked)]
+        order = np.argsort(np.concatenate([matched, sampled]))
+        return [drawn[i] for i in order.tolist()]
 
     def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
         """See `device.Decider`."""
@@ -296,26 +317,26 @@ class DraftDecider:
         for job in drafts:
             job.add(list(islice(rows, job.num_rows)))
 
-    def _match(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
+    def _match(self, question: Question, log_probs: Tensor, places: IntArray) -> list[Tensor]:
         """What `_matched` reads; nothing for no rows."""
-        if not places:
+        if not len(places):
             return []
-        scores = matched_scores(take_rows(log_probs, places), [question.rows[i] for i in places])
+        scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
         top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
         token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
         shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
         return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
-    def _draw(self, question: Question, log_probs: Tensor, places: list[int]) -> list[Tensor]:
+    def _draw(self, question: Question, log_probs: Tensor, places: IntArray) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
 
         A row without finite logits has an empty support and the token -1.
         """
-        if not places:
+        if not len(places):
             return []
         probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        uniforms = uniforms_for([question.rows[i] for i in places], Purpose.DRAFT, probs.device)
+        uniforms = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
         columns = sampling.draw(support_probs, uniforms)
         return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
 
@@ -336,11 +357,11 @@ def _supports(
         yield Drawn(token_id, Support(ids[row, :n], probs[row, :n]), ranked)
 
 
-def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
+def _limit_vocabulary(logits: Tensor, limits: IntArray) -> Tensor:
     """Exclude tokens that the target lacks, where the draft's vocabulary is padded further."""
     width = logits.shape[1]
-    if all(not 0 < limit < width for limit in limits):
+    if not ((limits > 0) & (limits < width)).any():
         return logits
-    ends = indices([limit or width for limit in limits], logits.device)
+    ends = to_device(np.where(limits == 0, width, limits), logits.device)
     beyond = torch.arange(width, device=logits.device) >= ends[:, None]
     return logits.masked_fill(beyond, float("-inf"))

@@ -92,19 +92,21 @@ class PreparedProposals:
     def find(self, origin: Any, committed: Sequence[int]) -> Proposal | None:
         """What is left of the one with this origin; None if it does not follow the committed tokens.
 
-        Keeps only those that may still be used.
+        Keeps only those that do, or may do so later.
         """
+        if not self._arrived:
+            return None
         self._arrived = [each for each in self._arrived if each.agrees(committed)]
         known = (each for each in self._arrived if each.origin == origin and each.is_reached(committed))
-        found = next((each.rest(committed).proposal for each in known), None)
-        self._arrived = [each for each in self._arrived if not each.is_reached(committed)]
-        return found
+        return next((each.rest(committed).proposal for each in known), None)
 
     def take(self, committed: Sequence[int]) -> Prepared | None:
         """The longest proposal that follows the committed tokens; None if there is none.
 
         Keeps only those whose path may still be committed.
         """
+        if not self._arrived:
+            return None
         agreeing = [each for each in self._arrived if each.agrees(committed)]
         self._arrived = [each for each in agreeing if not each.is_reached(committed)]
         usable = [each.rest(committed) for each in agreeing if each.is_reached(committed)]

@@ -73,6 +73,7 @@ class _Round:
         continuation: how the sequence goes on after it.
         is_done: whether its verdict is on its way.
         has_failed: whether it failed before it was confirmed.
+        job: of a round that was begun here, until it is done.
     """
 
     sequence: OpenSequence[_State]
@@ -137,6 +138,10 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         ahead, proposal, params = sequence.state.ahead, order.proposal, sequence.tokens.params
         if ahead is None:
             raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")
+        if order.ahead_id <= 0:
+            raise InvalidRequestError("ahead_ids", order.ahead_id, "must be over 0")
+        if proposal.base_len < 0:
+            raise InvalidRequestError("base_lens", proposal.base_len, "must be at least 0")
         if len(proposal.token_ids) > MAX_NUM_DRAFT_TOKENS:
             problem = f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
             raise InvalidRequestError("num_tokens", len(proposal.token_ids), problem)
@@ -258,7 +263,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                 if isinstance(result, SpecwireError):
                     self._fail(job, judged, result)
                     continue
-                judged.is_done = True
+                judged.is_done, judged.job = True, None
                 if judged.received_ns:
                     judged.sequence.num_unanswered -= 1
                     if judged.ahead_id:
@@ -277,7 +282,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _go_on(
         self, sequence: OpenSequence[_State], proposal: Proposal, verdict: Verdict
     ) -> Continuation | None:
-        """Begin what follows this verdict, if anything is there for it."""
+        """Begin what follows this verdict, if anything is there for it; the verdict stands if that fails."""
         ahead = sequence.state.ahead
         assert ahead is not None
         try:
@@ -287,6 +292,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             self._begin(sequence, following, verdict.base_len)
         except SpecwireError as error:  # such as the end of the context; the coordinator comes to it too
             log.debug("sequence %d does not go on: %s", sequence.sequence_id, error)
+            return None
+        except Exception:
+            log.exception("going on failed")
             return None
         return following.continuation
 

@@ -5,7 +5,7 @@ The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,14 +19,13 @@ from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdic
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
+from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, Stack, padded
 from specwire.rule.random import Purpose
-from specwire.rule.rows import choose_matched, pad_ids, position_logprobs, take_rows, uniforms_for
-from specwire.rule.sampling import Row
+from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
-_NO_PROBS: FloatArray = np.empty(0, dtype=np.float32)
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class VerifyJob(Job):
 
 
 class Case(NamedTuple):
-    """One sequence's rows: one for the committed prefix, and one for each draft token.
+    """One sequence's rows, one by one: for the committed prefix, and for each draft token.
 
     Attributes:
         history: int64, all of its tokens, drafts included; empty where the parameters do not need them.
@@ -124,125 +123,164 @@ class Case(NamedTuple):
         return drafts
 
 
-class Judged(NamedTuple):
-    """The result for a case, one entry a row; probabilities and masses for draft positions only.
+class Cases(NamedTuple):
+    """What to judge in a step: one case for each sequence, whose rows lie together.
 
     Attributes:
-        is_finite: whether the logits are finite; if not, the other fields are meaningless.
-        token_ids: the target's own token where tokens are matched, else one drawn outside the support.
+        stack: how each case is sampled.
+        committed_lens: int64 [num_cases], position of each first row.
+        num_rows: int64 [num_cases], one more than there are draft tokens.
+        support_ids: int64, the supports of the sampled rows, one after another.
+        support_lens: int64 [num_sampled_rows]; 0 at the last row of each case.
+        special: by index, the cases that are trees, have penalties or biases, or report log probabilities.
     """
 
-    is_finite: bool
-    token_ids: list[int]
-    target_probs: Sequence[FloatArray] = ()
-    tail_mass: Sequence[float] = ()
-    logprobs: Sequence[Logprobs] = ()
+    stack: Stack
+    committed_lens: IntArray
+    num_rows: IntArray
+    support_ids: IntArray
+    support_lens: IntArray
+    special: Mapping[int, Case]
+
+    @classmethod
+    def of(cls, jobs: Sequence[VerifyJob]) -> Cases:
+        """One for each job."""
+        num = len(jobs)
+        stack = Stack.of([job.sequence.encoded for job in jobs])
+        is_special, is_sampled = stack.traits & (EDITED | LOGPROBS) != 0, stack.traits & MATCHED == 0
+        supports: list[IntArray] = []
+        for i in np.flatnonzero(is_sampled).tolist():
+            supports += (*jobs[i].supports, _NO_IDS)
+        return cls(
+            stack,
+            committed_lens=np.fromiter((job.committed_len for job in jobs), np.int64, num),
+            num_rows=np.fromiter((job.num_rows for job in jobs), np.int64, num),
+            support_ids=np.concatenate([_NO_IDS, *supports]),
+            support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
+            special={i: job.case() for i, job in enumerate(jobs) if job.parents or is_special[i]},
+        )
+
+    @property
+    def starts(self) -> IntArray:
+        """int64 [num_cases], each one's first row."""
+        return np.cumsum(self.num_rows) - self.num_rows
+
+    def rows(self) -> Rows:
+        """How each row is sampled."""
+        case = np.repeat(np.arange(len(self.num_rows)), self.num_rows)
+        starts, base_lens = self.starts, self.committed_lens[case]
+        positions = base_lens + np.arange(len(case)) - starts[case]
+        edited: dict[int, Row] = {}
+        for i, special in self.special.items():
+            rows, start = special.rows(), int(starts[i])
+            positions[start : start + len(rows)] = [row.position for row in rows]
+            if self.stack.traits[i] & EDITED:
+                edited |= enumerate(rows, start)
+        return Rows.at(self.stack.take(case), positions, base_lens, edited)
+
+
+class Judged(NamedTuple):
+    """The results of a step; the fields of a case whose logits are not finite are meaningless.
+
+    Attributes:
+        is_finite: bool [num_cases], whether the logits are.
+        token_ids: int64 [num_rows], the target's own token where tokens are matched, else one drawn outside
+            the support.
+        target_probs: float32 [num_sampled_rows, longest support], 0 beyond the row's own.
+        tail_mass: float64 [num_sampled_rows].
+        logprobs: of the cases that report them, by index.
+    """
+
+    is_finite: npt.NDArray[np.bool_]
+    token_ids: IntArray
+    target_probs: FloatArray
+    tail_mass: npt.NDArray[np.float64]
+    logprobs: dict[int, list[Logprobs]]
 
 
 class VerifyDecider:
     """Verdicts for all jobs of a step at once; a `device.Decider`."""
 
     @staticmethod
-    def ask(jobs: Sequence[Job]) -> list[Case]:
+    def ask(jobs: Sequence[Job]) -> Cases:
         """One case for each job."""
-        return [job.case() for job in jobs if isinstance(job, VerifyJob)]
+        return Cases.of([job for job in jobs if isinstance(job, VerifyJob)])
 
     @staticmethod
-    def decide(cases: list[Case], logits: Tensor) -> list[Judged]:
+    def decide(cases: Cases, logits: Tensor) -> Judged:
         """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
-        rows = [row for case in cases for row in case.rows()]
-        supports = [support for case in cases for support in case.row_supports()]
+        rows = cases.rows()
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        found = _evaluate(log_probs, rows, supports)
-        judged, start = [], 0
-        for case in cases:
-            here = slice(start, start + case.num_rows)
-            judged.append(_judged(case, found, here, logits[here]))
-            start += case.num_rows
+        judged = _evaluate(log_probs, rows, cases)
+        reporting = {i: case for i, case in cases.special.items() if case.params.logprobs is not None}
+        starts = cases.starts
+        for i, case in reporting.items():
+            here = slice(starts[i], starts[i] + case.num_rows)
+            judged.logprobs[i] = _logprobs(case, logits[here], judged.token_ids[here].tolist())
         return judged
 
     @staticmethod
-    def apply(jobs: Sequence[Job], answer: list[Judged]) -> None:
+    def apply(jobs: Sequence[Job], judged: Judged) -> None:
         """Verdicts."""
-        verifies = [job for job in jobs if isinstance(job, VerifyJob)]
-        for job, judged in zip(verifies, answer, strict=True):
-            if judged.is_finite:
-                job.result = Verdict(
-                    job.committed_len,
-                    judged.token_ids,
-                    judged.target_probs,
-                    judged.tail_mass,
-                    judged.logprobs,
-                )
-            else:
-                job.result = _not_finite()
+        token_ids, tail_mass = judged.token_ids.tolist(), judged.tail_mass.tolist()
+        start = sampled = 0
+        verifies = (job for job in jobs if isinstance(job, VerifyJob))
+        for i, (job, is_finite) in enumerate(zip(verifies, judged.is_finite.tolist(), strict=True)):
+            end, num_drafts = start + job.num_rows, job.num_rows - 1
+            target_probs: Sequence[FloatArray] = ()
+            tails: Sequence[float] = ()
+            if not job.sequence.encoded.traits & MATCHED:
+                on_drafts = slice(sampled, sampled + num_drafts)
+                target_probs = _on_supports(judged.target_probs[on_drafts], job.supports)
+                tails = tail_mass[on_drafts]
+                sampled += job.num_rows
+            logprobs = judged.logprobs.get(i, ())
+            verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
+            job.result = verdict if is_finite else _not_finite()
+            start = end
 
 
-class _RowResults(NamedTuple):
-    """One entry a row; `target_probs` and `tail_mass` are unset where tokens are matched.
-
-    Attributes:
-        maxima: of the log probabilities, or of a greedy row's logits. Not finite where the logits are not,
-            or where the parameters made them so; single entries of -inf do not show here.
-    """
-
-    token_ids: IntArray
-    maxima: FloatArray
-    tail_mass: npt.NDArray[np.float64]
-    target_probs: list[FloatArray]
+def _on_supports(probs: FloatArray, supports: Sequence[IntArray]) -> list[FloatArray]:
+    """Each row of the padded probabilities, as long as its support."""
+    return [row[: len(support)] for row, support in zip(probs, supports, strict=True)]
 
 
-def _evaluate(log_probs: Tensor, rows: list[Row], supports: list[IntArray]) -> _RowResults:
+def _evaluate(log_probs: Tensor, rows: Rows, cases: Cases) -> Judged:
     """Compute all results on the device, and copy them to the host at once."""
-    matched = [i for i, row in enumerate(rows) if row.params.matches_tokens]
-    sampled = [i for i, row in enumerate(rows) if not row.params.matches_tokens]
+    is_matched = rows.traits & MATCHED != 0
+    matched, sampled = np.flatnonzero(is_matched), np.flatnonzero(~is_matched)
     chosen = _chosen(log_probs, rows, matched)
-    on_support, tail_mass, tail_tokens = _judge(log_probs, rows, supports, sampled)
+    on_support, tail_mass, tail_tokens = _judge(log_probs, rows, cases, sampled)
+    # A row's maximum is not finite where its logits are not, or where the parameters made them so; single
+    # entries of -inf do not show.
     host = to_host(chosen, on_support, tail_mass, tail_tokens, log_probs.amax(dim=1))
-    found = _RowResults(np.zeros(len(rows), np.int64), host[4], np.zeros(len(rows)), [_NO_PROBS] * len(rows))
-    found.token_ids[matched], found.token_ids[sampled] = host[0], host[3]
-    found.tail_mass[sampled] = host[2]
-    for i, row_probs in zip(sampled, host[1], strict=True):
-        found.target_probs[i] = row_probs[: len(supports[i])]
-    return found
+    token_ids = np.empty(len(rows), np.int64)
+    token_ids[matched], token_ids[sampled] = host[0], host[3]
+    is_finite = np.logical_and.reduceat(np.isfinite(host[4]), cases.starts)
+    return Judged(is_finite, token_ids, host[1], host[2], {})
 
 
-def _chosen(log_probs: Tensor, rows: list[Row], places: list[int]) -> Tensor:
+def _chosen(log_probs: Tensor, rows: Rows, places: IntArray) -> Tensor:
     """Greedy and Gumbel: the target's own choice at each of some rows, int64 [num_places]."""
-    if not places:
+    if not len(places):
         return torch.zeros(0, dtype=torch.int64, device=log_probs.device)
-    return choose_matched(take_rows(log_probs, places), [rows[i] for i in places])
+    return choose_matched(take_rows(log_probs, places), rows.take(places))
 
 
-def _judge(
-    log_probs: Tensor, rows: list[Row], supports: list[IntArray], places: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling: the results of `sampling.judge_support` for some rows."""
-    if not places:
+def _judge(log_probs: Tensor, rows: Rows, cases: Cases, places: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection sampling: the results of `sampling.judge_support` for the sampled rows."""
+    if not len(places):
         none = torch.zeros(0, device=log_probs.device)
         return none, none, none
     probs = take_rows(log_probs, places).exp()
-    uniforms = uniforms_for([rows[i] for i in places], Purpose.TARGET, probs.device)
-    padded = to_device(pad_ids([supports[i] for i in places]), probs.device)
-    return sampling.judge_support(probs, padded, uniforms)
-
-
-def _judged(case: Case, found: _RowResults, here: slice, logits: Tensor) -> Judged:
-    is_finite = bool(np.isfinite(found.maxima[here]).all())
-    token_ids = found.token_ids[here].tolist()
-    logprobs = _logprobs(case, logits, token_ids)
-    if case.params.matches_tokens:
-        return Judged(is_finite, token_ids, logprobs=logprobs)
-    on_drafts = slice(here.start, here.stop - 1)
-    tail_mass = found.tail_mass[on_drafts].tolist()
-    return Judged(is_finite, token_ids, found.target_probs[on_drafts], tail_mass, logprobs)
+    uniforms = uniforms_for(rows.take(places), Purpose.TARGET, probs.device)
+    support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
+    return sampling.judge_support(probs, support_ids, uniforms)
 
 
 def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs]:
     """Log probabilities before warps and penalties, of every token that may be emitted and the likeliest."""
-    num_top = case.params.logprobs
-    if num_top is None:
-        return []
+    assert case.params.logprobs is not None
     candidates = [
         np.unique([t for t in (token_id, *draft, *support) if t >= 0]).astype(np.int64)
         for token_id, draft, support in zip(
@@ -252,7 +290,7 @@ def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs
             strict=True,
         )
     ]
-    return position_logprobs(logits, candidates, num_top)
+    return position_logprobs(logits, candidates, case.params.logprobs)
 
 
 def _not_finite() -> InternalError:

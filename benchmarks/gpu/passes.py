@@ -22,6 +22,7 @@ from specwire.engine.model.graphs import CudaReplay, EagerReplay
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import random, sampling
+from specwire.rule.columns import Row
 
 PAGE_LEN = 256
 GAMMA = 5
@@ -228,7 +229,7 @@ def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     """As the draft does: cut the distribution down, then draw from what is left. int64 [1]."""
     if params.greedy:
         return sampling.greedy(logits)
-    row = sampling.Row(params, 0, (), position, 1)
+    row = Row(params, 0, (), position, 1)
     probs = sampling.apply_warps(logits, [row]).exp()
     ids, support, _ = sampling.truncate_support(probs, 0.99, 1024)
     uniforms = random.uniforms([1], random.Purpose.DRAFT, [position])

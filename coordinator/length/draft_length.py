@@ -78,6 +78,8 @@ class _Observer:
     """Learns from the rounds of one stream."""
 
     limit: int
+    _is_adaptive = False
+    """Whether what is believed of the stream's text is read before its next round."""
 
     def __init__(self, shared: SharedMeasurements) -> None:
         self._shared = shared
@@ -90,7 +92,8 @@ class _Observer:
 
     def learn(self, done: Round, elapsed_ns: int, *, may_try: bool) -> None:
         """As `observe`; the round counts in trials where `may_try`."""
-        self._own.add(done.num_steps, done.outcome.num_accepted)
+        if self._is_adaptive or self._shared.learns_next:
+            self._own.add(done.num_steps, done.outcome.num_accepted)
         self._shared.add(done)
         settled = self._settling.settled
         if not may_try or settled is None or done.draft_cost.draft_unavailable:
@@ -147,6 +150,7 @@ class AdaptiveLength(_Observer):
     """The best length for a stream's text, under the cap of all streams."""
 
     limit = MAX_CHOSEN
+    _is_adaptive = True
 
     def __init__(self, shared: SharedMeasurements) -> None:
         super().__init__(shared)

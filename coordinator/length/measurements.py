@@ -44,7 +44,7 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more streams, one
 of each."""
-_COST_ROUNDS = 8
+_LEARNT_ROUNDS = 8
 """Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 
 
@@ -99,7 +99,7 @@ class SharedMeasurements:
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
         self.is_warming_up = True
-        self._num_rounds = self._num_proposals = self._refresh_at = self._costs_at = 0
+        self._num_rounds = self._num_proposals = self._refresh_at = self._learn_at = 0
         self._entered: tuple[int, Level, Level] | None = None
         self._prospects: Prospects
 
@@ -124,14 +124,20 @@ class SharedMeasurements:
             )
         return self._prospects
 
+    @property
+    def learns_next(self) -> bool:
+        """Whether costs are learnt from the next round that is added."""
+        return self.is_warming_up or self._num_rounds + 1 >= self._learn_at
+
     def add(self, done: Round) -> None:
-        """Learn from a round of any stream."""
+        """Count a round of any stream, and learn from it if its turn has come."""
+        is_learnt = self.learns_next
         self._num_rounds += 1
         self._num_proposals += bool(done.proposal.token_ids)
-        if not self.is_warming_up and self._num_rounds < self._costs_at:
+        if not is_learnt:
             return
         # An odd number: not the rounds of the same streams each time.
-        self._costs_at = self._num_rounds + (self._num_streams() // _COST_ROUNDS | 1)
+        self._learn_at = self._num_rounds + (self._num_streams() // _LEARNT_ROUNDS | 1)
         self.costs.add(done, prepares=self.num_outcomes > 0)
         if self.is_warming_up:
             # To prepare takes work, which a draft that answers quickly need not do.

@@ -16,7 +16,7 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.core import Continuation, Outcome, Proposal, Verdict
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
 
+_MAX_AHEAD = 128
+"""Proposals ahead of a sequence that are remembered: the 64 that the peer keeps, and those on their way."""
 _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
@@ -57,8 +59,7 @@ class _VerifySequence:
         self._asked: VerifyOrder | None = None
         self._answer: asyncio.Future[_Received] | None = None
         self._early: dict[int, _Received] = {}  # to rounds that were not asked for yet
-        self._goes_on = opening.may_go_on
-        self._ahead = PreparedProposals()
+        self._ahead = PreparedProposals(_MAX_AHEAD)
         self._sequence_id = link.open(opening, self, timeout_s)
 
     async def exchange(
@@ -79,7 +80,7 @@ class _VerifySequence:
             proposal.parents,
             [support.token_ids for support in proposal.supports],
             traceparent,
-            [support.probs for support in proposal.supports] if self._goes_on else (),
+            [support.probs for support in proposal.supports] if self._last_ahead_id else (),
         )
         self._early.clear()
         return await self._ask(order, committed)
@@ -111,8 +112,8 @@ class _VerifySequence:
         answer, num_bytes = found
         cost = split(
             clock.stopwatch_ns() - started_ns,
-            answer.timings,
-            outcome=CallOutcome.ASKED,
+            _as_asked(answer.timings) if answer.ahead_id else answer.timings,
+            outcome=CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
             request_bytes=self.request_bytes,
             response_bytes=num_bytes,
             num_cached_tokens=answer.num_cached_tokens,
@@ -126,9 +127,12 @@ class _VerifySequence:
         self._ahead.add(path, proposal, self._last_ahead_id)
         self._link.put(AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal))
 
-    def begun(self, committed: Sequence[int], continuation: Continuation) -> Proposal | None:
-        """What the peer judges next; None if that does not follow the committed tokens."""
-        return self._ahead.find(continuation.ahead_id, committed)
+    def begun(self, committed: Sequence[int], continuation: Continuation | None) -> Proposal | None:
+        """What the peer judges next; None if that does not follow the committed tokens.
+
+        To be called for each round: proposals that cannot follow any more are dropped.
+        """
+        return self._ahead.find(continuation.ahead_id if continuation else 0, committed)
 
     def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""
@@ -138,7 +142,7 @@ class _VerifySequence:
         )
         if is_asked and waiting is not None and not waiting.done():
             waiting.set_result((answer, num_bytes))
-        elif answer.ahead_id:
+        elif 0 < answer.ahead_id <= self._last_ahead_id:
             self._early[answer.ahead_id] = answer, num_bytes
 
     def failed(self, error: SpecwireError) -> None:
@@ -150,6 +154,17 @@ class _VerifySequence:
     def close(self) -> None:
         """Close it; the peer frees its memory."""
         self._link.close_sequence(self._sequence_id)
+
+
+def _as_asked(timings: Timings) -> Timings:
+    """Timings of a round that the service began by itself, as if it had begun when it was asked for.
+
+    It began when the verdict before it left, which is about when the coordinator began to wait. When the
+    request arrived there does not matter: the pass was under way.
+    """
+    forward_ns = timings.forward_ns + timings.ahead_ns
+    residence_ns = max(timings.residence_ns, forward_ns)
+    return timings._replace(forward_ns=forward_ns, residence_ns=residence_ns, ahead_ns=0)
 
 
 class RemoteVerifier:
@@ -175,6 +190,7 @@ class RemoteVerifier:
         tracer: tracing.Tracing,
         parent: tracing.Span,
         goes_on: bool = False,
+        max_depth: int = MAX_NUM_DRAFT_TOKENS,
     ) -> None:
         """Opens nothing yet.
 
@@ -183,6 +199,8 @@ class RemoteVerifier:
             timeout_s: longest wait for a replica when none is available.
             parent: span of the generation.
             goes_on: whether the target may go on by itself with prepared proposals.
+            max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
+                no longer round.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -195,7 +213,7 @@ class RemoteVerifier:
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
         )
-        self._goes_on = goes_on
+        self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
@@ -295,9 +313,9 @@ class RemoteVerifier:
 
     def prepare(self, path: Sequence[int], proposal: Proposal) -> None:
         """Send a prepared proposal ahead, as far as the generation may get."""
-        room = self._end_len - 1 - (proposal.base_len + len(path))
-        if self._goes_on and self._sequence is not None and room > 0:
-            self._sequence.prepare(path, tree.within(proposal, len(proposal.token_ids), room))
+        num_tokens, room = len(proposal.token_ids), self._end_len - 1 - (proposal.base_len + len(path))
+        if self._goes_on and self._sequence is not None and num_tokens and room > 0:
+            self._sequence.prepare(path, tree.within(proposal, num_tokens, min(room, self._max_depth)))
 
     def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
         """See `generation.Verifier`.
@@ -305,16 +323,14 @@ class RemoteVerifier:
         The target applies the same rule to the same numbers. If it comes to another outcome, ours holds: its
         round is dropped by our next request, and it is not trusted to go on by itself again.
         """
-        continuation, self._begun = self._continuation, None
-        if continuation is None or self._sequence is None:
+        if self._sequence is None or not self._goes_on:
             return None
-        found = self._sequence.begun(committed, continuation)
-        theirs = continuation.outcome
-        if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token and found:
-            self._begun = found
-            return found
+        self._begun = self._sequence.begun(committed, self._continuation)
+        theirs = self._continuation.outcome if self._continuation else outcome
+        if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token:
+            return self._begun
         self._pool.num_disagreements += 1
-        self._goes_on, self._continuation = False, None
+        self._goes_on, self._begun = False, None
         log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
         return None
 

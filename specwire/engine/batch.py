@@ -6,22 +6,27 @@ whether it runs in the same process or in several that all receive the same batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from specwire.core import IntArray
 from specwire.engine.cache.copies import SlotCopies
-from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, first_tokens
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, runs_of, slots_of
 from specwire.errors import ContextLengthError, InvalidRequestError
+from specwire.rule.columns import padded
 from specwire.tree import TokenTree
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """What one sequence contributes to a forward pass.
 
     Attributes:
@@ -81,27 +86,111 @@ class Segment(NamedTuple):
         return self.tree.words(self.first_query, self.cache_len)
 
 
+class Segments(Sequence[Segment]):
+    """The sequences of a packed row, in row order: as columns, and one by one for what attends to each alone.
+
+    Args, Attributes:
+        query_offsets: [n + 1], each one's first token in the row, and the end of the last one.
+        cache_lens: [n], tokens in each one's cache, those of the row included.
+        tables: [n], their page tables.
+        page_size: slots in a page.
+        trees: of those that have tokens of a tree in the row, by index.
+    """
+
+    def __init__(
+        self,
+        query_offsets: Sequence[int],
+        cache_lens: Sequence[int],
+        tables: Sequence[array[int]],
+        page_size: int,
+        trees: Mapping[int, TokenTree],
+    ) -> None:
+        self.query_offsets = query_offsets
+        self.cache_lens = cache_lens
+        self.tables = tables
+        self.page_size = page_size
+        self.trees = trees
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        """The columns of single ones; columns as they are."""
+        if isinstance(segments, Segments):
+            return segments
+        ends = [segment.query_offset + segment.num_query for segment in segments]
+        trees = {i: segment.tree for i, segment in enumerate(segments) if segment.tree is not None}
+        tables = [array("i", segment.pages) for segment in segments]
+        columns = cls([0, *ends], [segment.cache_len for segment in segments], tables, 0, trees)
+        columns._each = list(segments)
+        return columns
+
+    @property
+    def max_query(self) -> int:
+        """Most tokens of one sequence in the row."""
+        return int(max(map(operator.sub, self.query_offsets[1:], self.query_offsets)))
+
+    def between(self, start: int, end: int) -> Segments:
+        """Those with tokens [start, end) of the row, as a row of their own."""
+        offsets = self.query_offsets
+        kept = [i for i in range(len(self)) if offsets[i] < end and offsets[i + 1] > start]
+        lasts = [min(end, offsets[i + 1]) for i in kept]
+        return Segments(
+            [0, *(last - start for last in lasts)],
+            [self.cache_lens[i] - offsets[i + 1] + last for i, last in zip(kept, lasts, strict=True)],
+            [self.tables[i] for i in kept],
+            self.page_size,
+            {place: self.trees[i] for place, i in enumerate(kept) if i in self.trees},
+        )
+
+    def words(self) -> IntArray:
+        """int64 [num_tokens], the nodes that each token sees, see `Segment.words`."""
+        words = np.zeros(self.query_offsets[-1], dtype=np.int64)
+        for i in self.trees:
+            words[self.query_offsets[i] : self.query_offsets[i + 1]] = self[i].words
+        return words
+
+    def page_table(self) -> npt.NDArray[np.int32]:
+        """The page tables as rows, [n, most pages], filled up with page 0."""
+        lengths = np.fromiter(map(len, self.tables), np.int64, len(self))
+        return padded(np.frombuffer(bytearray().join(self.tables), np.int32), lengths, 0)
+
+    @cached_property
+    def _each(self) -> list[Segment]:
+        columns = zip(self.query_offsets, self.query_offsets[1:], self.cache_lens, self.tables, strict=False)
+        size, trees = self.page_size, self.trees
+        return [
+            Segment(start, end - start, cache_len, runs_of(pages, cache_len, size), pages, trees.get(i))
+            for i, (start, end, cache_len, pages) in enumerate(columns)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.cache_lens)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        return self._each[index]
+
+
 class Batch(NamedTuple):
     """One packed row.
 
     Attributes:
         token_ids, positions, slots: int64 [num_tokens].
         segments: the sequences in row order; their `num_query` add up to num_tokens.
-        rows: indices in the packed row whose logits are wanted.
+        rows: int64, indices in the packed row whose logits are wanted.
         copies: slots to copy before any is written; None without any.
     """
 
     token_ids: IntArray
     positions: IntArray
     slots: IntArray
-    segments: list[Segment]
-    rows: list[int]
+    segments: Segments
+    rows: IntArray
     copies: SlotCopies | None = None
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether any token is a node of a tree."""
-        return any(segment.tree is not None for segment in self.segments)
 
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
@@ -109,21 +198,10 @@ class Batch(NamedTuple):
         return [self._between(start, start + max_tokens) for start in starts]
 
     def _between(self, start: int, end: int) -> Batch:
-        some, segments = slice(start, end), []
-        for segment in self.segments:
-            first = max(segment.query_offset, start)
-            last = min(segment.query_offset + segment.num_query, end)
-            if first < last:
-                left = segment.query_offset + segment.num_query - last
-                cache_len = segment.cache_len - left
-                runs = first_tokens(segment.runs, cache_len) if left else segment.runs
-                segments.append(
-                    segment._replace(
-                        query_offset=first - start, num_query=last - first, cache_len=cache_len, runs=runs
-                    )
-                )
-        rows = [row - start for row in self.rows if start <= row < end]
+        some = slice(start, end)
+        rows = self.rows[(self.rows >= start) & (self.rows < end)] - start
         copies = self.copies if start == 0 else None
+        segments = self.segments.between(start, end)
         return Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
 
 
@@ -151,31 +229,44 @@ class Packer:
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
         """
-        tokens = [np.asarray(feed.token_ids, dtype=np.int64) for feed in feeds]
-        self._check(feeds, tokens)
+        token_ids = self._checked(feeds)
         lengths = [feed.cache.length for feed in feeds]
         try:
-            yield self._pack(feeds, tokens)
+            yield self._pack(feeds, token_ids, lengths)
         except BaseException:
             for feed, length in zip(feeds, lengths, strict=True):
                 feed.cache.truncate(length)
             raise
 
-    def _check(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> None:
-        for feed, token_ids in zip(feeds, tokens, strict=True):
-            if token_ids.ndim != 1 or token_ids.size == 0:
-                raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
-            if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
-                raise InvalidRequestError(
-                    "token_ids", feed.token_ids, f"must lie in [0, {self._num_embeddings})"
-                )
-            if not 0 <= feed.num_rows <= token_ids.size:
-                raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {token_ids.size}]")
-            if feed.cache.pool is not self.pool:
-                raise InvalidRequestError("cache", feed.cache, "belongs to another runner")
-            self._check_length(feed, feed.cache.length + token_ids.size)
+    def _checked(self, feeds: Sequence[Feed]) -> IntArray:
+        """The tokens of all feeds, int64 [num_tokens], once they are found to be in order."""
+        limit = math.inf if self._context_len is None else self._context_len
+        num_tokens = 0
+        for feed in feeds:
+            num_query, cache = len(feed.token_ids), feed.cache
+            num_tokens += num_query
+            if cache.pool is not self.pool:
+                raise InvalidRequestError("cache", cache, "belongs to another runner")
+            is_plain = feed.tree is None and 0 <= feed.num_rows <= num_query > 0
+            if not (is_plain and cache.length + num_query <= limit):
+                self._check(feed)
+        token_ids = np.fromiter(chain.from_iterable(feed.token_ids for feed in feeds), np.int64, num_tokens)
+        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
+            for feed in feeds:
+                self._check(feed)
         if len({id(feed.cache) for feed in feeds}) != len(feeds):
             raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
+        return token_ids
+
+    def _check(self, feed: Feed) -> None:
+        num_query = len(feed.token_ids)
+        if num_query == 0:
+            raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
+        if min(feed.token_ids) < 0 or max(feed.token_ids) >= self._num_embeddings:
+            raise InvalidRequestError("token_ids", feed.token_ids, f"must lie in [0, {self._num_embeddings})")
+        if not 0 <= feed.num_rows <= num_query:
+            raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query}]")
+        self._check_length(feed, feed.cache.length + num_query)
 
     def _check_length(self, feed: Feed, new_len: int) -> None:
         """Siblings share a position, so a tree may have more tokens than the context has positions."""
@@ -189,16 +280,26 @@ class Packer:
                 "token_ids", num_positions, f"the model's context is {self._context_len} tokens"
             )
 
-    def _pack(self, feeds: Sequence[Feed], tokens: Sequence[IntArray]) -> Batch:
-        rows: list[int] = []
-        slots, segments, end = [], [], 0
-        for feed, token_ids in zip(feeds, tokens, strict=True):
-            cache, num_query = feed.cache, token_ids.size
-            slots.append(cache.append(num_query))
-            tree = feed.tree if feed.tree is not None and cache.length > feed.tree.start else None
-            segments.append(Segment(end, num_query, cache.length, cache.runs(), cache.pages, tree))
-            end += num_query
-            rows.extend(range(end - feed.num_rows, end))
-        positions = np.concatenate([segment.positions for segment in segments])
-        copies = self.pool.copies.take()
-        return Batch(np.concatenate(tokens), positions, np.concatenate(slots), segments, rows, copies)
+    def _pack(self, feeds: Sequence[Feed], token_ids: IntArray, lengths: Sequence[int]) -> Batch:
+        caches, num_query = [feed.cache for feed in feeds], [len(feed.token_ids) for feed in feeds]
+        for cache, num in zip(caches, num_query, strict=True):
+            cache.reserve(num)
+        positions, slots = slots_of(caches, lengths, num_query)
+        offsets, trees = [0, *accumulate(num_query)], {}
+        for i, feed in enumerate(feeds):
+            if feed.tree is not None and feed.cache.length > feed.tree.start:
+                trees[i] = feed.tree
+                some = slice(offsets[i], offsets[i + 1])
+                positions[some] = feed.tree.positions(lengths[i], feed.cache.length)
+        tables, cache_lens = [cache.pages for cache in caches], [cache.length for cache in caches]
+        segments = Segments(offsets, cache_lens, tables, self.pool.page_size, trees)
+        return Batch(token_ids, positions, slots, segments, _rows(feeds, offsets), self.pool.copies.take())
+
+
+def _rows(feeds: Sequence[Feed], offsets: Sequence[int]) -> IntArray:
+    """The tokens whose logits are wanted: the last `num_rows` of each feed, which ends at the next offset."""
+    num_rows = [feed.num_rows for feed in feeds]
+    if sum(num_rows) == offsets[-1]:
+        return np.arange(offsets[-1])
+    ends = zip(num_rows, offsets[1:], strict=True)
+    return np.fromiter((row for num, end in ends for row in range(end - num, end)), np.int64, sum(num_rows))

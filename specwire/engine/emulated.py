@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specwire.config.services import EMULATED
 from specwire.core import IntArray
-from specwire.engine.batch import Feed
+from specwire.engine.batch import Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S
@@ -37,6 +37,7 @@ from specwire.errors import ModelLoadError
 
 PROBS = np.array([0.4, 0.3, 0.2, 0.1])
 """Of the likely tokens, at every position."""
+_MAX_INT = np.iinfo(np.int64).max
 _NEVER = -1e9
 _OVERSLEEP_RATE = 0.1
 _MAX_OVERSLEEP_S = 0.0005
@@ -171,6 +172,7 @@ class EmulatedRunner:
         self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = LEAST_LIMIT_S
         self._model = model
+        self._packer = Packer(self.pool, _MAX_INT, None)  # the table knows any token
         self._due_s = self._oversleep_s = 0.0
 
     def new_sequence(self) -> SequenceCache:
@@ -201,16 +203,8 @@ class EmulatedRunner:
 
     def _append(self, feeds: Sequence[Feed]) -> tuple[IntArray, IntArray]:
         """Append to the caches; returns the position of each row and the token before it, int64 [n]."""
-        positions: list[IntArray] = []
-        tokens: list[IntArray] = []
-        for feed in feeds:
-            feed.cache.append(len(feed.token_ids))
-            first, last = feed.cache.length - feed.num_rows, feed.cache.length
-            before = feed.tree.positions(first, last) if feed.tree else np.arange(first, last, dtype=np.int64)
-            positions.append(before + 1)
-            tokens.append(np.asarray(feed.token_ids[len(feed.token_ids) - feed.num_rows :], np.int64))
-        self.pool.copies.forget()  # there is nothing to copy
-        return np.concatenate(positions), np.concatenate(tokens)
+        with self._packer.packed(feeds) as batch:  # what is to be copied is dropped: there is nothing to copy
+            return batch.positions[batch.rows] + 1, batch.token_ids[batch.rows]
 
     def end_step(self) -> None:
         """Sleep for the rest of the step's emulated time."""

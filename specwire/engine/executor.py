@@ -54,7 +54,9 @@ class StepExecutor:
         self._counts.add_pass(sum(len(feed.token_ids) for feed in feeds))
         if self._prefix_sharing:
             for job in jobs:
-                job.sequence.cache.remember(job.sequence.chain)
+                sequence = job.sequence
+                if sequence.cache.has_unnamed_page:
+                    sequence.cache.remember(sequence.chain)
         if ready:
             self._decider.apply(ready, answer)
         self._runner.end_step()

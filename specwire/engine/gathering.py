@@ -43,7 +43,7 @@ class Gathering:
         self.expected.discard(sequence)
 
     def discard(self, sequence: TokenSequence) -> None:
-        """The sequence was closed."""
+        """The sequence was closed, or goes on without its stream."""
         self.expected.discard(sequence)
 
     def remaining_s(self) -> float:

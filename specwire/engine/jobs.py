@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from specwire.core import SamplingParams, num_in_common
+from specwire.core import SamplingParams
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.errors import (
     ContextLengthError,
@@ -15,6 +16,7 @@ from specwire.errors import (
     RequestCancelledError,
 )
 from specwire.estimate import clock
+from specwire.rule.columns import Encoded
 from specwire.tree import TokenTree, follow
 
 _MAX_CATCH_UP_TOKENS = 8
@@ -54,6 +56,11 @@ class TokenSequence:
         assert self.params.seed is not None
         return self.params.seed
 
+    @cached_property
+    def encoded(self) -> Encoded:
+        """Its sampling parameters as columns read them."""
+        return Encoded.of(self.params, self.seed)
+
     @property
     def chain(self) -> list[int]:
         """The tokens before the tree, each of which follows the one before it; all of them without a tree."""
@@ -69,15 +76,21 @@ class TokenSequence:
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held before a tree; nothing is changed.
         """
-        chain = self.chain
-        if base_len > len(chain):
-            raise PrefixMismatchError(base_len, len(chain))
-        num_kept = base_len + num_in_common(chain[base_len:], token_ids)
-        if self.tree is not None and num_kept == len(chain):
-            num_kept += self._keep_path(self.tree, token_ids[num_kept - base_len :])
-        self.tokens[base_len:] = token_ids
+        tokens, tree, num_kept = self.tokens, self.tree, base_len
+        chain_len = len(tokens) if tree is None else tree.start
+        if base_len > chain_len:
+            raise PrefixMismatchError(base_len, chain_len)
+        for ours, theirs in zip(tokens[base_len:chain_len], token_ids, strict=False):
+            if ours != theirs:
+                break
+            num_kept += 1
+        if tree is not None and num_kept == chain_len:
+            num_kept += self._keep_path(tree, token_ids[num_kept - base_len :])
+        tokens[base_len:] = token_ids
         self.tree = None
-        self.cache.truncate(min(self.cache.length, num_kept, len(self.tokens) - 1))
+        num_kept = min(num_kept, len(tokens) - 1)
+        if num_kept < self.cache.length:
+            self.cache.truncate(num_kept)
 
     def _keep_path(self, tree: TokenTree, following: Sequence[int]) -> int:
         """Drop the computed nodes that are not on the path along these tokens; returns how many there are."""
@@ -103,7 +116,7 @@ class TokenSequence:
         self.cache.release()
         self.cache = parent.cache.fork()
         self.cache.truncate(min(self.cache.length, length))
-        self.tokens, self.tree = chain[:length], None
+        self.tokens, self.tree, self.encoded = chain[:length], None, parent.encoded
 
     def replace_with_fork(self, fork: TokenSequence) -> None:
         """Take over a fork's tokens, tree and cache; the fork is closed."""
@@ -165,8 +178,8 @@ class Job:
     @property
     def is_prefill(self) -> bool:
         """True while many tokens must be run without logits: a prompt, or a cache that was lost."""
-        num_pending = len(self.sequence.tokens) - self.sequence.cache.length
-        return num_pending - self.num_rows > _MAX_CATCH_UP_TOKENS
+        sequence = self.sequence
+        return len(sequence.tokens) - sequence.cache.length - self.num_rows > _MAX_CATCH_UP_TOKENS
 
     @property
     def done(self) -> bool:

@@ -268,7 +268,9 @@ class Engine:
         if job.sequence.closed:
             self._replies.fail(job, RequestCancelledError("the sequence was closed"))
             return
-        if not background:
+        if background:
+            self._gathering.discard(job.sequence)  # it goes on by itself: no step waits for its stream
+        else:
             self._gathering.arrived(job)
             self._queues.cancel_background(job.sequence, "another request came")
         try:

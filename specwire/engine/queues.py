@@ -49,7 +49,8 @@ class JobQueues:
 
     def cancel_background(self, sequence: TokenSequence, reason: str) -> None:
         """Fail the background jobs of a sequence."""
-        self.background = self._without(self.background, sequence, reason)
+        if self.background:
+            self.background = self._without(self.background, sequence, reason)
 
     def fail_background(self, error: Exception) -> None:
         """Fail all background jobs."""

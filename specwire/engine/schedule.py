@@ -11,7 +11,7 @@ nothing, and evict no cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from specwire.engine.batch import Feed
@@ -27,18 +27,15 @@ class Step:
 
     Attributes:
         budget: tokens that still fit.
+        num_tokens: tokens to be run.
         num_pages: pages that the feeds will allocate.
     """
 
     budget: int
     jobs: list[Job] = field(default_factory=list)
     feeds: list[Feed] = field(default_factory=list)
+    num_tokens: int = 0
     num_pages: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to be run."""
-        return sum(len(feed.token_ids) for feed in self.feeds)
 
 
 class Scheduler:
@@ -75,49 +72,56 @@ class Scheduler:
         step = Step(self._max_num_tokens)
         if not jobs:
             return step
-        waiting = {job.sequence.order for job in jobs}
-        oldest = min(jobs, key=lambda job: job.sequence.order)
-        rounds = [job for job in jobs if job is not oldest and not job.is_prefill]
-        prompts = [job for job in jobs if job is not oldest and job.is_prefill]
-        delays_others = bool(rounds) or not oldest.is_prefill or self._others_active(waiting, now_ns)
+        oldest = min(jobs, key=_order)
+        rounds: list[Job] = []
+        prompts: list[Job] = []
+        for job in jobs:
+            if job is not oldest:
+                (prompts if job.is_prefill else rounds).append(job)
+        is_prompt = oldest.is_prefill
+        delays_others = bool(rounds) or not is_prompt or self._others_active(jobs, now_ns)
         prefill = self._max_prefill_tokens if delays_others else self._max_num_tokens
-        self._add(step, oldest, prefill if oldest.is_prefill else step.budget, waiting)
-        if oldest.is_prefill:
+        self._add(step, oldest, prefill if is_prompt else step.budget, jobs)
+        if is_prompt:
             prefill -= step.num_tokens
         for job in rounds:
-            self._add(step, job, step.budget, waiting)
+            self._add(step, job, step.budget, jobs)
         prefill = min(prefill, step.budget)
         for job in prompts:
             left = step.budget
-            if prefill <= 0 or not self._add(step, job, prefill, waiting):
+            if prefill <= 0 or not self._add(step, job, prefill, jobs):
                 break  # looking the later ones up in the prefix cache would be wasted work in every step
             prefill -= left - step.budget
         return step
 
     def fill(self, step: Step, background: Sequence[Job], num_tokens: int) -> None:
         """Add background jobs by worth, up to `num_tokens`; an empty step takes at least one."""
-        waiting = {job.sequence.order for job in step.jobs}
         for job in sorted(background, key=lambda job: -job.worth):
             limit = min(step.budget, num_tokens if step.jobs else step.budget)
             left = step.budget
-            if limit <= 0 or not self._add(step, job, limit, waiting, may_evict=False):
+            if limit <= 0 or not self._add(step, job, limit, (), may_evict=False):
                 break
             num_tokens -= left - step.budget
 
-    def _others_active(self, waiting: Set[int], now_ns: int) -> bool:
+    def _others_active(self, jobs: Sequence[Job], now_ns: int) -> bool:
         """Whether a stream without a job was answered recently, and is likely to return during the step."""
+        waiting = set(map(_order, jobs))
         sequences = list(self._sequences)  # a copy, since the event loop opens and closes sequences meanwhile
         since_ns = now_ns - _ACTIVE_WITHIN_NS
         return any(s.answered_ns > since_ns and s.order not in waiting for s in sequences)
 
-    def _add(self, step: Step, job: Job, limit: int, waiting: Set[int], *, may_evict: bool = True) -> bool:
+    def _add(
+        self, step: Step, job: Job, limit: int, waiting: Sequence[Job], *, may_evict: bool = True
+    ) -> bool:
         """Add the job, or a chunk of it, to the step; False when there is no budget or no memory for it."""
-        cache, num_found = job.sequence.cache, self._reuse_prefix(job)
+        cache = job.sequence.cache
+        num_found = 0 if cache.length else self._reuse_prefix(job)
         if num_found:  # an earlier job may have to copy a page that is shared from now on
             step.num_pages = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in step.feeds)
         feed = _next_feed(job, min(limit, step.budget))
-        num_pages = cache.pages_needed(len(feed.token_ids)) if feed else 0
-        fits = cache.pool.num_free_pages >= step.num_pages + num_pages
+        num_tokens = len(feed.token_ids) if feed else 0
+        num_pages = cache.pages_needed(num_tokens)
+        fits = num_pages <= 0 or cache.pool.num_free_pages >= step.num_pages + num_pages
         if feed is None or not (
             fits or (may_evict and self._make_room(job.sequence, step, num_pages, waiting))
         ):
@@ -125,10 +129,12 @@ class Scheduler:
             return False
         step.jobs.append(job)
         step.feeds.append(feed)
-        step.budget -= len(feed.token_ids)
+        step.budget -= num_tokens
+        step.num_tokens += num_tokens
         step.num_pages += num_pages
-        job.num_cached_tokens += num_found
-        self.num_hit_tokens += num_found
+        if num_found:
+            job.num_cached_tokens += num_found
+            self.num_hit_tokens += num_found
         return True
 
     def _reuse_prefix(self, job: Job) -> int:
@@ -137,22 +143,22 @@ class Scheduler:
         The rows whose logits are wanted are always run, at least one token is, and nodes of a tree are.
         """
         sequence = job.sequence
-        if not self._prefix_sharing or sequence.cache.length:
+        if not self._prefix_sharing:
             return 0
         chain = sequence.chain
         num_tokens = min(len(chain), len(sequence.tokens) - max(1, job.num_rows))
         return sequence.cache.reuse_prefix(chain, num_tokens)
 
-    def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Set[int]) -> bool:
+    def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Sequence[Job]) -> bool:
         """Free pages by evicting the caches of other sequences, youngest first; they run their tokens again.
 
         A sequence is evicted for older ones only, unless it has no job at the moment. So the oldest sequence
         with work always makes progress, and no job waits for a stream that is idle.
         """
         pool, wanted = sequence.cache.pool, step.num_pages + num_pages
-        running = {job.sequence.order for job in step.jobs}
+        running, has_job = set(map(_order, step.jobs)), set(map(_order, waiting))
         for victim in sorted(self._sequences, key=lambda other: -other.order):
-            is_evictable = victim.order > sequence.order or victim.order not in waiting
+            is_evictable = victim.order > sequence.order or victim.order not in has_job
             if victim is sequence or victim.order in running or not is_evictable or not victim.cache.length:
                 continue
             victim.cache.truncate(0)
@@ -162,9 +168,14 @@ class Scheduler:
         return False
 
 
+def _order(job: Job) -> int:
+    return job.sequence.order
+
+
 def _next_feed(job: Job, budget: int) -> Feed | None:
     """The job's next feed within the budget: all its tokens, or a chunk before the rows that need logits."""
-    sequence, pending = job.sequence, job.pending
+    sequence = job.sequence
+    pending = sequence.tokens[sequence.cache.length :]
     if len(pending) <= budget:
         return Feed(sequence.cache, pending, job.num_rows, sequence.tree)
     size = min(budget, len(pending) - job.num_rows)

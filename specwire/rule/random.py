@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 DoubleArray = npt.NDArray[np.float64]
+Integers = Sequence[int] | npt.NDArray[np.int64]
 Words = tuple[Any, Any, Any, Any]
 """Four 32-bit words a lane, each held in 64 bits: int64 arrays or tensors, or packed integers."""
 
@@ -103,7 +104,7 @@ def uniform(seed: int, stream: Purpose, position: int, base: int = 0) -> float:
 
 
 def uniforms(
-    seeds: int | Sequence[int], stream: Purpose, positions: Sequence[int], bases: int | Sequence[int] = 0
+    seeds: Integers | int, stream: Purpose, positions: Integers, bases: Integers | int = 0
 ) -> DoubleArray:
     """Uniform numbers in [0, 1) with 53 random bits.
 
@@ -150,19 +151,19 @@ def _packed_constants(num: int) -> tuple[int, int]:
 
 @overload
 def gumbel_noise(
-    seeds: int | Sequence[int], positions: Sequence[int], vocab_size: int, device: None = None
+    seeds: Integers | int, positions: Integers, vocab_size: int, device: None = None
 ) -> DoubleArray: ...
 
 
 @overload
 def gumbel_noise(
-    seeds: int | Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str
+    seeds: Integers | int, positions: Integers, vocab_size: int, device: torch.device | str
 ) -> torch.Tensor: ...
 
 
 def gumbel_noise(
-    seeds: int | Sequence[int],
-    positions: Sequence[int],
+    seeds: Integers | int,
+    positions: Integers,
     vocab_size: int,
     device: torch.device | str | None = None,
 ) -> Any:

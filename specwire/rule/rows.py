@@ -10,22 +10,21 @@ from torch import Tensor
 
 from specwire.core import IntArray, Logprobs
 from specwire.rule import random, sampling, transfer
-from specwire.rule.sampling import Row
+from specwire.rule.columns import GREEDY, Rows, padded
 
 
-def take_rows(rows: Tensor, indices: Sequence[int]) -> Tensor:
+def take_rows(rows: Tensor, places: IntArray) -> Tensor:
     """Some rows of a tensor; the tensor itself when all are wanted."""
-    return rows if len(indices) == len(rows) else rows[transfer.indices(indices, rows.device)]
+    return rows if len(places) == len(rows) else rows[transfer.to_device(places, rows.device)]
 
 
-def uniforms_for(rows: Sequence[Row], stream: random.Purpose, device: torch.device) -> Tensor:
+def uniforms_for(rows: Rows, stream: random.Purpose, device: torch.device) -> Tensor:
     """One uniform number a row, float64 [num_rows] in [0, 1)."""
-    bases = [row.params.key_base(row.base_len) for row in rows]
-    values = random.uniforms([row.seed for row in rows], stream, [row.position for row in rows], bases)
+    values = random.uniforms(rows.stack.seeds, stream, rows.positions, rows.bases)
     return transfer.to_device(values, device)
 
 
-def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
+def choose_matched(log_probs: Tensor, rows: Rows) -> Tensor:
     """Each row's token where tokens are matched: the likeliest, or the Gumbel-max draw.
 
     Args:
@@ -38,7 +37,7 @@ def choose_matched(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
     return sampling.greedy(matched_scores(log_probs, rows))
 
 
-def matched_scores(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
+def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
     """The scores that `choose_matched` maximises: log probabilities, plus Gumbel noise unless greedy.
 
     Args, shapes: see there.
@@ -46,19 +45,15 @@ def matched_scores(log_probs: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         [num_rows, vocab_size]; float64 if any row has noise, which keeps the order within the other rows.
     """
-    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if not noisy:
+    noisy = np.flatnonzero(rows.traits & GREEDY == 0)
+    if not len(noisy):
         return log_probs
-    noise = random.gumbel_noise(
-        [rows[i].seed for i in noisy],
-        [rows[i].position for i in noisy],
-        log_probs.shape[1],
-        log_probs.device,
-    )
+    some = rows.take(noisy)
+    noise = random.gumbel_noise(some.stack.seeds, some.positions, log_probs.shape[1], log_probs.device)
     if len(noisy) == len(rows):
         return sampling.gumbel_scores(log_probs, noise)
     scores = log_probs.double()
-    index = transfer.indices(noisy, scores.device)
+    index = transfer.to_device(noisy, scores.device)
     scores[index] = sampling.gumbel_scores(log_probs[index], noise)
     return scores
 
@@ -85,7 +80,5 @@ def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: i
 
 def pad_ids(rows: Sequence[IntArray]) -> IntArray:
     """int64 [num_rows, longest row], -1 where a row is shorter."""
-    padded = np.full((len(rows), max(map(len, rows), default=0)), -1, dtype=np.int64)
-    for out, ids in zip(padded, rows, strict=True):
-        out[: len(ids)] = ids
-    return padded
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return padded(np.concatenate([np.empty(0, np.int64), *rows]), lengths, -1)

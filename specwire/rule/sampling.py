@@ -11,9 +11,9 @@ The order is that of transformers' `generate`: `apply_history` (logit bias, pena
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,35 +23,11 @@ from torch import Tensor
 
 from specwire.core import IntArray, SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.rule.transfer import indices, to_device
-
-_MIN_TEMPERATURE = 1e-30
-"""Below it the distribution is the same, but logits divided by the temperature would overflow float32."""
+from specwire.rule.columns import GREEDY, Doubles, Row, Rows
+from specwire.rule.transfer import to_device
 
 
-class Row(NamedTuple):
-    """The request behind one row of logits.
-
-    Attributes:
-        params: how to sample.
-        prompt_len: tokens of `history` that belong to the prompt.
-        history: all tokens before this position: prompt, output and earlier draft tokens. Read only
-            where `params.needs_history`; an integer array is read faster than a list.
-        position: absolute index of the token to be drawn.
-        seed: of the request; with the position it determines every random number.
-        base_len: committed length that the row's round or proposal begins at. Random numbers depend on it
-            under block verification, and only there.
-    """
-
-    params: SamplingParams
-    prompt_len: int
-    history: Sequence[int]
-    position: int
-    seed: int
-    base_len: int = 0
-
-
-def apply_history(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     """Add logit biases, then apply the repetition, presence and frequency penalties.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
@@ -69,17 +45,18 @@ def apply_history(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request when its
             stream opens, since an error here fails the whole batch.
     """
-    if not any(row.params.logit_bias or row.params.needs_history for row in rows):
+    edited = Rows.of(rows).edited
+    if not edited:
         return logits
     scores = logits.to(torch.float32, copy=True)
-    _add_biases(scores, rows)
-    _apply_repetition(scores, rows)
-    _apply_counts(scores, rows)
+    _add_biases(scores, edited)
+    _apply_repetition(scores, edited)
+    _apply_counts(scores, edited)
     return scores
 
 
-def _add_biases(scores: Tensor, rows: Sequence[Row]) -> None:
-    edits = [_bias_edits(index, row.params, scores.shape[1]) for index, row in enumerate(rows)]
+def _add_biases(scores: Tensor, rows: Mapping[int, Row]) -> None:
+    edits = [_bias_edits(index, row.params, scores.shape[1]) for index, row in rows.items()]
     _edit(scores, [edit for edit in edits if edit is not None], torch.add)
 
 
@@ -96,9 +73,9 @@ def _bias_edits(index: int, params: SamplingParams, vocab_size: int) -> _Edit | 
     return _Edit(index, token_ids, np.fromiter(params.logit_bias.values(), np.float64))
 
 
-def _apply_repetition(scores: Tensor, rows: Sequence[Row]) -> None:
+def _apply_repetition(scores: Tensor, rows: Mapping[int, Row]) -> None:
     edits = []
-    for index, row in enumerate(rows):
+    for index, row in rows.items():
         if row.params.repetition_penalty != 1:
             token_ids = np.unique(np.asarray(row.history, dtype=np.int64))
             token_ids = token_ids[token_ids < scores.shape[1]]
@@ -108,9 +85,9 @@ def _apply_repetition(scores: Tensor, rows: Sequence[Row]) -> None:
     _edit(scores, edits, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
 
 
-def _apply_counts(scores: Tensor, rows: Sequence[Row]) -> None:
+def _apply_counts(scores: Tensor, rows: Mapping[int, Row]) -> None:
     edits = []
-    for index, row in enumerate(rows):
+    for index, row in rows.items():
         presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
         if presence != 0 or frequency != 0:
             output = np.asarray(row.history[row.prompt_len :], dtype=np.int64)
@@ -141,7 +118,7 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
     scores[at_row, at_token] = combine(scores[at_row, at_token], values)
 
 
-def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
 
     Greedy rows pass through: only their argmax counts, and rounding in log_softmax could make close logits
@@ -155,66 +132,67 @@ def apply_warps(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
         logits. A row without a finite maximum had logits that are not finite, or overflowed.
     """
-    scores = logits.float()
-    params = [row.params for row in rows]
-    num_greedy = sum(p.greedy for p in params)
-    if num_greedy == len(rows):
+    scores, rows = logits.float(), Rows.of(rows)
+    is_greedy = (rows.traits & GREEDY).astype(bool)
+    if is_greedy.all():
         return scores
-    temperatures = [1.0 if p.greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params]
-    if any(temperature != 1 for temperature in temperatures):
-        scores = scores / _column(temperatures, scores)
-    vocab_size = scores.shape[1]
-    top_ks = [p.top_k if 0 < p.top_k < vocab_size and not p.greedy else None for p in params]
-    top_ps = [p.top_p if p.top_p < 1 and not p.greedy else None for p in params]
-    min_ps = [p.min_p if p.min_p > 0 and not p.greedy else None for p in params]
-    scores = _exclude(scores, top_ks, _outside_top_k)
-    scores = _exclude(scores, top_ps, _outside_top_p)
-    scores = _exclude(scores, min_ps, _below_min_p)
+    if len(rows.stack.warps):
+        scores = _warped(scores, rows.stack.warps)
     log_probs = torch.log_softmax(scores, dim=-1)
-    if not num_greedy:
+    if not is_greedy.any():
         return log_probs
-    greedy_rows = indices([i for i, p in enumerate(params) if p.greedy], scores.device)
+    greedy_rows = to_device(np.flatnonzero(is_greedy), scores.device)
     return log_probs.index_copy(0, greedy_rows, scores[greedy_rows])
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
+def _warped(scores: Tensor, warps: Doubles) -> Tensor:
+    """Scores after the warps [num_rows, 4] of `columns.Encoded`."""
+    temperatures, top_ks, top_ps, min_ps = warps.T
+    if (temperatures != 1).any():
+        scores = scores / _column(temperatures, scores)
+    scores = _exclude(scores, top_ks, (top_ks > 0) & (top_ks < scores.shape[1]), _outside_top_k)
+    scores = _exclude(scores, top_ps, top_ps < 1, _outside_top_p)
+    return _exclude(scores, min_ps, min_ps > 0, _below_min_p)
+
+
+def _column(values: Doubles, like: Tensor) -> Tensor:
     """[num_rows, 1], of the device and type of `like`."""
-    return to_device(np.array(values, dtype=np.float64), like.device).to(like.dtype)[:, None]
+    return to_device(np.ascontiguousarray(values), like.device).to(like.dtype)[:, None]
 
 
 def _exclude(
     scores: Tensor,
-    settings: Sequence[float | None],
-    rule: Callable[[Tensor, Sequence[float]], Tensor],
+    settings: Doubles,
+    is_set: npt.NDArray[np.bool_],
+    rule: Callable[[Tensor, Doubles], Tensor],
 ) -> Tensor:
     """Set to -inf what `rule` excludes in the rows that have a setting; the other rows cost nothing."""
-    used = [value for value in settings if value is not None]
-    if not used:
+    if not is_set.any():
         return scores
-    if len(used) == len(settings):
-        return scores.masked_fill(rule(scores, used), -torch.inf)
-    chosen = indices([i for i, value in enumerate(settings) if value is not None], scores.device)
+    if is_set.all():
+        return scores.masked_fill(rule(scores, settings), -torch.inf)
+    chosen = to_device(np.flatnonzero(is_set), scores.device)
     part = scores[chosen]
-    return scores.index_copy(0, chosen, part.masked_fill(rule(part, used), -torch.inf))
+    return scores.index_copy(0, chosen, part.masked_fill(rule(part, settings[is_set]), -torch.inf))
 
 
-def _outside_top_k(scores: Tensor, top_ks: Sequence[float]) -> Tensor:
+def _outside_top_k(scores: Tensor, top_ks: Doubles) -> Tensor:
     """Below the k-th largest score; ties with it stay."""
-    counts = [int(top_k) for top_k in top_ks]
-    largest = torch.topk(scores, max(counts), dim=-1).values
-    last = indices(counts, scores.device)[:, None] - 1
+    counts = top_ks.astype(np.int64)
+    largest = torch.topk(scores, int(counts.max()), dim=-1).values
+    last = to_device(counts, scores.device)[:, None] - 1
     return scores < largest.gather(1, last)
 
 
-def _outside_top_p(scores: Tensor, top_ps: Sequence[float]) -> Tensor:
+def _outside_top_p(scores: Tensor, top_ps: Doubles) -> Tensor:
     """The least likely tokens whose total mass is at most 1 - p; the likeliest token always stays."""
     ordered, order = torch.sort(scores, dim=-1)
-    excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= _column([1 - p for p in top_ps], scores)
+    excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= _column(1 - top_ps, scores)
     excluded[:, -1] = False
     return torch.zeros_like(excluded).scatter(1, order, excluded)
 
 
-def _below_min_p(scores: Tensor, min_ps: Sequence[float]) -> Tensor:
+def _below_min_p(scores: Tensor, min_ps: Doubles) -> Tensor:
     """Less likely than min_p times the likeliest token."""
     probs = scores.softmax(dim=-1)
     return probs < _column(min_ps, scores) * probs.amax(dim=-1, keepdim=True)

@@ -118,7 +118,9 @@ def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrde
     message.draft_token_ids = columns.pack(drafts)
     message.parent_indices = columns.pack_parents(parents, num_draft_tokens)
     message.support_lens, message.support_token_ids = _pack_supports(supports, num_draft_tokens)
-    message.support_probs = columns.join([*chain.from_iterable(probs)], "<f4")
+    if any(probs):
+        filled = [own or map(np.zeros_like, support) for own, support in zip(probs, supports, strict=True)]
+        message.support_probs = columns.join([*chain.from_iterable(filled)], "<f4")
     message.traceparents.extend(columns.traceparents_to(traces))
     if any(ahead_ids):
         message.ahead_ids.extend(ahead_ids)
@@ -224,7 +226,8 @@ def _split_supports(
     if not message.support_probs:
         return supports, nothing
     probs = columns.unpack("support_probs", message.support_probs, sum(lens), "<f4")
-    return supports, _split_twice(probs, lens, num_draft_tokens)
+    owns = _split_twice(probs, lens, num_draft_tokens)
+    return supports, [own if any(map(np.any, own)) else () for own in owns]
 
 
 def _split_twice(entries: Any, lens: Sequence[int], num_draft_tokens: Sequence[int]) -> list[Any]:

@@ -21,9 +21,9 @@ from transformers.generation import logits_process as hf
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.rule import acceptance
 from specwire.rule.acceptance import accept, accept_by_block, accept_by_rejection
+from specwire.rule.columns import Row
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
-    Row,
     apply_history,
     apply_warps,
     draw,

@@ -123,17 +123,6 @@ def test_too_many_requests_end_their_sequence_alone(service: boot.ModelService) 
     run(flood_one())
 
 
-def test_a_sequence_that_was_never_opened_ends_the_stream(service: boot.ModelService) -> None:
-    """The coordinator counts otherwise than the service, so nothing that it sends can be trusted."""
-
-    async def ask_for_another() -> None:
-        async with draft_stream(service) as (call, _):
-            call.send([DraftOrder(3, 1, 0, PROMPT, 4)], OPEN_TWO)
-
-    with pytest.raises(InvalidRequestError, match="sequence_ids=3"):
-        run(ask_for_another())
-
-
 def test_after_a_half_close_all_is_answered_in_order(service: boot.ModelService) -> None:
     """Requests of a sequence are served one after another, those without an answer too."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specwire.engine.attention import dense, varlen
-from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.batch import Batch, Feed, Segment, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.model import graphs, padded
 from specwire.engine.model.graphs import EagerReplay, Replay
@@ -241,7 +241,8 @@ def test_a_row_is_split_without_losing_a_token() -> None:
         for i, (offset, num, cache_len) in enumerate(zip(offsets, lengths, cached, strict=False))
     ]
     numbers = np.arange(sum(lengths))
-    row = Batch(numbers, numbers + 1000, numbers + 2000, segments, [2, 92, 93, 133])
+    columns = Segments.of(segments)
+    row = Batch(numbers, numbers + 1000, numbers + 2000, columns, np.array([2, 92, 93, 133]))
     parts = row.split(INVARIANT_TOKENS)
     assert [len(part.token_ids) for part in parts] == [64, 64, 6]
     assert np.concatenate([part.slots for part in parts]).tolist() == row.slots.tolist()
@@ -251,7 +252,7 @@ def test_a_row_is_split_without_losing_a_token() -> None:
         ends = [segment.query_offset + segment.num_query for segment in part.segments]
         assert ends[-1] == len(part.token_ids)
         assert [segment.query_offset for segment in part.segments] == [0, *ends[:-1]]
-    of_second = [segment for part in parts for segment in part.segments if segment.pages == [1]]
+    of_second = [segment for part in parts for segment in part.segments if list(segment.pages) == [1]]
     assert [(s.num_query, s.cache_len) for s in of_second] == [(61, 66), (29, 95)]
 
 
@@ -259,9 +260,13 @@ def test_a_row_is_split_without_losing_a_token() -> None:
 
 
 def _row(lengths: list[int], num_pages: int = 1) -> Batch:
-    segments = [Segment(0, length, length, (), [0] * num_pages) for length in lengths]
+    offsets = np.cumsum([0, *lengths]).tolist()
+    segments = [
+        Segment(offset, length, length, (), [0] * num_pages)
+        for offset, length in zip(offsets, lengths, strict=False)
+    ]
     numbers = np.zeros(sum(lengths), dtype=np.int64)
-    return Batch(numbers, numbers, numbers, segments, [])
+    return Batch(numbers, numbers, numbers, Segments.of(segments), numbers[:0])
 
 
 def test_sizes_of_buckets() -> None:

@@ -11,10 +11,10 @@ from transformers.generation import logits_process as hf
 
 from specwire.core import Rule, SamplingParams
 from specwire.errors import InvalidRequestError
+from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.rows import uniforms_for
 from specwire.rule.sampling import (
-    Row,
     apply_history,
     apply_warps,
     draw,
@@ -364,5 +364,5 @@ def test_the_targets_numbers_are_those_of_the_round(rule: Rule, base: int) -> No
     """A function of what the request says, so another replica draws the same."""
     params = SamplingParams(rule=rule)
     case = Case(params, 3, np.empty(0, np.int64), 7, 5, [1, 2], [], [np.array([1]), np.array([2])])
-    drawn = uniforms_for(case.rows(), Purpose.TARGET, torch.device("cpu"))
+    drawn = uniforms_for(Rows.of(case.rows()), Purpose.TARGET, torch.device("cpu"))
     assert drawn.tolist() == uniforms(5, Purpose.TARGET, [7, 8, 9], base).tolist()

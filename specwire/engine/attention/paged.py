@@ -14,7 +14,7 @@ operations over gathered pages (`dense.py`), which a step with a tree always tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from specwire.core import IntArray
 from specwire.engine.attention import dense, varlen, views
-from specwire.engine.batch import Segment
+from specwire.engine.batch import Segment, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
 from specwire.rule.transfer import to_device
@@ -94,7 +94,7 @@ class PackedBatch:
 
     @cached_property
     def _has_trees(self) -> bool:
-        return any(segment.tree is not None for segment in self.segments)
+        return bool(Segments.of(self.segments).trees)
 
     def _variant(self, layer: LayerCache, num_query_heads: int, scoring: Scoring) -> varlen.Variant | None:
         """How torch's kernel attends in this step; None where it cannot: it knows chains only."""
@@ -128,14 +128,13 @@ class PackedBatch:
 
     def _dense_step(self) -> dense.DenseStep:
         if self._dense is None:
-            positions = self._of_all(segment.positions for segment in self.segments)
-            words = self._of_all(segment.words for segment in self.segments) if self._has_trees else None
+            positions = self._on_device(np.concatenate([segment.positions for segment in self.segments]))
+            words = self._on_device(Segments.of(self.segments).words()) if self._has_trees else None
             self._dense = dense.DenseStep(self._tables(), positions, self.page_size, words)
         return self._dense
 
-    def _of_all(self, parts: Iterable[IntArray]) -> Tensor:
-        """The row's numbers on the device, from those of each segment."""
-        return to_device(np.concatenate(list(parts)), self.slots.device)
+    def _on_device(self, numbers: IntArray) -> Tensor:
+        return to_device(numbers, self.slots.device)
 
 
 def paged_attention(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.engine.batch import Segment
+from specwire.engine.batch import Segment, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.rule.transfer import to_device
 
@@ -53,17 +53,13 @@ class BlockTables(NamedTuple):
 
 def block_tables(segments: Sequence[Segment], device: torch.device) -> BlockTables:
     """The block tables of these segments, on the device."""
-    offsets = np.zeros(len(segments) + 1, dtype=np.int32)
-    offsets[1:] = [s.query_offset + s.num_query for s in segments]
-    pages = np.zeros((len(segments), max(len(s.pages) for s in segments)), dtype=np.int32)
-    for row, segment in zip(pages, segments, strict=True):
-        row[: len(segment.pages)] = segment.pages
+    columns = Segments.of(segments)
     return BlockTables(
-        to_device(offsets, device),
-        to_device(np.array([s.cache_len for s in segments], dtype=np.int32), device),
-        to_device(pages, device),
-        max(s.num_query for s in segments),
-        max(s.cache_len for s in segments),
+        to_device(np.array(columns.query_offsets, np.int32), device),
+        to_device(np.array(columns.cache_lens, np.int32), device),
+        to_device(columns.page_table(), device),
+        columns.max_query,
+        max(columns.cache_lens),
     )
 
 

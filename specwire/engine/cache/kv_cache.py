@@ -23,6 +23,7 @@ Nothing here is thread-safe; one engine loop owns a pool.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -59,6 +60,24 @@ def first_tokens(runs: Iterable[Run], num_tokens: int) -> list[Run]:
             some.append(Run(run.start_slot, min(num_tokens, run.num_tokens)))
         num_tokens -= run.num_tokens
     return some
+
+
+def runs_of(pages: Sequence[int], length: int, page_size: int) -> list[Run]:
+    """Maximal runs of a sequence's tokens in consecutive slots, in token order.
+
+    Args:
+        pages: its page table.
+        length: its tokens.
+    """
+    runs: list[Run] = []
+    first, num_pages = 0, len(pages)
+    while first < num_pages:
+        end, ahead = first + 1, pages[first] - first
+        while end < num_pages and pages[end] - end == ahead:
+            end += 1
+        runs.append(Run(pages[first] * page_size, min(end * page_size, length) - first * page_size))
+        first = end
+    return runs
 
 
 class PagePool:
@@ -114,6 +133,10 @@ class PagePool:
     def is_shared(self, page: int) -> bool:
         """True while more than one sequence holds the page."""
         return self._references[page] > 1
+
+    def is_private(self, page: int) -> bool:
+        """True while one sequence holds the page and no other can find it: it may be written as it is."""
+        return self._references[page] == 1 and not self._index.knows(page)
 
     def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
         """Take pages with one reference each, contiguous where possible and following `after`.
@@ -269,12 +292,11 @@ class SequenceCache:
             while the sequence is empty.
     """
 
-    __slots__ = ("_digests", "_pages", "_pool", "_runs", "length", "released", "root")
+    __slots__ = ("_digests", "_pages", "_pool", "length", "released", "root")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._pages: list[int] = []
-        self._runs: list[list[int]] = []  # [first page, number of pages], kept up to date
+        self._pages = array("i")
         self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
         self.length = 0
         self.released = False
@@ -293,7 +315,7 @@ class SequenceCache:
         return self._pool
 
     @property
-    def pages(self) -> list[int]:
+    def pages(self) -> array[int]:
         """Page table: page i holds tokens [i * page_size, (i + 1) * page_size). Not to be modified."""
         return self._pages
 
@@ -304,12 +326,10 @@ class SequenceCache:
 
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that `append(num_tokens)` would take from the pool, a copy on write included."""
-        total = -(-(self.length + num_tokens) // self._pool.page_size)
-        return total - len(self._pages) + (num_tokens > 0 and self._must_copy())
-
-    def _must_copy(self) -> bool:
-        """True when the next token would be written into a shared page."""
-        return self.length % self._pool.page_size != 0 and self._pool.is_shared(self._pages[-1])
+        size = self._pool.page_size
+        missing = -(-(self.length + num_tokens) // size) - len(self._pages)
+        must_copy = num_tokens and self.length % size and self._pool.is_shared(self._pages[-1])
+        return missing + 1 if must_copy else missing
 
     def append(self, num_tokens: int) -> IntArray:
         """Make room for `num_tokens` more tokens and count them as held.
@@ -321,32 +341,39 @@ class SequenceCache:
             ResourceExhaustedError: the pool is full; nothing has changed then.
             InternalError: the sequence was released.
         """
+        start = self.length
+        self.reserve(num_tokens)
+        return self.slots(start, self.length)
+
+    def reserve(self, num_tokens: int) -> None:
+        """As `append`, without listing the slots."""
         if self.released:
             raise InternalError("append to a released sequence")
         if num_tokens < 0:
             raise InvalidRequestError("num_tokens", num_tokens, "must not be negative")
-        new_pages = self._pool.allocate(
-            self.pages_needed(num_tokens), self._pages[-1] if self._pages else None
-        )
-        if num_tokens > 0 and self._must_copy():
-            self._copy_on_write(new_pages)
-        elif num_tokens > 0 and self.length % self._pool.page_size:
-            self._pool.forget(
-                self._pages[-1]
-            )  # it may be known as complete: tokens that were rolled back are overwritten
-        for page in new_pages:
-            self._push(page)
-        slots = self.slots(self.length, self.length + num_tokens)
+        pool, pages = self._pool, self._pages
+        used = self.length % pool.page_size
+        if not (used and used + num_tokens <= pool.page_size and pool.is_private(pages[-1])):
+            self._take_pages(num_tokens)
         self.length += num_tokens
-        return slots
+
+    def _take_pages(self, num_tokens: int) -> None:
+        """Take pages from the pool for more tokens, and make the last page one that may be written."""
+        pool, pages = self._pool, self._pages
+        new_pages = pool.allocate(self.pages_needed(num_tokens), pages[-1] if pages else None)
+        if num_tokens and self.length % pool.page_size:
+            if pool.is_shared(pages[-1]):
+                self._copy_on_write(new_pages)
+            else:  # it may be known as complete: tokens that were rolled back are overwritten
+                pool.forget(pages[-1])
+        pages.extend(new_pages)
 
     def _copy_on_write(self, new_pages: list[int]) -> None:
         """Replace the shared last page by the first new one."""
         size = self._pool.page_size
-        src_page = self._pop()
+        src_page, dst_page = self._pages[-1], new_pages.pop(0)
         self._pool.drop([src_page])
-        dst_page = new_pages.pop(0)
-        self._push(dst_page)
+        self._pages[-1] = dst_page
         num_tokens = self.length % size
         src, dst = (range(page * size, page * size + num_tokens) for page in (src_page, dst_page))
         self._pool.copies.add(src, dst)
@@ -379,36 +406,20 @@ class SequenceCache:
                 self._pool.copies.add(held[list(kept[moved])].tolist(), held[moved].tolist())
         self.truncate(start + num_kept)
 
-    def _push(self, page: int) -> None:
-        self._pages.append(page)
-        if self._runs and sum(self._runs[-1]) == page:
-            self._runs[-1][1] += 1
-        else:
-            self._runs.append([page, 1])
-
-    def _pop(self) -> int:
-        self._runs[-1][1] -= 1
-        if self._runs[-1][1] == 0:
-            self._runs.pop()
-        return self._pages.pop()
-
     def slots(self, start: int, end: int) -> IntArray:
         """Slots of tokens [start, end), int64 [end - start]."""
-        size = self._pool.page_size
-        index = np.arange(start, end, dtype=np.int64)
-        first_page = start // size
-        pages = np.array(self._pages[first_page : -(-end // size)], dtype=np.int64)
-        return pages[index // size - first_page] * size + index % size
+        return slots_of([self], [start], [end - start])[1]
+
+    def pieces(self, start: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """The tokens from `start` on, page by page: slot less index, and the number of tokens."""
+        size, pages, end = self._pool.page_size, self._pages, start + num_tokens
+        for page in range(start // size, -(-end // size)):
+            first, last = max(start, page * size), min(end, (page + 1) * size)
+            yield (pages[page] - page) * size, last - first
 
     def runs(self) -> list[Run]:
         """Maximal runs of tokens in consecutive slots, in token order."""
-        size, left = self._pool.page_size, self.length
-        runs = []
-        for first_page, num_pages in self._runs:
-            num_tokens = min(num_pages * size, left)
-            runs.append(Run(first_page * size, num_tokens))
-            left -= num_tokens
-        return runs
+        return runs_of(self._pages, self.length, self._pool.page_size)
 
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
@@ -418,11 +429,18 @@ class SequenceCache:
         """
         if not 0 <= length <= self.length:
             raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
-        keep = -(-length // self._pool.page_size)
-        while len(self._pages) > keep:
-            self._pool.drop([self._pop()])
+        size, pages = self._pool.page_size, self._pages
+        keep = -(-length // size)
+        while len(pages) > keep:
+            self._pool.drop([pages.pop()])
         self.length = length
-        del self._digests[length // self._pool.page_size :]
+        if len(self._digests) > length // size:
+            del self._digests[length // size :]
+
+    @property
+    def has_unnamed_page(self) -> bool:
+        """Whether a complete page is there to be remembered."""
+        return self.length // self._pool.page_size > len(self._digests)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """Make the complete pages known; their keys and values must have been computed.
@@ -456,7 +474,7 @@ class SequenceCache:
             if page is None:
                 break
             self._pool.share([page])
-            self._push(page)
+            self._pages.append(page)
             self._digests.append(digest)
         self.length = len(self._pages) * self._pool.page_size
         return self.length
@@ -479,8 +497,7 @@ class SequenceCache:
             raise InternalError("fork of a released sequence")
         twin = SequenceCache(self._pool)
         self._pool.share(self._pages)
-        twin._pages = self._pages.copy()
-        twin._runs = [run.copy() for run in self._runs]
+        twin._pages = self._pages[:]
         twin._digests = self._digests.copy()
         twin.root = self.root
         twin.length = self.length
@@ -493,7 +510,7 @@ class SequenceCache:
         self.released = True
 
     def check_integrity(self) -> None:
-        """Check that table, length and runs are consistent.
+        """Check that table and length are consistent.
 
         Raises:
             IntegrityError: naming what is wrong.
@@ -503,6 +520,28 @@ class SequenceCache:
             raise IntegrityError(f"{len(self._pages)} pages of {size} tokens for length {self.length}")
         if len(set(self._pages)) != len(self._pages):
             raise IntegrityError(f"a page occurs twice in {self._pages}")
-        from_runs = [page for first, num in self._runs for page in range(first, first + num)]
-        if from_runs != self._pages:
-            raise IntegrityError(f"runs {self._runs} do not match the table {self._pages}")
+
+
+def slots_of(
+    sequences: Sequence[SequenceCache], starts: Sequence[int], num_tokens: Sequence[int]
+) -> tuple[IntArray, IntArray]:
+    """Tokens of several sequences, one sequence after another: from each `num_tokens` from its `start` on.
+
+    Returns:
+        Each token's index in its sequence, and its slot; int64 [sum of num_tokens].
+    """
+    begins, shifts, lengths, offset = [], [], [], 0
+    size = sequences[0].pool.page_size
+    for sequence, start, num in zip(sequences, starts, num_tokens, strict=True):
+        begins.append(start - offset)
+        offset += num
+        if 0 < num <= size - start % size:  # as in most rounds: one page
+            page = start // size
+            shifts.append((sequence.pages[page] - page) * size)
+            lengths.append(num)
+        else:
+            for shift, length in sequence.pieces(start, num):
+                shifts.append(shift)
+                lengths.append(length)
+    index = np.arange(offset) + np.repeat(np.array(begins, np.int64), num_tokens)
+    return index, index + np.repeat(np.array(shifts, np.int64), lengths)

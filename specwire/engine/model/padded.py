@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specwire.engine.attention import dense, varlen
 from specwire.engine.attention.varlen import BlockTables
-from specwire.engine.batch import Batch, Segment
+from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 TOKEN_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -72,13 +72,14 @@ class Buckets:
         """The smallest bucket that holds the row; None if it is too large for all."""
         if self.batch_invariant:
             return self.invariant
-        max_query = max(segment.num_query for segment in row.segments)
+        segments = Segments.of(row.segments)
+        max_query = segments.max_query
         num_tokens = _at_least(TOKEN_SIZES, len(row.token_ids))
-        num_segments = _at_least(SEGMENT_SIZES, len(row.segments))
+        num_segments = _at_least(SEGMENT_SIZES, len(segments))
         query_size = _at_least(QUERY_SIZES, max_query)
         if num_tokens is None or num_tokens > self.max_tokens or num_segments is None or query_size is None:
             return None
-        most_pages, has_trees = max(len(segment.pages) for segment in row.segments), row.has_trees
+        most_pages, has_trees = max(map(len, segments.tables)), bool(segments.trees)
         num_pages = self._pages_for(most_pages, gathers=self.gathers or has_trees)
         bucket = Bucket(num_tokens, num_segments, min(query_size, num_tokens), num_pages, has_trees)
         return bucket if self._allows(bucket) else None
@@ -170,7 +171,7 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read the block
         num_tokens = self._fill_tokens(row)
-        self._fill_segments(row.segments if row else (), num_tokens)
+        self._fill_segments(Segments.of(row.segments if row else ()), num_tokens)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -191,22 +192,20 @@ class StepInputs:
             host.rows.numpy()[: len(row.rows)] = row.rows
         return num_tokens
 
-    def _fill_segments(self, segments: Sequence[Segment], num_tokens: int) -> None:
+    def _fill_segments(self, segments: Segments, num_tokens: int) -> None:
         host, num = self._on_host, len(segments)
         offsets, cache_lens, pages = (
             part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)
         )
         if host.words is not None:
             words = host.words.numpy()
-            words[:] = 0
-            words[:num_tokens] = np.concatenate([segment.words for segment in segments])
-        offsets[0] = 0
-        offsets[1 : num + 1] = [segment.query_offset + segment.num_query for segment in segments]
+            words[:num_tokens], words[num_tokens:] = segments.words(), 0
+        offsets[: num + 1] = segments.query_offsets
         offsets[num + 1 :] = num_tokens
-        cache_lens[:num] = [segment.cache_len for segment in segments]
+        cache_lens[:num] = segments.cache_lens
         cache_lens[num:] = 1
-        for line, segment in zip(pages, segments, strict=False):
-            line[: len(segment.pages)] = segment.pages
+        table = segments.page_table()
+        pages[:num, : table.shape[1]] = table
 
 
 @dataclass

@@ -28,7 +28,7 @@ from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, 
 from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
-from specwire.rule.transfer import indices, to_device
+from specwire.rule.transfer import to_device
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class ModelRunner:
         probe = Probe()
         row = np.zeros(1, dtype=np.int64)
         try:
-            logits = self._call_model(row, row, probe, [0])
+            logits = self._call_model(row, row, probe, row)
         except (UnsupportedError, ModelLoadError) as error:
             raise ModelLoadError(f"the model cannot be served: {error}") from error
         self.vocab_size = int(logits.shape[-1])
@@ -256,7 +256,7 @@ class ModelRunner:
         scratch_slot = self.pool.num_pages * self.pool.page_size
         slots = to_device(_padded_to_size(batch.slots, scratch_slot), self.device)
         packed = TokenwiseBatch(slots, batch.segments, self._layers)
-        rows = to_device(_padded_to_size(np.array(batch.rows, np.int64), 0), self.device)
+        rows = to_device(_padded_to_size(batch.rows, 0), self.device)
         token_ids, positions = (_padded_to_size(part, 0) for part in (batch.token_ids, batch.positions))
         logits = self._logits(
             to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
@@ -280,10 +280,10 @@ class ModelRunner:
         return self._logits(parts.token_ids, parts.positions, packed, parts.rows)
 
     def _call_model(
-        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: Sequence[int]
+        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: IntArray
     ) -> Tensor:
         """As `_logits`, for inputs on the host."""
-        some = None if len(rows) == len(token_ids) else indices(rows, self.device)
+        some = None if len(rows) == len(token_ids) else to_device(rows, self.device)
         return self._logits(
             to_device(token_ids, self.device), to_device(positions, self.device), packed, some
         )

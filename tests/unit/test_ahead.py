@@ -1,0 +1,268 @@
+"""What a target goes on with by itself, and what the coordinator remembers of it: pure, and over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specwire.core import (
+    Continuation,
+    Load,
+    Outcome,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Support,
+    Timings,
+    Verdict,
+)
+from specwire.errors import InvalidRequestError
+from specwire.prepared import PreparedProposals
+from specwire.rule import acceptance
+from specwire.v1 import verify_pb2
+from specwire.wire import verify as wire
+from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
+from verify_service.ahead import MAX_AHEAD, Ahead
+
+GREEDY = SamplingParams(temperature=0, seed=1)
+SAMPLED = SamplingParams(seed=1, rule=Rule.REJECTION)
+VOCAB_SIZE = 64
+PROMPT = [1, 2, 3]
+
+
+def ahead(ahead_id: int, path: Sequence[int], *token_ids: int, base_len: int = 3) -> AheadOrder:
+    return AheadOrder(7, ahead_id, path, Proposal(base_len, list(token_ids)))
+
+
+def support(*token_ids: int) -> Support:
+    probs = np.full(len(token_ids), 1 / len(token_ids), np.float32)
+    return Support(np.array(token_ids), probs)
+
+
+@pytest.fixture
+def own() -> Ahead:
+    made = Ahead(GREEDY)
+    made.commit(0, PROMPT)
+    return made
+
+
+class TestAhead:
+    """The target said 8, 9 and 5 to the draft tokens 8 and 9."""
+
+    PROPOSAL, VERDICT = Proposal(3, [8, 9]), Verdict(3, [8, 9, 5])
+
+    def test_what_follows_the_outcome_is_next(self, own: Ahead) -> None:
+        own.add(ahead(1, [8, 6], 30))
+        own.add(ahead(2, [8, 9, 5], 20, 21))
+        following = own.after(self.PROPOSAL, self.VERDICT)
+        assert following is not None
+        assert following.continuation == Continuation(2, Outcome(range(2), 5))
+        assert list(following.token_ids) == [8, 9, 5]
+        assert (following.proposal.base_len, list(following.proposal.token_ids)) == (6, [20, 21])
+
+    def test_of_several_the_longest_is(self, own: Ahead) -> None:
+        own.add(ahead(1, [8, 9, 5], 20))
+        own.add(ahead(2, [8], 9, 5, 20, 21))
+        following = own.after(self.PROPOSAL, self.VERDICT)
+        assert following is not None
+        assert following.continuation.ahead_id == 2
+        assert list(following.proposal.token_ids) == [20, 21]
+
+    def test_it_goes_on_again_and_again(self, own: Ahead) -> None:
+        own.add(ahead(1, [8, 9, 5], 20))
+        own.add(ahead(2, [8, 9, 5, 20, 6], 30, 31))
+        first = own.after(self.PROPOSAL, self.VERDICT)
+        assert first is not None
+        second = own.after(first.proposal, Verdict(6, [20, 6]))
+        assert second is not None
+        assert (second.continuation.ahead_id, second.proposal.base_len) == (2, 8)
+
+    @pytest.mark.parametrize("path", [[8, 9, 4], [8, 9, 5, 20], [7]])
+    def test_nothing_follows(self, own: Ahead, path: list[int]) -> None:
+        own.add(ahead(1, path, 20))
+        assert own.after(self.PROPOSAL, self.VERDICT) is None
+
+    def test_a_request_replaces_what_it_came_to(self, own: Ahead) -> None:
+        own.add(ahead(1, [8, 9, 5], 20))
+        own.add(ahead(2, [8, 9, 6, 22], 30))
+        assert own.after(self.PROPOSAL, self.VERDICT) is not None
+        own.commit(3, [8, 9, 6])
+        assert own.after(Proposal(6, [22]), Verdict(6, [22, 7])) is None, (
+            "it was dropped with the first outcome"
+        )
+        own.commit(6, [22])
+        own.add(ahead(3, [11], 40, base_len=7))
+        following = own.after(Proposal(7), Verdict(7, [11]))
+        assert following is not None
+        assert following.continuation.ahead_id == 3
+
+    def test_a_verdict_on_other_tokens_than_it_knows_starts_nothing(self, own: Ahead) -> None:
+        own.add(ahead(1, [8, 9, 5], 20))
+        assert own.after(Proposal(4, [9]), Verdict(4, [9, 5])) is None
+
+    def test_a_tree(self, own: Ahead) -> None:
+        """Two children of the prefix; the target follows the second."""
+        tree = Proposal(3, [8, 9, 5, 6], parents=[-1, -1, 1, 1])
+        own.add(AheadOrder(7, 1, [9], Proposal(3, [5, 6, 20, 21, 30], parents=[-1, -1, 1, 1, 2])))
+        following = own.after(tree, Verdict(3, [9, 0, 6, 0, 20]))
+        assert following is not None
+        assert following.continuation.outcome == Outcome([1, 3], 20)
+        assert (following.proposal.base_len, list(following.proposal.token_ids)) == (6, [30])
+
+    def test_the_rule_is_the_coordinators(self) -> None:
+        """Rejection sampling: same proposal, verdict, parameters and seed, so the same outcome."""
+        for seed in range(20):
+            params = SamplingParams(seed=seed, rule=Rule.REJECTION)
+            made = Ahead(params)
+            made.commit(0, PROMPT)
+            for ahead_id, path in enumerate([[8, 9], [8, 5], [4], [8, 4], [9]], start=1):
+                made.add(AheadOrder(7, ahead_id, path, Proposal(3, [20], [support(20, 21)])))
+            proposal = Proposal(3, [8], [support(8, 9)])
+            probs = np.array([0.3, 0.4], np.float32)
+            verdict = Verdict(3, [4, 9], [probs], [0.3])
+            outcome = acceptance.accept(proposal, verdict, params, seed)
+            following = made.after(proposal, verdict)
+            assert following is not None
+            assert following.continuation.outcome == outcome
+
+    def test_it_keeps_a_bounded_number(self, own: Ahead) -> None:
+        for ahead_id in range(1, 3 * MAX_AHEAD):
+            own.add(ahead(ahead_id, [8, 9, 5], 20))
+        assert len(own._prepared._arrived) == MAX_AHEAD
+
+
+class TestRemembered:
+    """What the coordinator knows of the proposals that it sent ahead."""
+
+    @pytest.fixture
+    def sent(self) -> PreparedProposals:
+        made = PreparedProposals(4)
+        made.add([8, 9], Proposal(3, [20, 21]), 1)
+        made.add([8, 9], Proposal(3, [20, 21, 22]), 2)
+        made.add([8, 9, 20, 21, 5], Proposal(3, [30]), 3)
+        return made
+
+    def test_one_is_found_by_its_number(self, sent: PreparedProposals) -> None:
+        found = sent.find(1, [*PROMPT, 8, 9])
+        assert found is not None
+        assert (found.base_len, list(found.token_ids)) == (5, [20, 21]), "and not the longest"
+        rest = sent.find(2, [*PROMPT, 8, 9, 20])
+        assert rest is not None
+        assert (rest.base_len, list(rest.token_ids)) == (6, [21, 22])
+
+    @pytest.mark.parametrize(
+        ("number", "committed"), [(9, [8, 9]), (0, [8, 9]), (1, [8]), (1, [8, 7]), (3, [8, 9]), (1, [])]
+    )
+    def test_none_is_found(self, sent: PreparedProposals, number: int, committed: list[int]) -> None:
+        assert sent.find(number, [*PROMPT, *committed]) is None
+
+    def test_it_keeps_what_may_be_used_later(self, sent: PreparedProposals) -> None:
+        assert sent.find(0, [*PROMPT, 8, 9]) is None
+        assert sent.find(3, [*PROMPT, 8, 9, 20, 21, 5]) is not None
+        assert [each.origin for each in sent._arrived] == [3], "those that do not follow are dropped"
+
+    def test_over_its_limit_the_oldest_is_dropped(self, sent: PreparedProposals) -> None:
+        for number in (4, 5):
+            sent.add([8], Proposal(3, [7]), number)
+        assert sent.find(1, [*PROMPT, 8, 9]) is None
+
+
+def received(*orders: VerifyOrder | AheadOrder) -> verify_pb2.VerifyRequest:
+    sent = wire.request_to_proto([], [], orders)
+    return verify_pb2.VerifyRequest.FromString(sent.SerializeToString())
+
+
+def assert_same(one: Proposal, other: Proposal) -> None:
+    assert (one.base_len, list(one.token_ids)) == (other.base_len, list(other.token_ids))
+    assert list(one.parents) == list(other.parents)
+    for ours, theirs in zip(one.supports, other.supports, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.probs, theirs.probs)
+
+
+class TestColumns:
+    """A round trip changes nothing: the rule comes to the same on both sides."""
+
+    def test_proposals_ahead(self) -> None:
+        orders = [
+            ahead(1, [8, 9], 20, 21),
+            AheadOrder(8, 5, [], Proposal(9, [4, 6, 7], parents=[-1, -1, 1])),
+            AheadOrder(9, 2, [3], Proposal(0, [5, 6], [support(5, 8, 9), support(6)])),
+            AheadOrder(9, 3, [4], Proposal(1, [5], [support(5, 8)])),
+        ]
+        found = wire.ahead_from_proto(received(*orders).ahead, VOCAB_SIZE)
+        for one, other in zip(found, orders, strict=True):
+            assert (one.sequence_id, one.ahead_id, list(one.path)) == (
+                other.sequence_id,
+                other.ahead_id,
+                list(other.path),
+            )
+            assert_same(one.proposal, other.proposal)
+
+    @pytest.mark.parametrize(
+        ("column", "value"),
+        [
+            ("ahead_ids", [1, 2]),
+            ("base_lens", []),
+            ("path_lens", [-1]),
+            ("path_token_ids", b"123"),
+            ("path_lens", [5]),
+        ],
+    )
+    def test_columns_that_do_not_fit_each_other(self, column: str, value: Any) -> None:
+        message = received(ahead(1, [8, 9], 20)).ahead
+        if isinstance(value, bytes):
+            setattr(message, column, value)
+        else:
+            message.ClearField(column)
+            getattr(message, column).extend(value)
+        with pytest.raises(InvalidRequestError, match="path_token_ids|" + column):
+            wire.ahead_from_proto(message, VOCAB_SIZE)
+
+    def test_a_token_outside_of_the_vocabulary(self) -> None:
+        with pytest.raises(InvalidRequestError, match="token_ids"):
+            wire.ahead_from_proto(received(ahead(1, [], VOCAB_SIZE)).ahead, VOCAB_SIZE)
+
+    def test_requests_with_and_without_draft_probabilities(self) -> None:
+        """Those of one sequence say nothing about another's: a request from the text has none."""
+        one, other = support(5, 8, 9), support(6, 7)
+        orders = [
+            VerifyOrder(1, 4, 3, [1], [5], supports=[one.token_ids], draft_probs=[one.probs]),
+            VerifyOrder(2, 5, 3, [1], [6], supports=[other.token_ids]),
+            VerifyOrder(3, 6, 3, [1]),
+            VerifyOrder(4, 7, 9, (), ahead_id=12),
+        ]
+        found = wire.orders_from_proto(received(*orders))
+        assert [each.ahead_id for each in found] == [0, 0, 0, 12]
+        np.testing.assert_array_equal(found[0].draft_probs[0], one.probs)
+        np.testing.assert_array_equal(found[1].supports[0], other.token_ids)
+        assert [len(each.draft_probs) for each in found] == [1, 0, 0, 0]
+
+    def test_without_any_they_take_no_bytes(self) -> None:
+        order = VerifyOrder(2, 5, 3, [1], [6], supports=[support(6, 7).token_ids])
+        assert received(order).support_probs == b""
+
+    def test_continuations(self) -> None:
+        answers = [
+            VerifyAnswer(1, 4, Verdict(3, [8, 9]), Timings(), 0, 0, Continuation(6, Outcome([0, 2], 9))),
+            VerifyAnswer(2, 0, Verdict(3, [8]), Timings(), 0, 11),
+            VerifyAnswer(3, 5, Verdict(3, [8]), Timings(), 0, 0, Continuation(7, Outcome((), 63))),
+        ]
+        sent = wire.response_to_proto(answers, [], Load(), "me")
+        message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
+        found = wire.answers_from_proto(message, wire.rows_from_proto(message))
+        assert [each.ahead_id for each in found] == [0, 11, 0]
+        for one, other in zip(found, answers, strict=True):
+            if other.continuation is None:
+                assert one.continuation is None
+                continue
+            assert one.continuation is not None
+            assert one.continuation.ahead_id == other.continuation.ahead_id
+            assert list(one.continuation.outcome.path) == list(other.continuation.outcome.path)
+            assert one.continuation.outcome.next_token == other.continuation.outcome.next_token
+        message.continuations.num_accepted[0] = 3
+        with pytest.raises(InvalidRequestError, match="path"):
+            wire.answers_from_proto(message, wire.rows_from_proto(message))
