@@ -83,12 +83,9 @@ class ProposalColumns(NamedTuple):
     support_probs: FloatArray
 
     @property
-    def drawn(self) -> IntArray:
-        """int32, the tokens of proposals with supports."""
-        if all(self.has_supports):
-            return self.token_ids
-        drawn: IntArray = self.token_ids[np.repeat(self.has_supports, self.num_tokens)]
-        return drawn
+    def is_drawn(self) -> npt.NDArray[np.bool_]:
+        """Tokens of proposals with supports."""
+        return np.repeat(np.array(self.has_supports, np.bool_), self.num_tokens)
 
     @property
     def is_entry(self) -> npt.NDArray[np.bool_]:
@@ -132,9 +129,10 @@ def check(found: ProposalColumns, vocab_size: int) -> None:
     if not any(found.has_supports):
         check_ids("token_ids", found.token_ids, vocab_size)
         return
-    check_ids("token_ids", found.token_ids[found.token_ids != NO_TOKEN], vocab_size)
-    used = found.drawn != NO_TOKEN
-    ids, drawn, is_entry = found.support_ids[used], found.drawn[used], found.is_entry[used]
+    is_padding = found.is_drawn & (found.token_ids == NO_TOKEN)
+    check_ids("token_ids", found.token_ids[~is_padding], vocab_size)
+    drawn, used = found.token_ids[found.is_drawn & ~is_padding], ~is_padding[found.is_drawn]
+    ids, is_entry = found.support_ids[used], found.is_entry[used]
     check_ids("support_token_ids", ids[is_entry], vocab_size)
     probs = np.where(is_entry, found.support_probs[used], 0.0)
     is_first = is_entry[:, 1:] <= is_entry[:, :-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,24 @@ import numpy as np
 import pytest
 
 from coordinator.peers.checks import check_proposal, check_verdict
-from specwire import Completion, Rule, SamplingParams, ServiceUnavailableError
-from specwire.core import Logprobs, Proposal, Support, Verdict
+from coordinator.peers.codecs import draft_codec, verify_codec
+from specwire import (
+    Completion,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    Rule,
+    SamplingParams,
+    ServiceUnavailableError,
+)
+from specwire.core import Load, Logprobs, Proposal, Support, Timings, Verdict
 from specwire.errors import InternalError
-from specwire.wire import model as wire
+from specwire.wire import columns, proposals
+from specwire.wire import draft as draft_wire
+from specwire.wire import verify as verify_wire
+from specwire.wire.draft import DraftAnswer, PreparedAnswer
+from specwire.wire.verify import VerifyAnswer
 from tests.support.harness import LocalStack, local_stack
+from tests.support.mutations import mutated_message
 
 VOCAB_SIZE = 8
 PROMPT = [3, 1, 4]
@@ -30,6 +44,10 @@ PROPOSAL = Proposal(5, [1, 3], TWO)
 VERDICT = Verdict(
     5, [7, -1, 4], [np.array([0.25, 0.5], np.float32), np.array([1.0], np.float32)], [0.25, 0.0]
 )
+
+
+def over_the_wire(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
 
 
 def with_first(one: Support) -> Proposal:
@@ -58,7 +76,6 @@ BAD_VERDICTS: dict[str, dict[str, Any]] = {
     "a tail token beyond the vocabulary": {"target_token_ids": [99, -1, 4]},
     "no tail token where there is mass": {"target_token_ids": [-1, -1, 4]},
     "probabilities of another support": {"target_probs": VERDICT.target_probs[::-1]},
-    "a tail mass too few": {"tail_mass": [0.25]},
     "a tail mass that is no number": {"tail_mass": [float("nan"), 0.0]},
     "a negative tail mass": {"tail_mass": [0.25, -0.5]},
     "a sum above one": {"tail_mass": [0.5, 0.0]},
@@ -66,49 +83,118 @@ BAD_VERDICTS: dict[str, dict[str, Any]] = {
 }
 
 
+BESIDE = Proposal(5, [1, 3])
+"""Of another sequence, where tokens are matched."""
+REFUSALS = (InternalError, InvalidRequestError)
+"""Both end the stream, as `Link` has it."""
+
+
+def received_proposal(proposal: Proposal, *, matches_tokens: bool, may_be_tree: bool = False) -> Proposal:
+    """After all checks, in a message with another one."""
+    answers = [
+        DraftAnswer(number, 1, each, Timings(), num_wanted=3)
+        for number, each in enumerate((BESIDE, proposal, PROPOSAL))
+    ]
+    message = draft_wire.response_to_proto(answers, [], [], "i", support_len=3)
+    found = dict(draft_codec(VOCAB_SIZE).decode(over_the_wire(message)))
+    assert [*found[0].proposal.token_ids] == BESIDE.token_ids
+    received: Proposal = found[1].proposal
+    check_proposal(received, matches_tokens=matches_tokens, may_be_tree=may_be_tree)
+    return received
+
+
 class TestProposals:
     def test_good_ones(self) -> None:
-        check_proposal(PROPOSAL, VOCAB_SIZE, matches_tokens=False)
-        check_proposal(Proposal(5), VOCAB_SIZE, matches_tokens=False)
-        check_proposal(Proposal(5, [1, 3]), VOCAB_SIZE, matches_tokens=True)
+        received = received_proposal(PROPOSAL, matches_tokens=False)
+        assert (received.base_len, received.token_ids) == (5, [1, 3])
+        for one, other in zip(received.supports, TWO, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.probs.tobytes() == other.probs.tobytes()
+        assert received_proposal(Proposal(5), matches_tokens=False).token_ids == []
+        assert received_proposal(Proposal(5, [7, 0]), matches_tokens=True).token_ids == [7, 0]
 
     @pytest.mark.parametrize("proposal", BAD_PROPOSALS.values(), ids=BAD_PROPOSALS)
     def test_bad_ones(self, proposal: Proposal) -> None:
-        with pytest.raises(InternalError):
-            check_proposal(proposal, VOCAB_SIZE, matches_tokens=False)
+        with pytest.raises(REFUSALS):
+            received_proposal(proposal, matches_tokens=False)
+
+    def test_what_pads_others_is_no_token_where_tokens_are_matched(self) -> None:
+        with pytest.raises(InvalidRequestError, match="token_ids=-1: is outside the vocabulary"):
+            received_proposal(Proposal(5, [1, -1]), matches_tokens=True)
 
     def test_supports_where_tokens_are_matched(self) -> None:
         with pytest.raises(InternalError, match="2 supports for 0"):
-            check_proposal(PROPOSAL, VOCAB_SIZE, matches_tokens=True)
+            received_proposal(PROPOSAL, matches_tokens=True)
 
     def test_a_tree_where_chains_were_asked_for(self) -> None:
         tree = Proposal(5, [1, 3], parents=[-1, -1])
-        check_proposal(tree, VOCAB_SIZE, matches_tokens=True, may_be_tree=True)
+        assert received_proposal(tree, matches_tokens=True, may_be_tree=True).parents == [-1, -1]
         with pytest.raises(InternalError, match="a tree of 2 nodes"):
-            check_proposal(tree, VOCAB_SIZE, matches_tokens=True)
+            received_proposal(tree, matches_tokens=True)
+
+
+def received_verdict(verdict: Verdict, proposal: Proposal) -> Verdict:
+    """After all checks, in a message with others."""
+    each = (Verdict(5, [3]), verdict, VERDICT)
+    answers = [VerifyAnswer(number, 1, one, Timings(), 0) for number, one in enumerate(each)]
+    message = verify_wire.response_to_proto(answers, [], Load(), "i")
+    found = dict(verify_codec(VOCAB_SIZE).decode(over_the_wire(message)))
+    assert found[0].verdict.target_token_ids == [3]
+    received: Verdict = found[1].verdict
+    check_verdict(received, proposal)
+    return received
 
 
 class TestVerdicts:
     def test_good_ones(self) -> None:
-        check_verdict(VERDICT, PROPOSAL, VOCAB_SIZE, matches_tokens=False)
-        check_verdict(Verdict(5, [3]), Proposal(5), VOCAB_SIZE, matches_tokens=False)
-        check_verdict(Verdict(5, [0, 7, 4]), Proposal(5, [1, 3]), VOCAB_SIZE, matches_tokens=True)
+        received = received_verdict(VERDICT, PROPOSAL)
+        assert (received.target_token_ids, [*received.tail_mass]) == ([7, -1, 4], [0.25, 0.0])
+        assert [probs.tolist() for probs in received.target_probs] == [[0.25, 0.5], [1.0]]
+        assert received_verdict(Verdict(5, [3]), Proposal(5)).target_token_ids == [3]
+        assert received_verdict(Verdict(5, [0, 7, 4]), Proposal(5, [1, 3])).target_probs == ()
 
     @pytest.mark.parametrize("changes", BAD_VERDICTS.values(), ids=BAD_VERDICTS)
     def test_bad_ones(self, changes: dict[str, Any]) -> None:
-        with pytest.raises(InternalError):
-            check_verdict(dataclasses.replace(VERDICT, **changes), PROPOSAL, VOCAB_SIZE, matches_tokens=False)
+        with pytest.raises(REFUSALS):
+            received_verdict(dataclasses.replace(VERDICT, **changes), PROPOSAL)
 
     def test_a_matched_token_beyond_the_vocabulary(self) -> None:
         with pytest.raises(InternalError, match="target token 8"):
-            check_verdict(Verdict(5, [0, 8, 4]), Proposal(5, [1, 3]), VOCAB_SIZE, matches_tokens=True)
+            received_verdict(Verdict(5, [0, 8, 4]), Proposal(5, [1, 3]))
 
     def test_log_probabilities_without_the_draft_token(self) -> None:
-        entries = [Logprobs(np.array(ids), np.full(len(ids), -1.0), 0) for ids in ([7, 1], [2], [4])]
+        entries = [
+            Logprobs(np.array(ids), np.full(len(ids), -1.0, np.float32), 0) for ids in ([7, 1], [2], [4])
+        ]
         with pytest.raises(InternalError, match="lack a token"):
-            check_verdict(
-                dataclasses.replace(VERDICT, logprobs=entries), PROPOSAL, VOCAB_SIZE, matches_tokens=False
-            )
+            received_verdict(dataclasses.replace(VERDICT, logprobs=entries), PROPOSAL)
+
+
+def changed_at_random(message: Any, decode: Callable[[Any], Any]) -> set[str]:
+    """What becomes of changed messages: decoded, or refused."""
+    draws, endings = random.Random(16), set()
+    for _ in range(1500):
+        mutant = mutated_message(message, draws)
+        try:
+            list(decode(mutant))
+            endings.add("decoded")
+        except REFUSALS:
+            endings.add("refused")
+    return endings
+
+
+def test_no_message_of_a_peer_is_a_defect_here() -> None:
+    """Whatever its columns hold, it is decoded or refused."""
+    answers = [DraftAnswer(1, 1, PROPOSAL, Timings(), num_wanted=3), DraftAnswer(2, 1, BESIDE, Timings())]
+    ahead = [PreparedAnswer(1, [4, 2], PROPOSAL, 1, 5, 6, num_wanted=2)]
+    failed = [columns.error_to_proto(3, ResourceExhaustedError("full", 7))]
+    drafted = draft_wire.response_to_proto(answers, ahead, failed, "i", support_len=3)
+    assert changed_at_random(drafted, draft_codec(VOCAB_SIZE).decode) == {"decoded", "refused"}
+    entries = [Logprobs(np.array([7, 1]), np.full(2, -1.0, np.float32), 1)] * 3
+    verdicts = [dataclasses.replace(VERDICT, logprobs=entries), Verdict(5, [3])]
+    judged = [VerifyAnswer(number, 1, each, Timings(), 0) for number, each in enumerate(verdicts)]
+    verified = verify_wire.response_to_proto(judged, failed, Load(1, 2, 3, 4, 5), "i")
+    assert changed_at_random(verified, verify_codec(VOCAB_SIZE).decode) == {"decoded", "refused"}
 
 
 # --- over the wire: real services whose messages are changed as they leave ---------------------------
@@ -121,16 +207,16 @@ def stack() -> Iterator[LocalStack]:
         yield running
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], None]) -> None:
-    """From now on, what this function of `wire` returns is changed."""
-    convert = getattr(wire, name)
+def changed(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, change: Callable[[Any], None]) -> None:
+    """From now on, the messages that this function makes are changed."""
+    convert = getattr(module, name)
 
     def changing(*args: Any, **kwargs: Any) -> Any:
         message = convert(*args, **kwargs)
         change(message)
         return message
 
-    monkeypatch.setattr(wire, name, changing)
+    monkeypatch.setattr(module, name, changing)
 
 
 def params(rule: Rule) -> SamplingParams:
@@ -142,12 +228,11 @@ def generate(stack: LocalStack, rule: Rule) -> Completion:
 
 
 def no_number(message: Any) -> None:
-    for one in message.supports:
-        one.probs = np.full(len(one.probs) // 4, np.nan, np.float32).tobytes()
+    message.support_probs = b"\0\0\xc0\x7f" * (len(message.support_probs) // 4)
 
 
 def unknown_tokens(message: Any) -> None:
-    message.token_ids[:] = [2**31 - 1] * len(message.token_ids)
+    message.token_ids = b"\xff\xff\xff\x7f" * (len(message.token_ids) // 4)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +244,7 @@ def test_a_broken_draft_is_a_lost_draft(
     """The request goes on without it; one is not charged with what the draft did."""
     sound = generate(stack, rule)
     assert sound.speculation.num_accepted_tokens
-    changed(monkeypatch, "proposal_to_proto", change)
+    changed(monkeypatch, proposals, "to_proto", change)
     done = generate(stack, rule)
     assert len(done.token_ids) == 24
     assert done.speculation.draft_unavailable
@@ -172,14 +257,25 @@ def of_parents(*parents: int) -> Callable[[Any], None]:
     """As many tokens with these parents."""
 
     def change(message: Any) -> None:
-        message.token_ids[:] = [1] * len(parents)
-        message.parent_indices[:] = parents
+        num = len(message.num_tokens)
+        message.num_tokens[:] = [len(parents)] * num
+        message.token_ids = columns.pack([[1] * len(parents)] * num, "<i4")
+        message.parent_indices = columns.pack([parents] * num, "<i1")
 
     return change
 
 
-def with_a_support(message: Any) -> None:
-    message.supports.add(token_ids=bytes(4), probs=np.ones(1, np.float32).tobytes())
+def with_a_parent_too_many(message: Any) -> None:
+    message.parent_indices += b"\xff"
+
+
+def with_supports(message: Any) -> None:
+    of_parents(-1, -1)(message)
+    num = len(message.num_tokens)
+    message.has_supports[:] = [True] * num
+    message.support_len = 1
+    message.support_token_ids = columns.pack([[1, 1]] * num)
+    message.support_probs = np.ones(2 * num, np.float32).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -188,8 +284,8 @@ def with_a_support(message: Any) -> None:
         (3, of_parents(-1, 2, 0)),
         (3, of_parents(0)),
         (3, of_parents(*[-1] * 65)),
-        (3, lambda message: message.parent_indices.append(-1)),
-        (3, with_a_support),
+        (3, with_a_parent_too_many),
+        (3, with_supports),
         (0, of_parents(-1, -1)),
     ],
     ids=["child first", "its own parent", "65 nodes", "a parent too many", "supports", "unasked"],
@@ -201,7 +297,7 @@ def test_a_draft_whose_tree_is_none_is_a_lost_draft(
     asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=max_depth)
     sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert sound.speculation.num_accepted_tokens
-    changed(monkeypatch, "proposal_to_proto", change)
+    changed(monkeypatch, proposals, "to_proto", change)
     done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert done.token_ids == sound.token_ids
     assert done.speculation.draft_unavailable
@@ -214,7 +310,7 @@ def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
     """One that was prepared for an earlier plan may be; verify sees what the plan allows."""
     asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=3)
     sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
-    changed(monkeypatch, "proposal_to_proto", of_parents(*range(-1, 30), *[29] * 33))
+    changed(monkeypatch, proposals, "to_proto", of_parents(*range(-1, 30), *[29] * 33))
     done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert done.token_ids == sound.token_ids
     assert done.speculation.draft_unavailable == ""
@@ -222,12 +318,12 @@ def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
 
 
 def beyond(message: Any) -> None:
-    message.target_token_ids[:] = [2**31 - 1] * len(message.target_token_ids)
+    message.target_token_ids = b"\xff\xff\xff\x7f" * (len(message.target_token_ids) // 4)
 
 
 def heavy(message: Any) -> None:
-    message.tail_mass[:] = [2.0] * len(message.tail_mass)
-    message.target_token_ids[:] = [3] * len(message.target_token_ids)
+    message.tail_mass = np.full(len(message.tail_mass) // 8, 2.0).tobytes()
+    message.target_token_ids = columns.pack([[3] * (len(message.target_token_ids) // 4)], "<i4")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +339,7 @@ def test_a_stranger_at_the_address_of_verify(
     said: str,
 ) -> None:
     """No token of its reaches the client: it is a replica that failed."""
-    changed(monkeypatch, "verdict_to_proto", change)
+    changed(monkeypatch, verify_wire, "response_to_proto", change)
     with (
         stack.client.stream(prompt_token_ids=PROMPT, params=params(rule)) as stream,
         pytest.raises(ServiceUnavailableError, match=said),

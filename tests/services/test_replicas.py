@@ -50,7 +50,7 @@ class Fake(Replica):
         self.mark_ready(ModelInfo(name="m", vocab_size=64, context_len=64, incarnation=name))
         self.num_streams, self.num_other_streams = num_streams, num_others
 
-    def open_stream(self, timeout_s: float | None, headers: object = ()) -> NoReturn:
+    def _open_link(self) -> NoReturn:
         raise AssertionError
 
 

@@ -46,6 +46,7 @@ _NUMBERS: dict[int, Sequence[Any]] = {
     FieldDescriptor.CPPTYPE_INT32: _INT_EXTREMES,
     FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 3, 99, -1, 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: _LONG_EXTREMES,
+    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**53, 2**63, 2**64 - 1),
     FieldDescriptor.CPPTYPE_DOUBLE: _FLOAT_EXTREMES,
     FieldDescriptor.CPPTYPE_FLOAT: _FLOAT_EXTREMES,
     FieldDescriptor.CPPTYPE_BOOL: (False, True),

@@ -112,7 +112,7 @@ async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() ->
             f"{GRPC}: the method that StreamStreamCall.write calls is gone from call._cython_call; find "
             "the one that it calls now, or use `write` if it no longer changes the status of an ended call"
         )
-        message = common_pb2.Timings(queue_ns=7)
+        message = common_pb2.Timings(queue_ns=[7])
         await rpc_private.send(call, message)
         assert await call.read() == message.SerializeToString(), (
             f"{GRPC}: it sends something else; adapt `send`"

@@ -124,7 +124,7 @@ def test_an_answer_may_come_before_anyone_waits_for_it(counting: CountingEngine)
     class Slow:
         def put(self, order: Any) -> None:
             inbox.put(order)
-            while job.future is not None:
+            while job.result is None:
                 pass
 
         def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,10 +44,10 @@ class Unreached:
 CHAIN_OF_4 = Plan(4, patience_s=math.inf)
 
 
-def sequence_of(call: Any) -> tuple[Link, DraftSequence]:
+def sequence_of(call: Any, on_answer: Callable[[], None] = lambda: None) -> tuple[Link, DraftSequence]:
     link = Link(call, draft_codec(VOCAB_SIZE))
     opening = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)
-    return link, DraftSequence(link, opening, None, waits=Waits())
+    return link, DraftSequence(link, opening, None, waits=Waits(), on_answer=on_answer)
 
 
 async def test_closed_before_it_was_reached() -> None:
@@ -97,8 +98,8 @@ class Scripted:
 
 async def test_the_rest_of_a_late_chain_is_not_taken_for_what_the_peer_holds() -> None:
     """The peer rolls back to what it is told; its late chain was no branch, and is gone then."""
-    call = Scripted()
-    link, sequence = sequence_of(call)
+    call, answered = Scripted(), asyncio.Event()
+    link, sequence = sequence_of(call, answered.set)
     committed = [1, 2, 3]
     with pytest.raises(TimeoutError):
         await sequence.request(committed, CHAIN_OF_4, timeout_s=0)
@@ -107,8 +108,9 @@ async def test_the_rest_of_a_late_chain_is_not_taken_for_what_the_peer_holds() -
     committed = [*committed, 10]  # a plain round, which comes to the chain's first token
     late = DraftAnswer(1, 1, Proposal(3, [10, 11, 12, 13]), Timings())
     call.answers.put_nowait(draft_wire.response_to_proto([late], [], [], "i", 0))
-    while (rest := sequence.prepared.take(committed)) is None:
-        await asyncio.sleep(0)
+    await asyncio.wait_for(answered.wait(), 10)
+    rest = sequence.prepared.take(committed)
+    assert rest is not None
     sequence.continue_from(committed, rest.proposal, Preparation(1, 4))
     committed = [*committed, 11, 12, 40]
     asking = asyncio.create_task(sequence.request(committed, CHAIN_OF_4, timeout_s=60.0))

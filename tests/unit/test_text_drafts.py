@@ -31,6 +31,7 @@ from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError
 from specwire.telemetry.tracing import NO_SPAN, Span
 from specwire.tokenizer import load
+from specwire.wire import proposals
 
 CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
@@ -49,6 +50,9 @@ class FakeModel:
         return Proposal(len(committed), [98, 97] if is_there else [], source="small"), Cost()
 
     def observe(self, done: Round) -> None: ...
+
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        return Cost()
 
     def close(self) -> None: ...
 
@@ -171,7 +175,9 @@ def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
     assert [(s.token_ids.tolist(), s.probs.tolist()) for s in proposal.supports] == [
         ([token_id], [1.0]) for token_id in proposal.token_ids
     ]
-    check_proposal(proposal, 8, matches_tokens=False)
+    check_proposal(proposal, matches_tokens=False)
+    sent = proposals.to_proto([proposal], [len(proposal.token_ids)], support_len=2)
+    proposals.check(proposals.columns_from_proto(sent, 1), 8)
 
 
 class TestBesideAModel:

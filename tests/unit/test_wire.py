@@ -19,12 +19,31 @@ from specwire.completion import (
     Token,
     Usage,
 )
-from specwire.core import Fate, Logprobs, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import (
+    Continuation,
+    Fate,
+    Load,
+    Logprobs,
+    ModelInfo,
+    Outcome,
+    Preparation,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Support,
+    Timings,
+    Verdict,
+)
 from specwire.errors import InvalidRequestError, SpecwireError
 from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
+from specwire.wire import columns, proposals
+from specwire.wire import draft as draft_wire
 from specwire.wire import model as wire
+from specwire.wire import verify as verify_wire
+from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+from specwire.wire.verify import VerifyAnswer, VerifyOrder
 
 EVERYTHING = SamplingParams(
     max_tokens=17,
@@ -136,41 +155,174 @@ class TestArrays:
                 read(b"12345", "probs")
 
 
-class TestProposals:
-    SUPPORT = Support(np.array([7, 9]), np.array([0.25, 0.75], dtype=np.float32))
-
-    def test_round_trip(self) -> None:
-        sent = Proposal(5, [7, 9], [self.SUPPORT, self.SUPPORT])
-        got = wire.proposal_from_proto(over_the_wire(wire.proposal_to_proto(sent)), 5)
-        assert (got.base_len, list(got.token_ids)) == (5, [7, 9])
-        for support in got.supports:
-            assert support.token_ids.tolist() == [7, 9]
-            assert support.probs.tobytes() == self.SUPPORT.probs.tobytes()
+class TestColumns:
+    @pytest.mark.parametrize(
+        ("dtype", "entries"), [("<u4", [0, 2**32 - 1]), ("<i4", [-1, 7]), ("<i1", [-1, 9])]
+    )
+    def test_round_trip(self, dtype: str, entries: list[int]) -> None:
+        data = columns.pack([entries[:1], [], entries[1:]], dtype)
+        assert columns.unpack("x", data, len(entries), dtype).tolist() == entries
+        assert columns.split(entries, [1, 0, 1]) == [entries[:1], [], entries[1:]]
+        assert (columns.pack([]), columns.split([], [])) == (b"", [])
 
     def test_refusals(self) -> None:
-        late = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[1, -1])
+        with pytest.raises(InvalidRequestError, match="x=5 bytes: must have 1 entries"):
+            columns.unpack("x", b"12345", 1)
+        with pytest.raises(InvalidRequestError, match="n=-2: must be at least 0"):
+            columns.counts_of("n", [3, -2])
+        assert columns.counts_of("n", [3, 0, 2]) == ([3, 0, 2], 5)
+
+    def test_parents(self) -> None:
+        """Chains are spelt out beside trees, and nothing is sent where all are chains."""
+        assert columns.pack_parents([(), ()], [2, 3]) == b""
+        assert columns.split_parents(b"", [2, 3]) == [(), ()]
+        data = columns.pack_parents([(), [-1, -1]], [2, 2])
+        assert columns.split_parents(data, [2, 2]) == [[-1, 0], [-1, -1]]
+
+    def test_timings(self) -> None:
+        sent = [SPENT, Timings(6, 7, 8, 9, 10)]
+        message = over_the_wire(columns.timings_to_proto(sent))
+        assert columns.timings_from_proto(message, 2) == sent
+        assert columns.timings_from_proto(columns.timings_to_proto([]), 0) == []
+
+    def test_traceparents(self) -> None:
+        assert columns.traceparents_to(["", ""]) == ()
+        message = draft_pb2.DraftRequest(traceparents=columns.traceparents_to(["", "x"]))
+        assert columns.traceparents_of(message, 2) == ["", "x"]
+        assert columns.traceparents_of(draft_pb2.DraftRequest(), 2) == ["", ""]
+
+
+SUPPORT = Support(np.array([7, 9]), np.array([0.25, 0.75], dtype=np.float32))
+CHAIN = Proposal(5, [7, 9], [SUPPORT, SUPPORT])
+SPENT = Timings(1, 2, 3, 4, 5)
+TREE = Proposal(8, [1, 2], parents=[-1, -1])
+
+
+def received_proposals(message: Any, num: int) -> list[Proposal]:
+    return proposals.split(proposals.columns_from_proto(message, num), [5, 8, 9][:num])
+
+
+class TestProposals:
+    def test_round_trip(self) -> None:
+        """A chain that is padded, a tree and nothing at all."""
+        message = over_the_wire(proposals.to_proto([CHAIN, TREE, Proposal(9)], [4, 2, 0], support_len=3))
+        assert message.num_tokens == [4, 2, 0]
+        chain, tree, none = received_proposals(message, 3)
+        assert (chain.base_len, chain.token_ids, chain.parents) == (5, [7, 9], ())
+        assert (tree.base_len, tree.token_ids, tree.parents, tree.supports) == (8, [1, 2], [-1, -1], ())
+        assert (none.base_len, none.token_ids) == (9, [])
+        for support in chain.supports:
+            assert support.token_ids.tolist() == [7, 9]
+            assert support.probs.tobytes() == SUPPORT.probs.tobytes()
+
+    def test_the_size_does_not_depend_on_tokens(self) -> None:
+        """Under rejection: a shorter chain with smaller supports takes as many bytes."""
+        short = Proposal(5, [3], [Support(np.array([3]), np.ones(1, np.float32))])
+        sizes = {proposals.to_proto([each], [2], support_len=8).ByteSize() for each in (CHAIN, short)}
+        assert len(sizes) == 1
+
+    def test_refusals(self) -> None:
+        late = proposals.to_proto([TREE], [2], 1)
+        late.parent_indices = b"\x01\xff"
         with pytest.raises(InvalidRequestError, match=r"parent_indices\[0\]"):
-            wire.proposal_from_proto(late, 0)
-        support = draft_pb2.Support(token_ids=b"\0" * 4, probs=b"\0" * 4)
-        judged = draft_pb2.Proposal(token_ids=[1, 2], parent_indices=[-1, -1], supports=[support, support])
-        with pytest.raises(InvalidRequestError, match="must be none in a tree"):
-            wire.proposal_from_proto(judged, 0)
-        support = draft_pb2.Support(token_ids=b"\0" * 8, probs=b"\0" * 4)
-        with pytest.raises(InvalidRequestError, match="one for each token id"):
-            wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1], supports=[support]), 0)
-        support = draft_pb2.Support(token_ids=b"\0" * 4, probs=b"\0" * 4)
-        with pytest.raises(InvalidRequestError, match="one for each draft token"):
-            wire.proposal_from_proto(draft_pb2.Proposal(token_ids=[1, 2], supports=[support]), 0)
+            received_proposals(late, 1)
+        judged = proposals.to_proto([CHAIN], [2], 2)
+        judged.parent_indices = b"\xff\xff"
+        with pytest.raises(InvalidRequestError, match="must be false for a tree"):
+            received_proposals(judged, 1)
+        for name, value in (("support_len", 3), ("support_probs", bytes(4)), ("support_token_ids", b"")):
+            wrong = proposals.to_proto([CHAIN], [2], 2)
+            setattr(wrong, name, value)
+            with pytest.raises(InvalidRequestError, match="must have"):
+                received_proposals(wrong, 1)
+        with pytest.raises(InvalidRequestError, match="num_tokens=1: must have 2 entries"):
+            received_proposals(judged, 2)
 
 
-def test_verdict_round_trip() -> None:
-    entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
-    sent = Verdict(9, [4, -1], [np.array([0.5], dtype=np.float32)], [0.125], [entry, entry])
-    got = wire.verdict_from_proto(over_the_wire(wire.verdict_to_proto(sent)))
-    assert (got.base_len, list(got.target_token_ids), list(got.tail_mass)) == (9, [4, -1], [0.125])
-    assert got.target_probs[0].tolist() == [0.5]
-    assert got.logprobs[1].of(8) == -1.5
-    assert got.logprobs[1].top() == [(8, -1.5)]
+class TestModelServices:
+    """All that a message carries, both ways."""
+
+    OPENING = common_pb2.OpenSequence(sequence_id=4, prompt_len=3)
+
+    def test_requests_to_draft(self) -> None:
+        orders = [
+            DraftOrder(4, 1, 0, [1, 2, 3], 5, 0, None, "t"),
+            DraftOrder(2, 9, 7, [], 0, 0, Preparation(8, 4, 2), ""),
+            DraftOrder(3, 2, 5, [6], 8, 3),
+        ]
+        message = over_the_wire(draft_wire.request_to_proto([self.OPENING], [1], orders))
+        assert draft_wire.orders_from_proto(message) == orders
+        assert (list(message.open), list(message.close)) == ([self.OPENING], [1])
+
+    def test_requests_to_verify(self) -> None:
+        orders = [
+            VerifyOrder(4, 1, 0, [1, 2, 3]),
+            VerifyOrder(2, 9, 7, [5], [6, 8], (), [np.array([6, 7]), np.array([8])], "t"),
+            VerifyOrder(3, 2, 5, [6], [1, 2, 3], [-1, -1, 1], ahead_id=4),
+        ]
+        message = over_the_wire(verify_wire.request_to_proto([self.OPENING], [1], orders))
+        got = verify_wire.orders_from_proto(message)
+        for one, other in zip(got, orders, strict=True):
+            assert one._replace(supports=(), parents=()) == other._replace(supports=(), parents=())
+            assert [ids.tolist() for ids in one.supports] == [ids.tolist() for ids in other.supports]
+        assert [list(order.parents) for order in got] == [[], [-1, 0], [-1, -1, 1]]
+
+    def test_requests_with_and_without_draft_probabilities(self) -> None:
+        """Some sequences of a coordinator let verify go on by itself, and others do not."""
+        ids, probs = [np.array([6, 7]), np.array([8])], [SUPPORT.probs, np.ones(1, np.float32)]
+        orders = [
+            VerifyOrder(1, 1, 0, [3], [6, 8], (), ids),
+            VerifyOrder(2, 1, 0, [3], [6, 8], (), ids, "", probs),
+            VerifyOrder(3, 1, 0, [3]),
+        ]
+        got = verify_wire.orders_from_proto(over_the_wire(verify_wire.request_to_proto([], [], orders)))
+        assert [each.tolist() for each in got[1].draft_probs] == [each.tolist() for each in probs]
+        assert [each.tolist() for order in got for each in order.supports] == [[6, 7], [8]] * 2
+        assert got[2].draft_probs == ()
+
+    def test_messages_without_requests(self) -> None:
+        for pack, unpack in (
+            (draft_wire.request_to_proto, draft_wire.orders_from_proto),
+            (verify_wire.request_to_proto, verify_wire.orders_from_proto),
+        ):
+            message = over_the_wire(pack([self.OPENING], [7], []))
+            assert unpack(message) == []
+            assert (len(message.open), list(message.close)) == (1, [7])
+
+    def test_answers_of_the_draft(self) -> None:
+        answers = [
+            DraftAnswer(4, 1, CHAIN, SPENT, 6, True, 3),
+            DraftAnswer(2, 9, TREE, Timings()),
+        ]
+        ahead = [PreparedAnswer(2, [4, 5], TREE, 9, 2**40, 77, "t", 2)]
+        message = over_the_wire(draft_wire.response_to_proto(answers, ahead, [], "i", 2))
+        found = received_proposals(message.proposals, 2)
+        got = draft_wire.answers_from_proto(message, found)
+        assert [each._replace(proposal=found[0], num_wanted=0) for each in got] == [
+            each._replace(proposal=found[0], num_wanted=0) for each in answers
+        ]
+        (prepared,) = draft_wire.prepared_from_proto(message.prepared, [TREE])
+        assert prepared._replace(num_wanted=2) == ahead[0]
+
+    def test_answers_of_verify(self) -> None:
+        entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
+        judged = Verdict(9, [4, -1], [np.array([0.5], dtype=np.float32)], [0.125], [entry, entry])
+        load = Load(1, 2, 3, 4, 5)
+        answers = [
+            VerifyAnswer(4, 1, judged, SPENT, 6, load=load),
+            VerifyAnswer(2, 9, Verdict(3, [7]), Timings(), 0, 3, Continuation(4, Outcome([0], 5)), load),
+        ]
+        message = over_the_wire(verify_wire.response_to_proto(answers, [], load, "i"))
+        got = verify_wire.answers_from_proto(message, verify_wire.rows_from_proto(message))
+        assert [each._replace(verdict=judged) for each in got] == [
+            each._replace(verdict=judged) for each in answers
+        ]
+        first, second = (each.verdict for each in got)
+        assert (first.base_len, first.target_token_ids, [*first.tail_mass]) == (9, [4, -1], [0.125])
+        assert first.target_probs[0].tolist() == [0.5]
+        assert first.logprobs[1].of(8) == -1.5
+        assert first.logprobs[1].top() == [(8, -1.5)]
+        assert second == Verdict(3, [7])
 
 
 def test_model_info_round_trip() -> None:
@@ -263,6 +415,12 @@ class TestErrors:
         kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
         kinds = {kind for kind in kinds if issubclass(kind, SpecwireError)} - {SpecwireError}
         assert {type(error) for error in self.EXAMPLES} == kinds
+
+    @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+    def test_what_ends_a_sequence_is_raised_the_same(self, error: SpecwireError) -> None:
+        got = columns.error_from_proto(over_the_wire(columns.error_to_proto(3, error)))
+        assert type(got) is type(error)
+        assert (str(got), got.details()) == (str(error), error.details())
 
     @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
     def test_the_peer_raises_the_same(self, error: SpecwireError) -> None:
