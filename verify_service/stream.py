@@ -67,7 +67,7 @@ class _Round:
     Attributes:
         request_id: 0 without a request.
         ahead_id: of its proposal, if it was begun here; else 0.
-        received_ns: when its request arrived; of a round that was begun here, 0 before it is confirmed.
+        received_ns: when its request arrived; None before one does, for a round that was begun here.
         span: around its request.
         proposal: with what the rule needs; None if the sequence may not go on by itself.
         continuation: how the sequence goes on after it.
@@ -79,7 +79,7 @@ class _Round:
     sequence: OpenSequence[_State]
     request_id: int
     ahead_id: int
-    received_ns: int
+    received_ns: int | None
     span: Span
     proposal: Proposal | None = None
     continuation: Continuation | None = None
@@ -183,7 +183,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def _begin(self, sequence: OpenSequence[_State], following: Next, base_len: int) -> None:
         """Go on: in the background, since requests of other sequences come first."""
-        begun = _Round(sequence, 0, following.continuation.ahead_id, 0, Span(), following.proposal)
+        begun = _Round(sequence, 0, following.continuation.ahead_id, None, Span(), following.proposal)
         begun.job = VerifyJob(
             sequence.tokens,
             base_len,
@@ -264,7 +264,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     self._fail(job, judged, result)
                     continue
                 judged.is_done, judged.job = True, None
-                if judged.received_ns:
+                if judged.received_ns is not None:
                     judged.sequence.num_unanswered -= 1
                     if judged.ahead_id:
                         judged.sequence.state.begun.remove(judged)
@@ -299,7 +299,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         return following.continuation
 
     def _fail(self, job: VerifyJob, judged: _Round, error: SpecwireError) -> None:
-        if judged.ahead_id and not judged.received_ns:
+        if judged.ahead_id and judged.received_ns is None:
             judged.has_failed = True
         elif job.worth:  # a background job, just before the engine promoted it
             with self.failing(judged.sequence.sequence_id):
@@ -318,7 +318,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def _answer(self, job: VerifyJob) -> VerifyAnswer:
         judged: _Round = job.tag
-        spent = serving.timings(job, judged.received_ns or clock.stopwatch_ns())
+        received_ns = clock.stopwatch_ns() if judged.received_ns is None else judged.received_ns
+        spent = serving.timings(job, received_ns)
         judged.sequence.state.spans.finish(judged.span, job, spent)
         return VerifyAnswer(
             judged.sequence.sequence_id,
