@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -178,7 +178,7 @@ FREE = {
 #: Not read by the service yet.
 UNREAD = re.compile(r"VerifyRequest\.(support_probs|ahead_ids)|(Ahead)?Proposals\..*")
 
-REQUESTS = (generation_pb2.GenerateRequest, draft_pb2.DraftRequest, verify_pb2.VerifyRequest)
+REQUESTS: Sequence[Any] = (generation_pb2.GenerateRequest, draft_pb2.DraftRequest, verify_pb2.VerifyRequest)
 
 #: Internals that no error message may reveal.
 TELLTALE = re.compile(
@@ -238,7 +238,7 @@ def fields_of(message: Descriptor) -> Iterator[str]:
 
 
 def test_no_field_is_forgotten() -> None:
-    names = {name for request in REQUESTS for name in fields_of(descriptor_of(request))}
+    names = {name for request in REQUESTS for name in fields_of(request.DESCRIPTOR)}
     limited = {name.removesuffix(" (each)") for name in LIMITS} | set(RANGES)
     assert {name for name in names - FREE if not UNREAD.fullmatch(name)} == limited
 

@@ -256,7 +256,7 @@ class TestModelServices:
 
     def test_requests_to_verify(self) -> None:
         orders = [
-            VerifyOrder(4, 1, 0, [1, 2, 3]),
+            VerifyOrder(4, 1, 0, [1, 2, 3], []),
             VerifyOrder(2, 9, 7, [5], [6, 8], (), [np.array([6, 7]), np.array([8])], "t"),
             VerifyOrder(3, 2, 5, [6], [1, 2, 3], [-1, -1, 1], ahead_id=4),
         ]
