@@ -30,7 +30,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verif
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 MAX_IDLE_S = 1.0
-MAX_GROWTH_MIB = 5.0
+MAX_GROWTH_MIB = 1.0
 _PATIENCE_S = 30.0
 _ROLES = ("coordinator", "draft_service", "verify_service")
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from benchmarks.processes import end, read_line, start_module
+from benchmarks.processes import Usage, ask, difference, end, read_line, start_module
 
 MESSAGE_BYTES = 1024
 _METHOD = "/benchmarks.Echo/Echo"
@@ -35,10 +35,21 @@ class EchoPair:
 
     def round_trips_s(self, count: int) -> list[float]:
         """Seconds of each of `count` round trips, one after another on one stream."""
-        assert self._client.stdin is not None
-        print(count, file=self._client.stdin, flush=True)
-        times_s: list[float] = json.loads(read_line(self._client))
+        times_s: list[float] = ask(self._client, {"count": count})
         return times_s
+
+    def cpu_ms(self, count: int, num_streams: int, message_bytes: int) -> float:
+        """Processor time of both ends for a message there and back, in milliseconds; opening is counted too.
+
+        Args:
+            count: of them on each stream, one after another.
+            num_streams: at once, on one channel.
+        """
+        usage = Usage({"server": self._server.pid, "client": self._client.pid})
+        before = usage.cpu_s()
+        ask(self._client, {"count": count, "num_streams": num_streams, "message_bytes": message_bytes})
+        spent_s = difference(usage.cpu_s(), before)
+        return sum(spent_s.values()) / (num_streams * (_warm_up(num_streams) + count)) * 1e3
 
     def __enter__(self) -> Self:
         return self
@@ -54,19 +65,33 @@ class EchoPair:
 async def _ask(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         for line in sys.stdin:
-            print(json.dumps(await _round_trips_s(channel, int(line))), flush=True)
+            print(json.dumps(await _round_trips_s(channel, **json.loads(line))), flush=True)
 
 
-async def _round_trips_s(channel: Any, count: int) -> list[float]:
-    message, times_s = bytes(MESSAGE_BYTES), []
+async def _round_trips_s(
+    channel: Any, count: int, num_streams: int = 1, message_bytes: int = MESSAGE_BYTES
+) -> list[float]:
+    """Of all streams."""
+    message, warm_up = bytes(message_bytes), _warm_up(num_streams)
+    streams = (_of_one_stream_s(channel, message, count, warm_up) for _ in range(num_streams))
+    return [time_s for times_s in await asyncio.gather(*streams) for time_s in times_s]
+
+
+async def _of_one_stream_s(channel: Any, message: bytes, count: int, warm_up: int) -> list[float]:
+    times_s = []
     call = channel.stream_stream(_METHOD)()
-    for _ in range(_WARM_UP + count):
+    for _ in range(warm_up + count):
         started_s = time.perf_counter()
         await call.write(message)
         await call.read()
         times_s.append(time.perf_counter() - started_s)
     call.cancel()
-    return times_s[_WARM_UP:]
+    return times_s[warm_up:]
+
+
+def _warm_up(num_streams: int) -> int:
+    """Uncounted round trips of each stream."""
+    return _WARM_UP // num_streams
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -4,11 +4,15 @@ processes, children that speak over pipes."""
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
@@ -18,6 +22,10 @@ from specwire.config.flags import env_name
 from specwire.config.services import EMULATED, UpConfig
 
 MIB = 2**20
+LOOP, ENGINE, GRPC = THREADS = ("loop", "engine", "gRPC")
+Name = TypeVar("Name", bound=Hashable)
+_ENGINES = ("verify", "draft")
+"""Names of the engines' threads."""
 _SAMPLE_S = 0.05
 
 
@@ -28,6 +36,7 @@ class Devices:
     Attributes:
         target_ms, draft_ms: a forward pass of each, in milliseconds; it costs no processor time.
         alpha: probability that a draft token is accepted.
+        runner_up: where the target's token is not the draft's first choice, probability that it is the next.
         num_draft_tokens: a round.
         num_outcomes: prepared for; "auto" lets each stack find out by itself what pays.
     """
@@ -35,8 +44,19 @@ class Devices:
     target_ms: float = 30.0
     draft_ms: float = 2.0
     alpha: float = 0.8
+    runner_up: float = 0.0
     num_draft_tokens: int = 4
     num_outcomes: str = AUTO
+
+    @property
+    def target(self) -> str:
+        """The target's `--model`."""
+        return f"{EMULATED}step_ms={self.target_ms:g}"
+
+    @property
+    def draft(self) -> str:
+        """The draft's `--model`."""
+        return f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g},runner_up={self.runner_up:g}"
 
     def stack(self, *, num_kv_tokens: int, environ: Mapping[str, str] | None = None, **limits: int) -> Stack:
         """Three service processes on these devices.
@@ -48,8 +68,8 @@ class Devices:
                 for; they reach the services as environment variables.
         """
         config = UpConfig(
-            target=f"{EMULATED}step_ms={self.target_ms:g}",
-            draft=f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g}",
+            target=self.target,
+            draft=self.draft,
             address="127.0.0.1:0",
             num_draft_tokens=str(self.num_draft_tokens),
             num_outcomes=self.num_outcomes,
@@ -80,6 +100,16 @@ class Usage:
         times = {name: process.cpu_times() for name, process in self._processes.items()}
         return {name: time.user + time.system for name, time in times.items()}
 
+    def thread_cpu_s(self) -> dict[tuple[str, str], float]:
+        """The same by process and kind of thread: `loop` is the main thread, with the event loop, `engine`
+        the one that computes, and `gRPC` all others."""
+        spent_s: dict[tuple[str, str], float] = {}
+        for name, process in self._processes.items():
+            for thread in process.threads():
+                key = name, _kind(process.pid, thread.id)
+                spent_s[key] = spent_s.get(key, 0.0) + thread.user_time + thread.system_time
+        return spent_s
+
     @contextlib.contextmanager
     def peak_rss_mib(self) -> Iterator[dict[str, float]]:
         """The largest of twenty samples a second while the body runs, in MiB; complete when it is over."""
@@ -99,15 +129,34 @@ class Usage:
             sampler.join()
 
 
-def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """after - before, name by name."""
-    return {name: value - before[name] for name, value in after.items()}
+def _kind(pid: int, thread_id: int) -> str:
+    if thread_id == pid:
+        return LOOP
+    path = Path(f"/proc/{pid}/task/{thread_id}/comm")
+    return ENGINE if path.exists() and path.read_text().strip() in _ENGINES else GRPC
+
+
+def difference(after: Mapping[Name, float], before: Mapping[Name, float]) -> dict[Name, float]:
+    """after - before, name by name; what was not there before was 0."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def start_module(module: str, *args: str) -> subprocess.Popen[str]:
     """`python -m module args` with pipes to its standard input and output."""
-    command = [sys.executable, "-m", module, *args]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return start_python("-m", module, *args)
+
+
+def start_python(*args: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`python args` with such pipes; `environ` is added to this process's environment."""
+    command, env = [sys.executable, *args], {**os.environ, **(environ or {})}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def ask(process: subprocess.Popen[str], order: object) -> Any:
+    """Send a line of JSON, and wait for the one that answers it."""
+    assert process.stdin is not None
+    print(json.dumps(order), file=process.stdin, flush=True)
+    return json.loads(read_line(process))
 
 
 def read_line(process: subprocess.Popen[str]) -> str:

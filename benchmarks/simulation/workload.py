@@ -115,6 +115,8 @@ def steady(setting: Setting, num_streams: int, *, warm_up_s: float, measured_s: 
 class Counts(tracing.Tracing):
     """Of rounds since `start`, from the attributes of their spans."""
 
+    enabled = True
+
     def __init__(self) -> None:
         super().__init__()
         self._round = _RoundSpan(self)

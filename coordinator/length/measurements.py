@@ -42,9 +42,9 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
 _REFRESH_ROUNDS = 8
-"""Rounds between two updates of the prospects, which all streams read in every round; with more streams, one
-of each."""
-_LEARNT_ROUNDS = 8
+"""Rounds between two updates of the prospects, which all streams read in every round; with more than 32
+streams, a quarter of them."""
+_LEARNT_ROUNDS = 32
 """Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 
 
@@ -102,6 +102,7 @@ class SharedMeasurements:
         self._num_rounds = self._num_proposals = self._refresh_at = self._learn_at = 0
         self._entered: tuple[int, Level, Level] | None = None
         self._prospects: Prospects
+        self._expected: dict[int, float]  # rate by cap
 
     def begin_round(self) -> Options:
         """Options for a round of any stream."""
@@ -114,14 +115,15 @@ class SharedMeasurements:
     def refresh(self) -> Prospects:
         """The prospects, updated if there were enough rounds since the last time."""
         if self._num_rounds >= self._refresh_at:
-            usual = max(_REFRESH_ROUNDS, self._num_streams())
+            usual = max(_REFRESH_ROUNDS, self._num_streams() // 4)
             self._refresh_at = self._num_rounds + min(usual, 1 + self._num_rounds // 2)
             round_times = self._round_times()
-            unwaited = [self.costs.unwaited_ns(n) for n in range(MAX_CHOSEN + 1)]
+            unwaited = self.costs.unwaited_times(MAX_CHOSEN)
             scale = round_times[0] / unwaited[0]
             self._prospects = Prospects(
                 self.acceptance.tokens(), round_times, [scale * time for time in unwaited]
             )
+            self._expected = {cap: self._prospects.best_rate(cap) for cap in CAPS}
         return self._prospects
 
     @property
@@ -210,8 +212,8 @@ class SharedMeasurements:
         if caps.on_trial:
             caps.end_trial(num_streams, self.refresh().tokens, adopt=ADOPT_RATIO, keep=KEEP_RATIO)
         else:
-            expected = {cap: self.refresh().best_rate(cap) for cap in CAPS} if caps.has_untried else {}
-            caps.begin_trial(num_streams, expected)
+            self.refresh()
+            caps.begin_trial(num_streams, self._expected)
 
     def _decide_outcomes(self, outcomes: Level, num_streams: int) -> None:
         if outcomes.on_trial:

@@ -108,6 +108,10 @@ class RoundCosts:
         queue_ns = self._queue_ns * pass_ns / max(1.0, self._pass_ns(self.usual_length))
         return max(1.0, queue_ns + pass_ns + self._network_ns)
 
+    def unwaited_times(self, most: int) -> list[float]:
+        """[most + 1] of `unwaited_ns`."""
+        return [self.unwaited_ns(n) for n in range(most + 1)]
+
     def proposal_ns(self, num_draft_tokens: int) -> float:
         """From the request for a proposal that was not prepared to its arrival."""
         return self._draft.predict((num_draft_tokens, 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from operator import sub, truediv
 
 from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
@@ -103,16 +103,14 @@ class SharedShapes:
         """Modelled rates: of chains as they are chosen now, of trees from those by `_TREE_GAIN` and by the
         measured cost of their tokens in a pass; minus infinity for what is not to be tried."""
         prospects, costs = self.chains.refresh(), self.chains.costs
-        chains = zip(prospects.tokens, prospects.round_times, strict=True)
+        tokens, times = prospects.tokens, prospects.round_times
         most = self.chains.chosen.cap + 1
-        expected = {CHAIN: max(tokens / time_ns for tokens, time_ns in islice(chains, most))}
+        expected = {CHAIN: max(map(truediv, tokens[:most], times))}
+        others_ns = list(map(sub, times, costs.unwaited_times(MAX_CHOSEN)))  # of a round, but for its pass
         for nodes in SHAPES[1:]:
-            rate = max(
-                _TREE_GAIN * tokens / (time_ns + costs.unwaited_ns(nodes) - costs.unwaited_ns(depth))
-                for depth, (tokens, time_ns) in enumerate(
-                    zip(prospects.tokens, prospects.round_times, strict=True)
-                )
-                if depth
+            unwaited_ns = costs.unwaited_ns(nodes)
+            rate = _TREE_GAIN * max(
+                tokens[depth] / (others_ns[depth] + unwaited_ns) for depth in range(1, MAX_CHOSEN + 1)
             )
             expected[nodes] = rate if rate > _LEAST_SHARE * expected[CHAIN] else -math.inf
         return expected

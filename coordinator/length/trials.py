@@ -49,6 +49,7 @@ _LIKELY_SHARE, _DOUBT_ROUNDS = 0.5, 100
 option's rate is tried within so many rounds."""
 _CHECK_ROUNDS, _TRUST_ROUNDS = 10, 50
 """With a new number of streams: rounds before the first option is tried, and more before each further one."""
+_NEVER = 1 << 62
 _NUM_ENTRY_OPTIONS = 3
 """From 0, so many of the smallest options are candidates: one draft token may not be worth the wait."""
 
@@ -118,6 +119,7 @@ class Level:
         clock: rounds counted under any option.
         num_counted, counted_ns: rounds counted since this option holds, and their time.
         num_trials: begun so far.
+        none_due_before: no option is to be tried before the clock says so.
     """
 
     arms: dict[int, Arm]
@@ -127,6 +129,7 @@ class Level:
     num_counted: int = 0
     counted_ns: int = 0
     num_trials: int = 0
+    none_due_before: int = 0
 
     @property
     def on_trial(self) -> bool:
@@ -142,8 +145,7 @@ class Level:
         """Count a round of a stream that has settled under `option`.
 
         Returns:
-            Whether enough rounds are counted to end the trial, or else to begin one; then once for as many
-            rounds as there are streams.
+            Whether enough rounds are counted to end the trial, or else to begin one.
         """
         if option != self.option:
             return False  # begun before the switch
@@ -151,10 +153,10 @@ class Level:
         self.clock += 1
         self.num_counted += 1
         self.counted_ns += time_ns
-        num_more = self.num_counted - max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
-        if num_more < 0 or num_more % max(1, num_streams):
+        if self.clock < self.none_due_before:
             return False
-        return self.counted_ns >= _MIN_TRIAL_NS * num_streams
+        num_enough = max(_MIN_TRIAL_ROUNDS, _TRIAL_ROUNDS * num_streams)
+        return self.num_counted >= num_enough and self.counted_ns >= _MIN_TRIAL_NS * num_streams
 
     def begin_trial(self, num_streams: int, expected: Mapping[int, float]) -> None:
         """Switch to the first candidate that is due, if any.
@@ -167,6 +169,8 @@ class Level:
         if option is not None:
             self.num_trials += 1
             self._switch(option)
+        elif not self.has_untried:
+            self.none_due_before = min((self.arms[each].due for each in self._candidates()), default=_NEVER)
 
     def end_trial(self, num_streams: int, tokens: Tokens, *, adopt: float, keep: float) -> None:
         """Keep the better option, once the trial is long enough for the difference that it shows.
@@ -199,6 +203,7 @@ class Level:
         if option != self.best:
             self.arms[option].rate.fade(_STALE_WEIGHT)
         self.option, self.num_counted, self.counted_ns = option, 0, 0
+        self.none_due_before = 0
 
     def _candidates(self) -> tuple[int, ...]:
         return _neighbours(tuple(self.arms), self.best)

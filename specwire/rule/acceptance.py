@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -107,11 +108,14 @@ def _accept_uniforms(seed: int, start: int, num: int, base: int) -> Sequence[flo
     return found
 
 
-@functools.lru_cache(maxsize=4096)
-def _accept_block(seed: int, block: int) -> list[float]:
-    """[_BLOCK_LEN] of one sequence: rounds without a base need those of later positions soon."""
+@functools.lru_cache(maxsize=1024)
+def _accept_block(seed: int, block: int) -> array[float]:
+    """[_BLOCK_LEN] of one sequence: rounds without a base need those of later positions soon.
+
+    All that are kept take half a MiB.
+    """
     positions = range(block * _BLOCK_LEN, (block + 1) * _BLOCK_LEN)
-    return [float(number) for number in uniforms(seed, Purpose.ACCEPT, positions)]
+    return array("d", uniforms(seed, Purpose.ACCEPT, positions).tobytes())
 
 
 class _ResidualUniforms:

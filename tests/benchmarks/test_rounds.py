@@ -1,0 +1,129 @@
+"""What a round costs: the arithmetic of a host, and the measurement through real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks import load, rounds, rounds_report
+from benchmarks.checkouts import HERE, Checkout, Load
+from benchmarks.rounds import Plan
+from benchmarks.rounds_report import DEVICES, MANY, ONE, OTHER, SOME, THIS, Measured
+from specwire.errors import ConfigError
+
+COST_MS = {"verify": 0.02, "draft": 0.04, "coordinator": 0.1, "client": 0.1}
+
+
+def _load(cpu_ms: Mapping[str, float], **changed: float) -> Load:
+    figures = {
+        "tokens_per_s": 300.0,
+        "rounds_per_s": 100.0,
+        "tokens_per_round": 3.0,
+        "usual_round_ms": 33.0,
+        "hit_rate": 0.9,
+    }
+    by_thread = {name: {"loop": cost_ms, "engine": 0.0, "gRPC": 0.0} for name, cost_ms in cpu_ms.items()}
+    return Load(cpu_ms=cpu_ms, thread_cpu_ms=by_thread, **(figures | changed))
+
+
+def _measured(bare_ms: float = 0.1) -> Measured:
+    """The other version costs twice as much and is half as fast."""
+    doubled = {name: 2 * cost_ms for name, cost_ms in COST_MS.items()}
+    measured = Measured.empty([THIS, OTHER], (ONE, SOME, MANY), hits=True)
+    for num_streams in measured.bare_ms:
+        measured.bare_ms[num_streams].append(bare_ms)
+        measured.loads[THIS][num_streams].append(_load(COST_MS))
+        measured.loads[OTHER][num_streams].append(_load(doubled, tokens_per_s=150.0))
+    for of_one in measured.hits.values():
+        for loads in of_one.values():
+            loads.append(_load(COST_MS))
+    return measured
+
+
+def test_a_host_needs_a_round_of_every_stream_in_each_pass() -> None:
+    """By hand: 256 streams, 16 ms a pass, 16,000 rounds a second; a coordinator's share is 1.6 cores, at most
+    0.8 of one a process."""
+    found = rounds_report.need(COST_MS, pass_ms=16.0, num_streams=256)
+    assert found.rounds_per_s == 16_000
+    assert found.num_processes == {"verify": 1, "draft": 1, "coordinator": 2}
+    assert found.num_cores == pytest.approx(16 * 0.16)
+    assert found.share == 1.0
+    assert rounds_report.served_per_s(0.1) == pytest.approx(8_000)
+
+
+def test_a_host_that_is_too_small_serves_a_share() -> None:
+    found = rounds_report.need(COST_MS, pass_ms=1.0, num_streams=160)
+    assert found.num_cores == pytest.approx(25.6)
+    assert found.share == pytest.approx(0.5)
+
+
+def test_bars_compare_with_bare_and_with_the_other_version() -> None:
+    """The client's time is not counted; without another version there is no bar that compares with it."""
+    measured = _measured()
+    found = {bar.what: bar.measured for bar in rounds_report.bars(measured)}
+    assert found[f"{MANY} streams: three services over bare"] == pytest.approx(1.6)
+    assert found["1 stream: three services over the other version"] == pytest.approx(0.5)
+    assert found[f"{MANY} streams: tokens/s over the other"] == pytest.approx(2.0)
+    assert found["1 stream, hits, neighbours: round over pass"] == pytest.approx(1.1)
+    assert len(found) == 6
+    del measured.loads[OTHER]
+    assert len(rounds_report.bars(measured)) == 4
+
+
+def test_tables_have_both_versions() -> None:
+    text = rounds_report.details(_measured())
+    assert "| the three together | 0.160 (0.160 to 0.160) |" in text
+    assert "| the three together | 0.320 (0.320 to 0.320) |" in text
+    assert "| the three together | 0.50 (0.50 to 0.50) |" in text
+    assert "| 5 | 1,024 | 204,800 | 6 | 11 | 26 |" in text
+
+
+def test_services_are_those_of_the_checkout(tmp_path: Path) -> None:
+    """Neither the current directory's nor the installed ones."""
+    (tmp_path / "verify_service").mkdir()
+    (tmp_path / "verify_service/__main__.py").write_text("raise SystemExit(7)")
+    with pytest.raises(ConfigError, match="verify_service ended with status 7"):
+        Checkout(tmp_path, DEVICES, max_streams=1, num_kv_tokens=1024)
+
+
+@pytest.mark.slow
+def test_rounds_are_measured_through_real_processes() -> None:
+    """Next to nothing to do."""
+    counts = (ONE, 4)
+    plan = Plan(
+        num_repetitions=1,
+        num_tokens=dict.fromkeys(counts, 48),
+        num_messages=dict.fromkeys(counts, 10),
+        num_hit_tokens=24,
+    )
+    measured = rounds.measure(plan, {THIS: HERE})
+    for num_streams in counts:
+        [found] = measured.loads[THIS][num_streams]
+        assert found.tokens_per_s > 0
+        assert 1 <= found.tokens_per_round <= 5
+        assert 0.1 < found.services_ms < 1000
+        assert 0 < measured.bare_ms[num_streams][0] < 10
+        assert sum(found.thread_cpu_ms[name]["engine"] for name in ("verify", "draft")) > 0
+    assert all(30 < loads[0].usual_round_ms < 300 for loads in measured.hits[THIS].values())
+    assert "| 5 | 1,024 | 204,800 |" in rounds_report.details(measured)
+
+
+def test_a_window_is_the_time_in_which_all_streams_make_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    window = load.Window(num_streams=2, first=4, last=20)
+    for index, num_tokens in ((0, 5), (0, 5), (1, 3)):
+        window.add(index, num_tokens)
+    assert capsys.readouterr().out == ""
+    window.add(1, 1)
+    assert capsys.readouterr().out == "{}\n"
+    for index, num_tokens in ((0, 5), (1, 5), (0, 5), (1, 5)):
+        window.add(index, num_tokens)
+    assert capsys.readouterr().out == "{}\n"
+    assert (window.num_tokens, window.elapsed_s > 0) == (15, True)
+
+
+def test_a_window_that_never_begins_is_an_error() -> None:
+    window = load.Window(num_streams=2, first=4, last=20)
+    with pytest.raises(RuntimeError, match="1 streams have not begun"):
+        window.add(0, 20)

@@ -1,0 +1,310 @@
+"""A target that goes on by itself: the text is the same as without it, and nothing is left behind.
+
+The pass takes long enough for the draft's proposals to arrive before its end, so most rounds whose outcome
+was prepared for are begun by the verify service; `num_begun` says how many, as the coordinator counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+
+import coordinator.servicer
+from coordinator.servicer import GenerationServicer
+from specwire import Completion, Rule, SamplingParams
+from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict
+from specwire.engine import boot
+from specwire.testing.delay_proxy import Link
+from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
+from specwire.wire import model as model_wire
+from specwire.wire import verify as verify_wire
+from specwire.wire.verify import AheadOrder
+from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.paused import most_ahead, opening
+from verify_service.ahead import MAX_AHEAD, Ahead, Next
+from verify_service.stream import VerifyStream
+
+TARGET, DRAFT = "emulated:step_ms=8", "emulated:step_ms=0.5,alpha=0.85,runner_up=0.6"
+PROMPT = [1, 2, 3]
+GUMBEL = SamplingParams(max_tokens=100, seed=7, rule=Rule.GUMBEL)
+KINDS = [
+    pytest.param(replace(GUMBEL, temperature=0), id="greedy"),
+    pytest.param(GUMBEL, id="gumbel"),
+    pytest.param(replace(GUMBEL, num_draft_tokens=8, max_depth=3), id="trees"),
+    pytest.param(replace(GUMBEL, logprobs=2, presence_penalty=1.0, repetition_penalty=1.2), id="logprobs"),
+]
+
+
+@dataclass
+class Watched:
+    """A stack, and what its services know."""
+
+    stack: LocalStack
+    servicer: GenerationServicer
+    verify: boot.ModelService
+    streams: list[VerifyStream]
+
+    @property
+    def stream(self) -> VerifyStream:
+        """The coordinator's, the first one of this stack."""
+        return next(stream for stream in self.streams if stream.service is self.verify)
+
+    @property
+    def num_begun(self) -> int:
+        """Rounds that the verify service began by itself, and that were used."""
+        return self.servicer.totals.tally.num_begun
+
+    @property
+    def num_disagreements(self) -> int:
+        return self.servicer._verify.num_disagreements
+
+    def generate(self, params: SamplingParams) -> Completion:
+        return self.stack.client.generate(params=params, prompt_token_ids=PROMPT)
+
+    def assert_free(self) -> None:
+        self.stack.assert_idle_within(2.0)
+        self.verify.runner.pool.check_integrity()
+
+
+@contextlib.contextmanager
+def watched(*, verify_ahead: bool = True, **options: Any) -> Iterator[Watched]:
+    servicers: list[GenerationServicer] = []
+    streams: list[VerifyStream] = []
+
+    def noted(init: Any, found: list[Any]) -> Any:
+        def noting(self: Any, *args: Any, **named: Any) -> None:
+            init(self, *args, **named)
+            found.append(self)
+
+        return noting
+
+    coordinator = {"num_outcomes": "8", "verify_ahead": verify_ahead}
+    with (
+        mock.patch.object(GenerationServicer, "__init__", noted(GenerationServicer.__init__, servicers)),
+        mock.patch.object(VerifyStream, "__init__", noted(VerifyStream.__init__, streams)),
+        started_services() as services,
+        local_stack(TARGET, DRAFT, coordinator_options=coordinator, **options) as stack,
+    ):
+        yield Watched(stack, servicers[0], services["verify"], streams)
+
+
+@pytest.fixture(scope="module")
+def off() -> Iterator[Watched]:
+    with watched(verify_ahead=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Watched]:
+    with watched(draft_link=Link()) as running:
+        yield running
+
+
+@pytest.fixture
+def on(running: Watched) -> Iterator[Watched]:
+    """Whatever a test did, everything is free afterwards."""
+    yield running
+    running.assert_free()
+
+
+@pytest.fixture(scope="module")
+def expected(off: Watched) -> Completion:
+    return off.generate(GUMBEL)
+
+
+@pytest.mark.parametrize("params", KINDS)
+def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params: SamplingParams) -> None:
+    num_before = on.num_begun
+    with_it, without = on.generate(params), off.generate(params)
+    assert [(t.token_id, t.top_logprobs) for t in with_it.tokens] == [
+        (t.token_id, t.top_logprobs) for t in without.tokens
+    ]
+    assert on.num_begun > num_before
+    assert (off.num_begun, on.num_disagreements) == (0, 0)
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_both_come_to_the_same_where_probabilities_decide(on: Watched, rule: Rule) -> None:
+    """The distribution itself is tested in tests/exactness."""
+    num_before = on.num_begun
+    on.generate(replace(GUMBEL, rule=rule))
+    assert on.num_begun > num_before
+    assert on.num_disagreements == 0
+
+
+class TestAnotherOutcome:
+    """A verify service that does not apply the rule: the coordinator notices, and keeps its own outcome."""
+
+    @pytest.fixture
+    def sabotaged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        after = Ahead.after
+
+        def wrong(self: Ahead, proposal: Proposal, verdict: Verdict) -> Next | None:
+            following = after(self, proposal, verdict)
+            if following is None:
+                return None
+            continuation, token_ids, judged = following
+            other = (continuation.outcome.next_token + 1) % 64
+            outcome = replace(continuation.outcome, next_token=other)
+            return Next(continuation._replace(outcome=outcome), [*token_ids[:-1], other], judged)
+
+        monkeypatch.setattr(Ahead, "after", wrong)
+
+    def test_it_is_counted_and_changes_nothing(
+        self, on: Watched, expected: Completion, sabotaged: None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        num_before = on.num_begun
+        with caplog.at_level(logging.ERROR):
+            assert on.generate(GUMBEL).token_ids == expected.token_ids
+        assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
+        assert on.num_begun == num_before
+        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
+        on.servicer._verify.num_disagreements = 0
+
+    def test_a_defect_of_going_on_does_not_fail_the_round(
+        self,
+        on: Watched,
+        expected: Completion,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def broken(self: Ahead, proposal: Proposal, verdict: Verdict) -> Next | None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(Ahead, "after", broken)
+        num_before = on.num_begun
+        with caplog.at_level(logging.ERROR):
+            assert on.generate(GUMBEL).token_ids == expected.token_ids
+        assert on.num_begun == num_before
+        assert any("going on failed" in record.getMessage() for record in caplog.records)
+
+
+class TestEndsInMidFlight:
+    @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 11, 37])
+    def test_max_tokens(self, on: Watched, expected: Completion, max_tokens: int) -> None:
+        done = on.generate(replace(GUMBEL, max_tokens=max_tokens))
+        assert done.token_ids == expected.token_ids[:max_tokens]
+
+    def test_a_stop_token(self, on: Watched, expected: Completion) -> None:
+        stop = expected.token_ids[60]
+        num_tokens = expected.token_ids.index(stop) + 1
+        done = on.generate(replace(GUMBEL, stop_token_ids=(stop,)))
+        assert done.token_ids == expected.token_ids[:num_tokens]
+
+    def test_the_context_ends(self, expected: Completion) -> None:
+        """Of what was prepared for, nothing is judged that has no room."""
+        with watched(verify_options={"model": TARGET + ",context_len=64"}) as small:
+            done = small.generate(replace(GUMBEL, max_tokens=None))
+            assert done.token_ids == expected.token_ids[: 64 - len(PROMPT)]
+            assert small.num_begun > 0
+            small.assert_free()
+
+    @pytest.mark.parametrize("num_chunks", [1, 2, 5])
+    def test_a_cancel(self, on: Watched, num_chunks: int) -> None:
+        params = replace(GUMBEL, max_tokens=1000)
+        with on.stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
+            list(itertools.islice(stream, num_chunks))
+            stream.cancel()
+
+    def test_a_draft_that_is_lost(self, on: Watched, expected: Completion) -> None:
+        assert on.stack.draft_proxy is not None
+        with on.stack.client.stream(params=GUMBEL, prompt_token_ids=PROMPT) as stream:
+            for number, _ in enumerate(stream):
+                if number == 3:
+                    on.stack.draft_proxy.cut()
+            assert stream.completion.token_ids == expected.token_ids
+
+
+def test_a_client_that_stops_reading(on: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The credit is used up while the target goes on: that ends where its proposals do, and shows nowhere."""
+    paused, wait_for = threading.Event(), coordinator.servicer.wait_for
+
+    async def noted(*args: Any) -> None:
+        paused.set()
+        await wait_for(*args)
+
+    def num_emitted() -> int:
+        tally = on.servicer.totals.tally
+        return tally.num_rounds + tally.num_accepted
+
+    monkeypatch.setattr(coordinator.servicer, "wait_for", noted)
+    num_before = num_emitted()
+    with grpc.insecure_channel(on.stack.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(iter([opening(MIN_CREDIT_TOKENS, 10_000, num_draft_tokens=4)]), timeout=30)
+        assert paused.wait(10)
+        while on.stream.sequences:  # until the coordinator gives up its place
+            for sequence in list(on.stream.sequences.values()):
+                kept = sequence.state.ahead
+                assert kept is not None
+                assert max(len(sequence.state.begun), len(kept._prepared._arrived)) <= MAX_AHEAD
+            time.sleep(0.01)
+        assert 0 < num_emitted() - num_before <= most_ahead(5)
+        call.cancel()
+
+
+def test_a_sequence_that_went_on_loses_its_cache(off: Watched, expected: Completion) -> None:
+    """Room for two of four sequences: what was begun runs its tokens again."""
+    params = [replace(GUMBEL, seed=seed, max_tokens=60) for seed in range(4)]
+    texts = [off.generate(each).token_ids for each in params]
+    with watched(verify_options={"num_kv_tokens": 160}) as tight:
+        with ThreadPoolExecutor(len(params)) as clients:
+            done = list(clients.map(tight.generate, params))
+        assert [each.token_ids for each in done] == texts
+        assert tight.stack.status("verify").num_preemptions > 0
+        assert tight.num_begun > 0
+        assert tight.num_disagreements == 0
+        tight.assert_free()
+
+
+def test_no_memory_to_go_on_in(on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round that was announced fails, and is judged when it is asked for."""
+    begun_again = mock.Mock(side_effect=on.stream._begin_again)
+    monkeypatch.setattr(on.verify.engine._scheduler, "fill", lambda *_: None)
+    monkeypatch.setattr(on.stream, "_begin_again", begun_again)
+    assert on.generate(GUMBEL).token_ids == expected.token_ids
+    assert begun_again.called
+
+
+class TestRefusals:
+    """By name, and one sequence at a time."""
+
+    @pytest.mark.parametrize(
+        ("order", "may_go_on", "problem"),
+        [
+            (AheadOrder(1, 1, [], Proposal(3, [4])), False, "without may_go_on"),
+            (AheadOrder(1, 0, [], Proposal(3, [4])), True, "ahead_ids=0: must be over 0"),
+            (AheadOrder(1, 1, [], Proposal(-1, [4])), True, "base_lens=-1"),
+            (AheadOrder(1, 1, [], Proposal(3, [4] * 65)), True, "num_tokens=65"),
+        ],
+    )
+    def test_of_proposals(self, on: Watched, order: AheadOrder, may_go_on: bool, problem: str) -> None:
+        opening = model_wire.open_sequence(GUMBEL, 3, may_go_on=may_go_on)
+        opening.sequence_id = 1
+        request = verify_wire.request_to_proto([opening], [], [order])
+        with grpc.insecure_channel(on.stack.verify_address) as channel:
+            stub = verify_pb2_grpc.VerifyServiceStub(channel)
+            [answer] = list(stub.Verify(iter([request]), timeout=20))
+        [error] = answer.errors
+        assert problem in error.message
+
+    def test_of_a_round_that_was_not_announced(self, on: Watched) -> None:
+        opening = model_wire.open_sequence(GUMBEL, 3, may_go_on=True)
+        opening.sequence_id = 1
+        order = verify_wire.VerifyOrder(1, 1, 3, (), ahead_id=5)
+        request = verify_wire.request_to_proto([opening], [], [order])
+        with grpc.insecure_channel(on.stack.verify_address) as channel:
+            stub = verify_pb2_grpc.VerifyServiceStub(channel)
+            [answer] = list(stub.Verify(iter([request]), timeout=20))
+        assert "ahead_ids=5: is not what the sequence goes on with" in answer.errors[0].message
