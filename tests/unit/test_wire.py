@@ -323,7 +323,7 @@ class TestModelServices:
         assert first.logprobs[1].of(8) == -1.5
         assert first.logprobs[1].top() == [(8, -1.5)]
         assert (second.base_len, second.target_token_ids) == (3, [7])
-        assert not (second.target_probs or second.tail_mass or second.logprobs)
+        assert [*second.target_probs, *second.tail_mass, *second.logprobs] == []
 
 
 def test_model_info_round_trip() -> None:
