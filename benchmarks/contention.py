@@ -17,16 +17,22 @@ from typing import Any
 
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.stats import ratios, summarise
+from coordinator.peers.codecs import verify_codec
+from coordinator.peers.link import Link
+from coordinator.peers.streams import GrpcCall
 from specwire import SamplingParams
 from specwire.cli.supervisor import Service
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
+from specwire.errors import SpecwireError
 from specwire.rpc.channel import open_channel
-from specwire.v1 import verify_pb2, verify_pb2_grpc
+from specwire.v1 import verify_pb2_grpc
 from specwire.wire import model as wire
+from specwire.wire.verify import VerifyAnswer, VerifyOrder
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 _PROMPT_LEN = 100
+_VOCAB_SIZE = 2048
 _PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=1)
 _MODEL: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
 _START_TIMEOUT_S = 120.0
@@ -57,28 +63,50 @@ async def alone(service: boot.ModelService, num_streams: int, num_rounds: int) -
 
 
 async def over_grpc(address: str, num_streams: int, num_rounds: int) -> Found:
-    """The same rounds through the service, each stream at its own pace."""
+    """The same rounds through the service, each sequence at its own pace, as a coordinator sends them."""
     forward_ms: list[float] = []
     async with open_channel(address) as channel:
         stub: Any = verify_pb2_grpc.VerifyServiceStub(channel)
-        calls = [stub.Verify() for _ in range(num_streams)]
-        for i, call in enumerate(calls):
-            opening = wire.open_sequence(_PARAMS, _PROMPT_LEN)
-            # Different prompts: no stream shares the prefix of another.
-            await call.write(verify_pb2.VerifyRequest(open=opening, token_ids=[5 + i] * _PROMPT_LEN))
-            await call.read()
+        link = Link(GrpcCall(stub.Verify()), verify_codec(_VOCAB_SIZE))
+        sequences = [_Rounds(link) for _ in range(num_streams)]
+        # Different prompts: no sequence shares the prefix of another.
+        await asyncio.gather(*(each.run(0, [5 + i] * _PROMPT_LEN) for i, each in enumerate(sequences)))
 
-        async def stream(call: Any) -> None:
+        async def run(sequence: _Rounds) -> None:
             for number in range(num_rounds):
-                await call.write(verify_pb2.VerifyRequest(base_len=_PROMPT_LEN + number, token_ids=[7]))
-                forward_ms.append((await call.read()).timings.forward_ns / 1e6)
+                forward_ms.append(await sequence.run(_PROMPT_LEN + number, [7]))
 
         started_s = time.perf_counter()
-        await asyncio.gather(*(stream(call) for call in calls))
+        await asyncio.gather(*map(run, sequences))
         round_ms = (time.perf_counter() - started_s) / num_rounds * 1e3
-        for call in calls:
-            call.cancel()
+        link.close()
+        await link.ended()
     return median(forward_ms), round_ms
+
+
+class _Rounds:
+    """One sequence of a link, with a request at a time."""
+
+    def __init__(self, link: Link) -> None:
+        self.request_bytes = 0
+        self._link = link
+        self._answer: asyncio.Future[VerifyAnswer] = asyncio.get_running_loop().create_future()
+        self._sequence_id = link.open(wire.open_sequence(_PARAMS, _PROMPT_LEN), self, None)
+
+    async def run(self, base_len: int, token_ids: list[int]) -> float:
+        """A round; returns its forward pass in milliseconds."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._link.put(VerifyOrder(self._sequence_id, 1, base_len, token_ids))
+        return (await self._answer).timings.forward_ns / 1e6
+
+    def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
+        """See `Receiver`."""
+        self._answer.set_result(answer)
+
+    def failed(self, error: SpecwireError) -> None:
+        """See `Receiver`."""
+        if not self._answer.done():
+            self._answer.set_exception(error)
 
 
 def compare(num_streams: int, num_rounds: int, repetitions: int) -> dict[str, list[Found]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.message import Message
 
 from benchmarks.measure import Plan
 from specwire import Client, SamplingParams
@@ -16,12 +17,14 @@ from specwire.cli.supervisor import Stack
 from specwire.cli.timeline.receiver import Receiver
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import DraftConfig, UpConfig
-from specwire.core import Proposal, Rule, Support, Verdict
+from specwire.core import Load, Proposal, Rule, Support, Timings, Verdict
 from specwire.rule import sampling
 from specwire.telemetry import semantics as names
-from specwire.v1 import draft_pb2, verify_pb2
 from specwire.wire import client as client_wire
-from specwire.wire import model as wire
+from specwire.wire import draft as draft_wire
+from specwire.wire import verify as verify_wire
+from specwire.wire.draft import DraftAnswer, DraftOrder
+from specwire.wire.verify import VerifyAnswer, VerifyOrder
 
 MODES: dict[str, dict[str, Any]] = {
     "rejection, temperature 1": {"temperature": 1.0, "rule": Rule.REJECTION},
@@ -33,6 +36,7 @@ NUM_DRAFT_TOKENS = 5
 ZIPF_EXPONENTS = (1.2, 1.5, 2.0, 2.5, 3.0)
 """Laws of five draft positions, from undecided (cut at the largest support) to nearly certain."""
 _COMMITTED_LEN = 1000
+_SEQUENCE_ID, _REQUEST_ID = 70_000, 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,10 @@ def _cut(law: torch.Tensor) -> Support:
 
 
 def round_bytes(supports: Sequence[Support]) -> int:
-    """All four messages of a round in the middle of a generation; without supports tokens are matched."""
+    """All four messages of a lone stream's round in the middle of a generation.
+
+    Without supports tokens are matched. Of a message that carries rounds of several streams, each takes less.
+    """
     token_ids = [LARGE_VOCABULARY - 1 - i for i in range(NUM_DRAFT_TOKENS)]
     committed = token_ids[:3]
     proposal = Proposal(_COMMITTED_LEN, token_ids, supports)
@@ -145,25 +152,15 @@ def round_bytes(supports: Sequence[Support]) -> int:
         [support.probs for support in supports],
         [0.01 for _ in supports],
     )
-    head: dict[str, Any] = {"request_id": 300, "base_len": _COMMITTED_LEN}
-    answer: dict[str, Any] = {"request_id": 300, "incarnation": "0" * 12}
-    filled = wire.proposal_to_proto(
-        proposal, num_tokens=NUM_DRAFT_TOKENS, support_len=DraftConfig().max_support
-    )
-    drafted = draft_pb2.DraftResponse(**answer, base_len=_COMMITTED_LEN, proposals=[filled])
-    drafted.timings.queue_ns, drafted.timings.forward_ns = 50_000, 10_000_000
-    verified = wire.verdict_to_proto(verdict)
-    verified.request_id, verified.incarnation = 300, "0" * 12
-    verified.timings.CopyFrom(drafted.timings)
-    messages = (
-        draft_pb2.DraftRequest(**head, token_ids=committed, num_draft_tokens=NUM_DRAFT_TOKENS),
-        drafted,
-        verify_pb2.VerifyRequest(
-            **head,
-            token_ids=committed[:1],
-            draft_token_ids=token_ids,
-            support_token_ids=[wire.ids_to_bytes(support.token_ids) for support in supports],
-        ),
-        verified,
+    ids, incarnation, support_len = (_SEQUENCE_ID, _REQUEST_ID), "0" * 12, DraftConfig().max_support
+    spent = Timings(queue_ns=50_000, forward_ns=10_000_000)
+    drafted = DraftAnswer(*ids, proposal, spent, num_wanted=NUM_DRAFT_TOKENS)
+    ids_of_supports = [support.token_ids for support in supports]
+    judged = VerifyOrder(*ids, _COMMITTED_LEN, committed[:1], token_ids, (), ids_of_supports)
+    messages: tuple[Message, ...] = (
+        draft_wire.request_to_proto((), (), [DraftOrder(*ids, _COMMITTED_LEN, committed, NUM_DRAFT_TOKENS)]),
+        draft_wire.response_to_proto([drafted], (), (), incarnation, support_len),
+        verify_wire.request_to_proto((), (), [judged]),
+        verify_wire.response_to_proto([VerifyAnswer(*ids, verdict, spent, 0)], (), Load(), incarnation),
     )
     return sum(message.ByteSize() for message in messages)

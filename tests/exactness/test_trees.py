@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from specwire import Completion, Rule, SamplingParams
-from specwire.v1 import draft_pb2
-from specwire.wire import model as wire
+from specwire.core import Proposal
+from specwire.v1 import common_pb2
+from specwire.wire import proposals
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import CONTEXT_LEN, FAMILIES, VOCAB_SIZE, WINDOW
@@ -95,18 +96,22 @@ def test_any_tree_of_a_sabotaged_draft(
     change: Callable[[list[int], list[int]], Nodes],
 ) -> None:
     """Bad guesses are no failure: the draft counts as available to the end."""
-    convert = wire.proposal_to_proto
+    convert = proposals.to_proto
 
-    def changed(*args: Any, **kwargs: Any) -> draft_pb2.Proposal:
-        message = convert(*args, **kwargs)
-        parents = list(message.parent_indices) or list(range(-1, len(message.token_ids) - 1))
-        message.token_ids[:], message.parent_indices[:] = change(list(message.token_ids), parents)
-        return message
+    def sabotaged(proposal: Proposal) -> Proposal:
+        if not proposal.token_ids:
+            return proposal
+        parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
+        token_ids, parents = change(list(proposal.token_ids), parents)
+        return replace(proposal, token_ids=token_ids, parents=parents)
+
+    def changed(found: Sequence[Proposal], *args: Any) -> common_pb2.Proposals:
+        return convert([*map(sabotaged, found)], *args)
 
     target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
     with local_stack(target, draft) as stack:
         expected = plain(stack, params)
-        monkeypatch.setattr(wire, "proposal_to_proto", changed)
+        monkeypatch.setattr(proposals, "to_proto", changed)
         done = generate(stack, with_tree(params, 64, 64))
         stack.assert_idle_within(2.0)
     assert done.token_ids == expected.token_ids

@@ -14,7 +14,7 @@ from specwire.engine.streams import Limits
 from specwire.errors import SpecwireError
 from specwire.telemetry.tracing import Tracing
 from specwire.v1 import common_pb2, draft_pb2
-from specwire.wire import columns
+from specwire.wire import columns, proposals
 from specwire.wire import draft as draft_wire
 from specwire.wire import model as wire
 from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
@@ -36,11 +36,11 @@ def opening(sequence_id: int, params: SamplingParams, prompt_len: int) -> common
 
 def received(message: draft_pb2.DraftResponse) -> Received:
     ahead = message.prepared
-    found = draft_wire.columns_from_proto(message.proposals, len(message.sequence_ids))
-    found_ahead = draft_wire.columns_from_proto(ahead.proposals, len(ahead.sequence_ids))
+    found = proposals.columns_from_proto(message.proposals, len(message.sequence_ids))
+    found_ahead = proposals.columns_from_proto(ahead.proposals, len(ahead.sequence_ids))
     return Received(
-        draft_wire.answers_from_proto(message, draft_wire.proposals_of(found, message.base_lens)),
-        draft_wire.prepared_from_proto(ahead, draft_wire.proposals_of(found_ahead, ahead.base_lens)),
+        draft_wire.answers_from_proto(message, proposals.split(found, message.base_lens)),
+        draft_wire.prepared_from_proto(ahead, proposals.split(found_ahead, ahead.base_lens)),
         {error.sequence_id: columns.error_from_proto(error) for error in message.errors},
     )
 

@@ -256,7 +256,7 @@ class TestModelServices:
 
     def test_requests_to_verify(self) -> None:
         orders = [
-            VerifyOrder(4, 1, 0, [1, 2, 3]),
+            VerifyOrder(4, 1, 0, [1, 2, 3], []),
             VerifyOrder(2, 9, 7, [5], [6, 8], (), [np.array([6, 7]), np.array([8])], "t"),
             VerifyOrder(3, 2, 5, [6], [1, 2, 3], [-1, -1, 1], ahead_id=4),
         ]
@@ -322,7 +322,8 @@ class TestModelServices:
         assert first.target_probs[0].tolist() == [0.5]
         assert first.logprobs[1].of(8) == -1.5
         assert first.logprobs[1].top() == [(8, -1.5)]
-        assert second == Verdict(3, [7])
+        assert (second.base_len, second.target_token_ids) == (3, [7])
+        assert [*second.target_probs, *second.tail_mass, *second.logprobs] == []
 
 
 def test_model_info_round_trip() -> None:
