@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from coordinator import metrics, spans
-from coordinator.admission import Admission, AdmissionSlot
+from coordinator.admission import Admission, AdmissionSlot, SlotSource
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
 from coordinator.drafts.methods import TextDrafts
@@ -25,6 +25,7 @@ from coordinator.reader import CreditReader
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
+from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.estimate import clock
@@ -45,7 +46,12 @@ _PAUSE_AFTER_S = 1.0
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """The coordinator's service, as its clients see it."""
+    """The coordinator's service, as its clients see it.
+
+    Attributes:
+        totals: of this process.
+        shapes: what its streams learn together, or follow.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft: DraftPool,
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
+        worker: Worker | None = None,
     ) -> None:
+        """Args:
+        worker: None where this process is the whole coordinator.
+        """
         self._config = config
         self._texts = TextDrafts(config.speculation, tokenizer)
         self._verify = verify
@@ -62,11 +72,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tokenizer = tokenizer
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-        self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
+        self._worker = worker
+        self._admission: SlotSource = (
+            Admission(max_running=config.max_running, max_waiting=config.max_waiting)
+            if worker is None
+            else worker.admission
+        )
+        self.shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
         self._parser = RequestParser(
-            config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
+            config, verify.info, tokenizer, drafts, lambda: self.shapes.chains.draft_is_far
         )
         self._num_finished = 0
         self.totals = Totals()
@@ -76,7 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         now = metrics.CoordinatorSnapshot(
             self.totals,
             self._admission,
-            self._shapes,
+            self.shapes,
             self._texts.earlier,
             self._verify,
             self._draft,
@@ -216,13 +231,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
         if num_draft_tokens is None and max_depth is None and self._draft_has_trees():
-            return AdaptiveShape(self._shapes)
+            return AdaptiveShape(self.shapes)
         if num_draft_tokens is None and not max_depth:
-            return AdaptiveLength(self._shapes.chains)
+            return AdaptiveLength(self.shapes.chains)
         if max_depth:
             num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
-            return FixedLength(num_nodes, self._shapes.of_fixed(num_nodes), max_depth)
-        return FixedLength(num_draft_tokens or 0, self._shapes.chains)
+            return FixedLength(num_nodes, self.shapes.of_fixed(num_nodes), max_depth)
+        return FixedLength(num_draft_tokens or 0, self.shapes.chains)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info
@@ -241,6 +256,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
+        return self.status() if self._worker is None else await self._worker.whole_status(self.status())
+
+    def status(self) -> generation_pb2.GetStatusResponse:
+        """Of this process."""
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
