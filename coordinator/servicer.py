@@ -132,8 +132,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
-        if request_id:
-            await context.send_initial_metadata((("x-request-id", request_id),))
+        headers = [("x-request-id", request_id)] if request_id else []
+        await self._send_headers(context, headers)
         return CallRecord(self.totals, ledger, span, request_id)
 
     @contextlib.asynccontextmanager
@@ -243,9 +243,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         info = self._draft.info
         return info is not None and info.trees
 
+    async def _send_headers(self, context: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
+        if self._worker is not None:
+            headers = [*headers, self._worker.header]
+        if headers:
+            await context.send_initial_metadata(tuple(headers))
+
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
+        await self._send_headers(context)
         draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._verify.info),

@@ -92,11 +92,13 @@ class Worker:
 
     Attributes:
         config: of the coordinator; its limits are those of all workers together.
+        header: tells clients which worker answers, and of how many.
         admission: for its generations.
     """
 
     def __init__(self) -> None:
         self.config: CoordinatorConfig
+        self.header: tuple[str, str]
         self.admission: RemoteAdmission
         self._line: Line
         self._servicer: GenerationServicer
@@ -108,7 +110,8 @@ class Worker:
         """The worker at this end of an inherited line."""
         self = cls()
         methods: Methods = {"report": self._report, "follow": self._follow, "lead": self._lead}
-        self._line, self.config = await join(fd, methods)
+        self._line, number, self.config = await join(fd, methods)
+        self.header = ("x-specwire-worker", f"{number}/{self.config.workers}")
         self.admission = RemoteAdmission(self._line)
         return self
 

@@ -93,8 +93,8 @@ class Worker(KeptService):
             except ServiceUnavailableError:
                 pass  # it has ended, and `keep` starts another
 
-    async def _answer_config(self) -> CheckedConfig:
-        return self._config
+    async def _answer_config(self) -> tuple[int, CheckedConfig]:
+        return self._number, self._config
 
 
 @contextlib.asynccontextmanager

@@ -137,8 +137,8 @@ class Line:
         self._calls.clear()
 
 
-async def join(fd: int, methods: Methods) -> tuple[Line, Any]:
-    """A worker's end of the line to its parent, and the config that it is to serve with.
+async def join(fd: int, methods: Methods) -> tuple[Line, int, Any]:
+    """A worker's end of the line to its parent, its number and the config that it is to serve with.
 
     Args:
         fd: inherited.
@@ -146,7 +146,7 @@ async def join(fd: int, methods: Methods) -> tuple[Line, Any]:
     line = Line({"check": _do_nothing, **methods})
     line.open(socket.socket(fileno=fd))
     await line.is_open.wait()
-    return line, await line.call("config")
+    return line, *await line.call("config")
 
 
 async def _do_nothing() -> None:
