@@ -40,20 +40,21 @@ class Worker(KeptService):
         """Start it; it does not serve yet.
 
         Args:
-            module: run with the descriptor of the line's other end as its argument.
+            module: run with the descriptor of the line's other end and `pass_fds` as its arguments.
             number: from 1.
             config: which the worker asks for.
             pass_fds: descriptors that it inherits, besides those that the config names.
         """
         self._module, self._number, self._config = module, number, config
-        self._pass_fds = [*pass_fds, *_named_descriptors(config)]
+        self._pass_fds, self._named_fds = pass_fds, _named_descriptors(config)
         super().__init__()
 
     def _start(self) -> Service:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            service = Service(self._module, [str(fd)], pass_fds=[fd, *self._pass_fds])
+            words = map(str, [fd, *self._pass_fds])
+            service = Service(self._module, [*words], pass_fds=[fd, *self._pass_fds, *self._named_fds])
         self.line = Line({"config": self._answer_config, **self.methods()})
         self.line.open(ours).add_done_callback(lambda _: self.lost())
         return service
