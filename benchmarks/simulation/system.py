@@ -21,6 +21,7 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import Call
 from coordinator.servicer import GenerationServicer
+from coordinator.workers.worker import LOOK_S
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import CoordinatorConfig, DraftConfig
@@ -36,6 +37,7 @@ from verify_service.verifier import VerifyDecider
 
 _NO_TRACING = tracing.Tracing()
 _UNLIMITED = 1 << 30
+_SHARE_TURNS = round(1.0 / LOOK_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Setting:
         speculative_config: drafts from text, as of the coordinator's flag.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
+        num_workers: processes of each coordinator.
         num_drafts: draft services, which the streams of all groups take in turn; 0 for none.
         colocated: drafts run on their group's target device, in the same process: one for each group, with
             no messages to pay for.
@@ -67,6 +70,7 @@ class Setting:
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     num_groups: int = 1
+    num_workers: int = 1
     num_drafts: int = 1
     colocated: bool = False
     exact: bool = False
@@ -157,16 +161,50 @@ def _draft_pool(target: ModelInfo, info: ModelInfo | None, open_call: Callable[[
 
 
 class Group:
-    """A coordinator and its verify service; `drafts` are what its streams take in turn."""
+    """A verify service and its coordinator, of one process or several; `drafts` are what its streams take in
+    turn."""
 
     def __init__(
         self, setting: Setting, hosts: Hosts, drafts: list[DraftService], tracer: tracing.Tracing
     ) -> None:
-        self._setting = setting
         self.verify = VerifyService(setting, hosts)
         if setting.colocated:
             drafts = [DraftService(setting, hosts, self.verify.device)]
             drafts[0].engine.share_device()
+        workers = [_Worker(setting, hosts, self.verify, drafts, tracer) for _ in range(setting.num_workers)]
+        self._turns = itertools.cycle(workers)
+        if len(workers) > 1:
+            self._sharing = asyncio.create_task(_share(*workers))
+
+    async def generate(self, request: generation_pb2.GenerateRequest, client: Client) -> None:
+        """One generation, to its end."""
+        await next(self._turns).generate(request, client)
+
+
+async def _share(leader: _Worker, *others: _Worker) -> None:
+    """Have the others follow, as workers do: at once where an option changes, else every second."""
+    before = None
+    for turn in itertools.count():
+        now = leader.shapes.options
+        if now != before or turn % _SHARE_TURNS == 0:
+            learnt, before = leader.shapes.exported(), now
+            for other in others:
+                other.shapes.follow(learnt)
+        await asyncio.sleep(LOOK_S)
+
+
+class _Worker:
+    """One process of a coordinator."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        hosts: Hosts,
+        verify: VerifyService,
+        drafts: list[DraftService],
+        tracer: tracing.Tracing,
+    ) -> None:
+        self._setting, self._verify = setting, verify
         self._process, self._client_process = hosts.process(), hosts.process()
         self._turns = itertools.cycle(drafts)
         config = CoordinatorConfig(
@@ -181,19 +219,20 @@ class Group:
         info = drafts[0].info if drafts else None
         servicer = GenerationServicer(
             config,
-            _verify_pool(self.verify.info, self._open_verify),
-            _draft_pool(self.verify.info, info, self._open_draft),
+            _verify_pool(verify.info, self._open_verify),
+            _draft_pool(verify.info, info, self._open_draft),
             None,
             tracer,
         )
+        self.shapes = servicer.shapes
         self._generate = servicer.Generate
 
     def _open_verify(self) -> Call:
         overheads = self._setting.overheads
         return VirtualCall(
             self._process,
-            self.verify.process,
-            self.verify.handler,
+            self._verify.process,
+            self._verify.handler,
             link=Link(),
             overheads=overheads,
             later_ms=overheads.round_ms,

@@ -54,6 +54,12 @@ class SharedShapes:
         self.chains = self._measured[CHAIN]
         self._trials = Trials(SHAPES, CHAIN)
 
+    @property
+    def options(self) -> tuple[int, ...]:
+        """What holds for all streams at present, and how many trials there were."""
+        chosen = self.chosen
+        return self.num_nodes, chosen.cap, chosen.num_outcomes, chosen.num_trials
+
     def exported(self) -> bytes:
         """What this process has learnt, chosen and tries at present, for others to follow."""
         measured = {nodes: each.exported() for nodes, each in self._measured.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coordinator.servicer import GenerationServicer
 
 _STATUS_S = 2.0
-_LOOK_S = 0.05
+LOOK_S = 0.05
 """Between two looks at the choices of a worker that leads: what it tries, the others try within this time."""
 
 
@@ -150,8 +150,7 @@ class Worker:
         shapes = self._servicer.shapes
         before = None
         while True:
-            now = shapes.num_nodes, shapes.chosen._replace(num_draft_tokens=0)
-            if now != before:
+            if (now := shapes.options) != before:
                 before = now
                 self._line.tell("learnt", shapes.exported())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
