@@ -50,7 +50,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     Attributes:
         totals: of this process.
-        shapes: what its streams learn together, or follow.
     """
 
     def __init__(
@@ -78,20 +77,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if worker is None
             else worker.admission
         )
-        self.shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
+        self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
         self._parser = RequestParser(
-            config, verify.info, tokenizer, drafts, lambda: self.shapes.chains.draft_is_far
+            config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
         )
         self._num_finished = 0
         self.totals = Totals()
+
+    @property
+    def shapes(self) -> SharedShapes:
+        """What the streams of this process learn together, or follow."""
+        return self._shapes
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
             self.totals,
             self._admission,
-            self.shapes,
+            self._shapes,
             self._texts.earlier,
             self._verify,
             self._draft,
@@ -231,13 +235,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
         if num_draft_tokens is None and max_depth is None and self._draft_has_trees():
-            return AdaptiveShape(self.shapes)
+            return AdaptiveShape(self._shapes)
         if num_draft_tokens is None and not max_depth:
-            return AdaptiveLength(self.shapes.chains)
+            return AdaptiveLength(self._shapes.chains)
         if max_depth:
             num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
-            return FixedLength(num_nodes, self.shapes.of_fixed(num_nodes), max_depth)
-        return FixedLength(num_draft_tokens or 0, self.shapes.chains)
+            return FixedLength(num_nodes, self._shapes.of_fixed(num_nodes), max_depth)
+        return FixedLength(num_draft_tokens or 0, self._shapes.chains)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info
