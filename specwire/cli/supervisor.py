@@ -113,15 +113,15 @@ class Service:
         return bool(self.address)
 
     def terminate(self) -> None:
-        """Send SIGTERM, the first time: a second one ends a service at once. Returns at once."""
-        if not self._is_terminated:
-            self._is_terminated = True
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
+        """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""
+        self._is_terminated = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
 
     def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
         """Stop gracefully, then by force, after printing its stacks; returns the exit status."""
-        self.terminate()
+        if not self._is_terminated:
+            self.terminate()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
