@@ -12,11 +12,10 @@ from specwire.telemetry import logs
 
 
 async def _serve(line_fd: int, listener_fd: int) -> None:
-    line, _, config = await join(line_fd, {})
+    _line, _, config = await join(line_fd, {})
     logs.set_up(config.log_level, config.log_format, "http")
     with ListeningSocket(fileno=listener_fd) as listening:
         await process.run_until_signal(server.serving(config, listening))
-    del line  # which served to here
 
 
 if __name__ == "__main__":
