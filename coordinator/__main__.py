@@ -25,6 +25,11 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "coordinator")
     listening.check(settings)
+    if settings.workers > 1:
+        from coordinator.workers.crew import serving as serving_workers
+
+        await process.run_until_signal(serving_workers(settings))
+        return
     from coordinator.service import serving  # after the flags were checked
 
     await process.run_until_signal(serving(settings))

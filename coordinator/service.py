@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
+from coordinator.workers.worker import Worker
 from specwire import embedded, tokenizer
 from specwire.config.services import EMBEDDED, CoordinatorConfig
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
+from specwire.telemetry.metrics import Group
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 _SYSTEM_NAMES = Names()
 
 
 @contextlib.asynccontextmanager
-async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> AsyncIterator[str]:
-    """Run a coordinator; yields its `HOST:PORT`, and ends gracefully.
+async def serving(
+    config: CoordinatorConfig, names: Names = _SYSTEM_NAMES, worker: Worker | None = None
+) -> AsyncIterator[str]:
+    """Run a coordinator, or one of its workers; yields its `HOST:PORT`, and ends gracefully.
 
     Args:
         names: how the names of `dns:///NAME:PORT` are resolved.
+        worker: None where this process is the whole coordinator.
 
     Raises:
         ServiceUnavailableError: no verify service answered in time.
@@ -41,11 +47,14 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         await draft.connect()
         loaded = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        server = Server(config, [name])
-        servicer = GenerationServicer(config, verify, draft, loaded, tracer)
+        server = Server(config, [name], shares_port=worker is not None)
+        servicer = GenerationServicer(config, verify, draft, loaded, tracer, worker)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        shown = endpoint.serving(config, [servicer.metrics()], tracer, "coordinator")
-        await stack.enter_async_context(shown)
+        groups: list[Group[Any]] = [servicer.metrics(), endpoint.spans(tracer, "coordinator")]
+        if worker is not None:
+            worker.begin(servicer, groups)
+        else:
+            await stack.enter_async_context(endpoint.serving_groups(config, groups))
         stack.push_async_callback(server.stop)
         yield await server.start()
 

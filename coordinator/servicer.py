@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator import metrics, spans
-from coordinator.admission import Admission, AdmissionSlot
+from coordinator.admission import Admission, AdmissionSlot, SlotSource
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
 from coordinator.drafts.methods import TextDrafts
@@ -26,6 +26,7 @@ from coordinator.reader import CreditReader
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
+from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.core import Proposal
@@ -47,7 +48,11 @@ _PAUSE_AFTER_S = 1.0
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """The coordinator's service, as its clients see it."""
+    """The coordinator's service, as its clients see it.
+
+    Attributes:
+        totals: of this process.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft: DraftPool,
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
+        worker: Worker | None = None,
     ) -> None:
+        """Args:
+        worker: None where this process is the whole coordinator.
+        """
         self._config = config
         self._texts = TextDrafts(config.speculation, tokenizer)
         self._verify = verify
@@ -64,7 +73,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tokenizer = tokenizer
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
+        self._worker = worker
+        self._admission: SlotSource = (
+            Admission(max_running=config.max_running, max_waiting=config.max_waiting)
+            if worker is None
+            else worker.admission
+        )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
         self._parser = RequestParser(
@@ -72,6 +86,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         self._num_finished = 0
         self.totals = Totals()
+
+    @property
+    def shapes(self) -> SharedShapes:
+        """What the streams of this process learn together, or follow."""
+        return self._shapes
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -119,8 +138,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
-        if request_id:
-            await context.send_initial_metadata((("x-request-id", request_id),))
+        headers = [("x-request-id", request_id)] if request_id else []
+        await self._send_headers(context, headers)
         return CallRecord(self.totals, ledger, span, request_id)
 
     @contextlib.asynccontextmanager
@@ -241,9 +260,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         info = self._draft.info
         return info is not None and info.trees
 
+    async def _send_headers(self, context: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
+        if self._worker is not None:
+            headers = [*headers, self._worker.header]
+        if headers:
+            await context.send_initial_metadata(tuple(headers))
+
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
+        await self._send_headers(context)
         draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._verify.info),
@@ -254,6 +280,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
+        return self.status() if self._worker is None else await self._worker.whole_status(self.status())
+
+    def status(self) -> generation_pb2.GetStatusResponse:
+        """Of this process."""
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,

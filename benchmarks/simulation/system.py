@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from coordinator.peers.link import Call
 from coordinator.peers.link import Link as SharedLink
 from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
+from coordinator.workers.worker import LOOK_S
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import CoordinatorConfig, DraftConfig
@@ -38,6 +40,7 @@ from verify_service.verifier import VerifyDecider
 
 _NO_TRACING = tracing.Tracing()
 _UNLIMITED = 1 << 30
+_SHARE_TURNS = round(1.0 / LOOK_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Setting:
         speculative_config: drafts from text, as of the coordinator's flag.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
+        num_workers: processes of each coordinator.
         num_drafts: draft services, among which the sequences of all groups are spread; 0 for none.
         colocated: drafts run on their group's target device, in the same process: one for each group, with
             no messages to pay for.
@@ -69,6 +73,7 @@ class Setting:
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     num_groups: int = 1
+    num_workers: int = 1
     num_drafts: int = 1
     colocated: bool = False
     exact: bool = False
@@ -145,16 +150,50 @@ class _Replica(Replica):
 
 
 class Group:
-    """A coordinator and its verify service; `drafts` are what its streams take in turn."""
+    """A verify service and its coordinator, of one process or several; `drafts` are what its streams take in
+    turn."""
 
     def __init__(
         self, setting: Setting, hosts: Hosts, drafts: list[DraftService], tracer: tracing.Tracing
     ) -> None:
-        self._setting = setting
         self.verify = VerifyService(setting, hosts)
         if setting.colocated:
             drafts = [DraftService(setting, hosts, self.verify.device)]
             drafts[0].engine.share_device()
+        workers = [_Worker(setting, hosts, self.verify, drafts, tracer) for _ in range(setting.num_workers)]
+        self._turns = itertools.cycle(workers)
+        if len(workers) > 1:
+            self._sharing = asyncio.create_task(_share(*workers))
+
+    async def generate(self, request: generation_pb2.GenerateRequest, client: Client) -> None:
+        """One generation, to its end."""
+        await next(self._turns).generate(request, client)
+
+
+async def _share(leader: _Worker, *others: _Worker) -> None:
+    """Have the others follow, as workers do: at once where an option changes, else every second."""
+    before = None
+    for turn in itertools.count():
+        now = leader.shapes.options
+        if now != before or turn % _SHARE_TURNS == 0:
+            learnt, before = leader.shapes.exported(), now
+            for other in others:
+                other.shapes.follow(learnt)
+        await asyncio.sleep(LOOK_S)
+
+
+class _Worker:
+    """One process of a coordinator."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        hosts: Hosts,
+        verify: VerifyService,
+        drafts: list[DraftService],
+        tracer: tracing.Tracing,
+    ) -> None:
+        self._setting, self._verify = setting, verify
         self._process, self._client_process = hosts.process(), hosts.process()
         config = CoordinatorConfig(
             verify_address="127.0.0.1:1",
@@ -165,7 +204,7 @@ class Group:
             speculative_config=setting.speculative_config,
             max_running=_UNLIMITED,
         )
-        target = self.verify.info
+        target = verify.info
         verify_pool = VerifyPool("", Names())
         verify_pool.add(_Replica("verify", target, self._open_verify))
         verify_pool.check_info(target)
@@ -173,22 +212,23 @@ class Group:
         for draft in drafts:
             draft_pool.add(_Replica("draft", draft.info, partial(self._open_draft, draft)))
         servicer = GenerationServicer(config, verify_pool, draft_pool, None, tracer)
+        self.shapes = servicer.shapes
         self._generate = servicer.Generate
 
     def _open_verify(self) -> SharedLink:
         overheads = self._setting.overheads
         call = VirtualCall(
             self._process,
-            self.verify.process,
-            self.verify.handler,
+            self._verify.process,
+            self._verify.handler,
             link=Link(),
             overheads=overheads,
             later_ms=overheads.round_ms,
         )
-        return SharedLink(call, verify_codec(self.verify.info.vocab_size))
+        return SharedLink(call, verify_codec(self._verify.info.vocab_size))
 
     def _open_draft(self, draft: DraftService) -> SharedLink:
-        return SharedLink(self._draft_call(draft), draft_codec(self.verify.info.vocab_size, draft.info.name))
+        return SharedLink(self._draft_call(draft), draft_codec(self._verify.info.vocab_size, draft.info.name))
 
     def _draft_call(self, draft: DraftService) -> Call:
         setting = self._setting

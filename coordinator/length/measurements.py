@@ -7,8 +7,8 @@ measured ones. How much all streams may draft, and whether outcomes are prepared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from coordinator.generation import Round
 from coordinator.length.round_costs import RoundCosts
@@ -41,6 +41,8 @@ Measured with the embedded pair: rejection sampling commits 1.08 times the token
 of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w passes for all others,
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
+_OWN = ("_num_streams", "follows")
+"""What a process does not export."""
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
 streams, a quarter of them."""
@@ -83,6 +85,7 @@ class SharedMeasurements:
 
     Attributes:
         is_warming_up: whether costs and acceptance are not known well enough to choose by.
+        follows: whether another process learns and chooses, and this one adopts that.
 
     Args:
         num_streams: that run now.
@@ -98,7 +101,7 @@ class SharedMeasurements:
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
-        self.is_warming_up = True
+        self.is_warming_up, self.follows = True, False
         self._num_rounds = self._num_proposals = self._refresh_at = self._learn_at = 0
         self._entered: tuple[int, Level, Level] | None = None
         self._prospects: Prospects
@@ -133,6 +136,8 @@ class SharedMeasurements:
 
     def add(self, done: Round) -> None:
         """Count a round of any stream, and learn from it if its turn has come."""
+        if self.follows:
+            return
         is_learnt = self.learns_next
         self._num_rounds += 1
         self._num_proposals += bool(done.proposal.token_ids)
@@ -148,7 +153,7 @@ class SharedMeasurements:
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
-        if self.is_warming_up:
+        if self.is_warming_up or self.follows:
             return
         num_streams, caps, outcomes = self._levels()
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow
@@ -197,6 +202,15 @@ class SharedMeasurements:
         if self.is_warming_up or not self._outcomes.look(self._num_streams()).best:
             return False
         return self.costs.is_draft_slower(_SLOW_SHARE)
+
+    def exported(self) -> dict[str, Any]:
+        """All that is learnt and chosen, for another process to adopt."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
+    def adopt(self, learnt: Mapping[str, Any]) -> None:
+        """Know and choose as the process that exported this; streams keep their hold on `acceptance`."""
+        vars(self.acceptance).update(vars(learnt["acceptance"]))
+        vars(self).update({**learnt, "acceptance": self.acceptance})
 
     def _end_warmup(self) -> None:
         """If acceptance and costs are known well enough to choose by."""

@@ -9,6 +9,7 @@ its own, whose rounds are not counted. Pure: no clock, no network.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from operator import sub, truediv
@@ -33,6 +34,9 @@ _TREE_GAIN = 1.25
 class SharedShapes:
     """What all streams of a coordinator learn together.
 
+    In a coordinator of several processes one of them learns, from its own streams, and the others follow:
+    they adopt what it has learnt and what it tries, so that an option holds for all streams at a time.
+
     Attributes:
         chains: measurements of chains, which streams that have no trees use as well.
     """
@@ -41,13 +45,42 @@ class SharedShapes:
         """Args:
         num_streams, num_outcomes: as of `SharedMeasurements`.
         """
-        self._num_streams = num_streams
+        self._num_own_streams = num_streams
+        self._num_followed_streams: int | None = None  # None where this process learns
         self._measured = {
-            nodes: SharedMeasurements(num_streams, num_outcomes=num_outcomes, num_nodes=nodes)
+            nodes: SharedMeasurements(self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes)
             for nodes in SHAPES
         }
         self.chains = self._measured[CHAIN]
         self._trials = Trials(SHAPES, CHAIN)
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        """What holds for all streams at present, and how many trials there were."""
+        chosen = self.chosen
+        return self.num_nodes, chosen.cap, chosen.num_outcomes, chosen.num_trials
+
+    def exported(self) -> bytes:
+        """What this process has learnt, chosen and tries at present, for others to follow."""
+        measured = {nodes: each.exported() for nodes, each in self._measured.items()}
+        return pickle.dumps((self._num_streams(), measured, self._trials))
+
+    def follow(self, learnt: bytes) -> None:
+        """Learn nothing from now on; choose as the process that exported this, as for its streams."""
+        self._num_followed_streams, measured, self._trials = pickle.loads(learnt)
+        for nodes, each in self._measured.items():
+            each.adopt(measured[nodes])
+            each.follows = True
+
+    def lead(self) -> None:
+        """Learn, beginning with what is known."""
+        self._num_followed_streams = None
+        for each in self._measured.values():
+            each.follows = False
+
+    def _num_streams(self) -> int:
+        followed = self._num_followed_streams
+        return self._num_own_streams() if followed is None else followed
 
     def of(self, num_nodes: int) -> SharedMeasurements:
         """The measurements of a shape."""
@@ -80,6 +113,8 @@ class SharedShapes:
     def add_settled(self, num_nodes: int, num_steps: int, elapsed_ns: int) -> None:
         """A round of a settled stream, its draft tokens one after another, and its time."""
         measured = self._measured[num_nodes]
+        if measured.follows:
+            return
         num_streams = self._num_streams()
         level = self._trials.enter(num_streams)
         if self.chains.is_warming_up or measured.is_warming_up or measured.is_on_trial:

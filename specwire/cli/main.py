@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from specwire.cli import fronts
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
@@ -286,5 +287,6 @@ def _http(args: argparse.Namespace) -> int:
             f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
         ) from None
     logs.set_up(settings.log_level, settings.log_format, "http")
-    asyncio.run(process.run_until_signal(server.serving(settings)))
+    serving = server.serving if settings.workers == 1 else fronts.serving
+    asyncio.run(process.run_until_signal(serving(settings)))
     return 0

@@ -71,6 +71,7 @@ class Service:
         self.address = ""
         self._model_flag = model_flag
         self._error = ""
+        self._is_terminated = False
         variables = _waiting(module) | _inherited() | dict(environ or {})
         self.process = self._start([module, *flags], variables, pass_fds)
         self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
@@ -112,13 +113,15 @@ class Service:
         return bool(self.address)
 
     def terminate(self) -> None:
-        """Send SIGTERM; returns at once."""
+        """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""
+        self._is_terminated = True
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
 
     def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
         """Stop gracefully, then by force, after printing its stacks; returns the exit status."""
-        self.terminate()
+        if not self._is_terminated:
+            self.terminate()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

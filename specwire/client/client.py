@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -75,11 +76,13 @@ class AsyncClient:
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
+        self._endpoints = Endpoints(
+            [Endpoint(each, functools.partial(self._open_channel, each)) for each in self._addresses]
+        )
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
-        return channel.open_channel(address, credentials=self._credentials)
+        return channel.open_channel(address, credentials=self._credentials, is_shared=False)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,14 +1,15 @@
-"""The coordinators that a client knows, each behind a channel of its own."""
+"""The coordinators that a client knows, each behind connections of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from specwire.client.connections import Connections
 from specwire.client.resume import NotServedError, combined_error, may_serve_elsewhere
 from specwire.errors import (
     InvalidRequestError,
@@ -19,7 +20,6 @@ from specwire.errors import (
     StreamIdleError,
 )
 from specwire.rpc import statuses
-from specwire.v1 import generation_pb2_grpc
 
 
 class Endpoint:
@@ -27,13 +27,12 @@ class Endpoint:
 
     Attributes:
         address: its `HOST:PORT`.
-        stub: of its GenerationService.
+        connections: to it.
     """
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, open_channel: Callable[[], grpc.aio.Channel]) -> None:
         self.address = address
-        self._channel = channel
-        self.stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self.connections = Connections(open_channel)
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
         """The error of a failed call; `NotServedError` where another address may serve it."""
@@ -61,8 +60,8 @@ class Endpoint:
         return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
 
     async def close(self) -> None:
-        """Close the channel and cancel its calls."""
-        await self._channel.close()
+        """Close its connections and cancel their calls."""
+        await self.connections.close()
 
 
 class Endpoints:
@@ -98,8 +97,11 @@ class Endpoints:
             if refusals and left_s <= 0:
                 break
             try:
-                call = getattr(self[index].stub, method)(request, timeout=left_s, metadata=metadata)
+                connections = self[index].connections
+                connection = connections.first
+                call = getattr(connection.stub, method)(request, timeout=left_s, metadata=metadata)
                 answer = await call
+                await connections.answered(connection, call)
             except grpc.RpcError as error:
                 problem = self[index].problem(error)
                 if not isinstance(problem, NotServedError):

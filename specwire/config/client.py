@@ -9,9 +9,12 @@ from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
     GRACE_HELP,
     MAX_PROMPT_HELP,
+    MAX_WORKERS,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
+    WORKERS_HELP,
     at_least,
+    between,
     check,
     check_addresses,
     check_amount,
@@ -87,6 +90,7 @@ class HttpConfig(ConnectionConfig):
     address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
     tls_cert: str = file_option(TLS_CERT_HELP)
     tls_key: str = file_option(TLS_KEY_HELP)
+    workers: int = option(1, WORKERS_HELP, check=between(1, MAX_WORKERS))
     model_name: str = option("", "name that clients ask for; empty is the target's own")
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
     timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)

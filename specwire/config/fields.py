@@ -20,6 +20,8 @@ TLS_CERT_HELP = "PEM certificate of the server, with its chain; empty serves pla
 TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
 ALLOW_PLAINTEXT_HELP = "allow plaintext beyond this machine, on a network that is secured otherwise"
 GRACE_HELP = "seconds that running requests get to finish at shutdown"
+MAX_WORKERS = 64
+WORKERS_HELP = "processes that share the address, the limits and the work"
 MAX_PROMPT_HELP = "most bytes of a prompt as text, or of its messages together"
 
 
@@ -45,6 +47,15 @@ def at_least(least: int) -> Check:
         check(value >= least, name, value, f"must be at least {least}")
 
     return check_least
+
+
+def between(least: int, most: int) -> Check:
+    """Check for a number in [least, most]."""
+
+    def check_range(name: str, value: int) -> None:
+        check(least <= value <= most, name, value, f"must lie in [{least}, {most}]")
+
+    return check_range
 
 
 def count_or_auto(limit: int) -> Check:

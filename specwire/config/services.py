@@ -20,9 +20,12 @@ from specwire.config.fields import (
     DNS,
     GRACE_HELP,
     MAX_PROMPT_HELP,
+    MAX_WORKERS,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
+    WORKERS_HELP,
     at_least,
+    between,
     check,
     check_address,
     check_amount,
@@ -321,6 +324,7 @@ class CoordinatorConfig(ServiceConfig):
     suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
     draft_timeout_ms: float = option(1000.0, DRAFT_TIMEOUT_HELP, check=check_duration)
+    workers: int = option(1, WORKERS_HELP, check=between(1, MAX_WORKERS))
     max_running: int = option(256, "most generations at a time; others wait")
     max_waiting: int = option(1024, "most generations that wait; others are told when to retry")
     idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP, check=check_duration)

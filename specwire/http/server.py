@@ -28,10 +28,13 @@ _SEND_BUFFER_BYTES = 64 << 10
 
 
 @contextlib.asynccontextmanager
-async def serving(config: HttpConfig) -> AsyncIterator[str]:
+async def serving(config: HttpConfig, listening: ListeningSocket | None = None) -> AsyncIterator[str]:
     """A running front; yields its `HOST:PORT`, and shuts down gracefully.
 
     It starts before its coordinator answers, which `/health` reports.
+
+    Args:
+        listening: what it accepts from, together with other fronts; None for a socket of its own.
 
     Raises:
         ConfigError: the address cannot be bound, certificate and key cannot be read, or an `OTEL_*` variable
@@ -39,7 +42,7 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     """
     host, _ = split_address("address", config.address)
     tracer = tracing.configure("specwire-http")
-    listening = _bind(config.address)
+    listening = listening or bound(config.address)
     client = AsyncClient(
         config.server,
         timeout_s=config.timeout_s,
@@ -112,8 +115,10 @@ def _read_context(config: HttpConfig) -> ssl.SSLContext:
     return context
 
 
-def _bind(address: str) -> socket.socket:
-    """Raises:
+def bound(address: str) -> ListeningSocket:
+    """A socket that listens.
+
+    Raises:
     ConfigError: the address is in use, or not of this machine.
     """
     host, port = split_address("address", address)

@@ -29,9 +29,16 @@ Options = Sequence[tuple[str, Any]]
 
 
 def open_channel(
-    address: str, max_message_bytes: int = 64 << 20, *, credentials: Credentials = PLAINTEXT
+    address: str,
+    max_message_bytes: int = 64 << 20,
+    *,
+    credentials: Credentials = PLAINTEXT,
+    is_shared: bool = True,
 ) -> grpc.aio.Channel:
     """A channel to HOST:PORT that detects a silent peer within about two seconds.
+
+    Args:
+        is_shared: whether it may share its connection with equal channels of this process.
 
     Raises:
         InvalidRequestError: a token would travel in plaintext beyond this machine.
@@ -44,6 +51,7 @@ def open_channel(
         ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # also the timeout of an attempt
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.use_local_subchannel_pool", int(not is_shared)),
         *KEEPALIVE,
     ]
     return _open(address, options, credentials)

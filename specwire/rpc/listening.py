@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 
+from specwire.config.fields import split_address
 from specwire.config.services import ListenConfig
+from specwire.errors import ConfigError
 from specwire.security.bearer import Principal, Tokens
 from specwire.security.reloading import ReloadingFile
 from specwire.security.tls import read_authorities, read_pair
@@ -53,6 +58,29 @@ def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
         return int(server.add_insecure_port(config.address))
     except RuntimeError:
         return 0
+
+
+@contextlib.contextmanager
+def reserved(address: str) -> Iterator[str]:
+    """Keep a port for processes that share it, while the body runs; yields its `HOST:PORT`.
+
+    The port is bound as that of a single process is, so that one in use is refused, and opened to our
+    processes afterwards. Without a listener here, the kernel gives each new connection to one of them.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    host, port = split_address("address", address)
+    name = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as kept:
+        try:
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended
+            kept.bind((name, port))
+        except OSError as error:
+            raise ConfigError(f"--address {address}: cannot be bound ({error.strerror or error})") from None
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield f"{host}:{kept.getsockname()[1]}"
 
 
 def _server_credentials(config: ListenConfig) -> grpc.ServerCredentials:

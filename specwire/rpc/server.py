@@ -53,13 +53,18 @@ class Server:
         drain: of its requests, including those that are served other than over gRPC.
     """
 
-    def __init__(self, config: ServiceConfig, service_names: Sequence[str]) -> None:
+    def __init__(
+        self, config: ServiceConfig, service_names: Sequence[str], *, shares_port: bool = False
+    ) -> None:
+        """Args:
+        shares_port: with processes that `listening.reserved` keeps it for.
+        """
         self._config = config
         self.drain = Drain()
         self._service_names = ["", *service_names]
         self._started = False
         options = [
-            ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
+            ("grpc.so_reuseport", int(shares_port)),  # else a port in use must be an error
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             *KEEPALIVE,

@@ -8,9 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import resource
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specwire.config.fields import split_address
 from specwire.config.services import VLLM, ServiceConfig
@@ -28,6 +33,8 @@ OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset
 _MAX_CONNECTIONS = 8
 _MAX_HEAD_BYTES = 8192
 _TIMEOUT_S = 5.0
+_OWN = ("process_start_time_seconds", "process_max_fds")
+"""What is not added up over processes."""
 log = logging.getLogger(__name__)
 
 
@@ -44,15 +51,50 @@ async def serving(
     Raises:
         ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
+    async with serving_groups(config, [*groups, spans(tracer, role)]):
+        yield
+
+
+def spans(tracer: tracing.Tracing, role: str) -> Group[tracing.SpanCounts]:
+    """The metrics of tracing."""
+    return Group(TRACING, lambda: tracer.counts, {"role": role})
+
+
+@contextlib.asynccontextmanager
+async def serving_groups(
+    config: ServiceConfig, groups: Sequence[Group[Any]], processes: Processes | None = None
+) -> AsyncIterator[None]:
+    """Serve these metrics, and those of the process or of several. Args and errors as for `serving`."""
     if not config.metrics_address:
         yield
         return
     if config.metrics_names == VLLM:
         groups = [vllm_names.renamed(group) for group in groups]
-    spans = Group(TRACING, lambda: tracer.counts, {"role": role})
-    async with MetricsEndpoint(config.metrics_address, [*groups, spans]) as endpoint:
+    async with MetricsEndpoint(config.metrics_address, groups, processes) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
         yield
+
+
+class Processes(Protocol):
+    """The processes of a service, whose metrics one of them serves."""
+
+    async def refresh(self) -> None:
+        """Have the groups read current values."""
+        ...
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of those that run, this one first."""
+        ...
+
+
+class _ThisProcess:
+    async def refresh(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [os.getpid()]
 
 
 class MetricsEndpoint:
@@ -65,12 +107,14 @@ class MetricsEndpoint:
         address: HOST:PORT where it listens.
     """
 
-    def __init__(self, address: str, groups: Sequence[Group[Any]]) -> None:
+    def __init__(
+        self, address: str, groups: Sequence[Group[Any]], processes: Processes | None = None
+    ) -> None:
         """Raises:
         ConfigError: prometheus_client is not installed.
         """
         try:
-            from prometheus_client import CollectorRegistry, ProcessCollector
+            import prometheus_client  # noqa: F401
         except ImportError as error:
             raise ConfigError(
                 f"--metrics-address {address}: prometheus_client is not installed ({error}): "
@@ -78,7 +122,7 @@ class MetricsEndpoint:
             ) from error
         self.address = address
         self._groups = groups
-        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._processes = processes or _ThisProcess()
         self._num_connections = 0
 
     async def __aenter__(self) -> MetricsEndpoint:
@@ -101,7 +145,9 @@ class MetricsEndpoint:
 
     async def text(self, *, openmetrics: bool = False) -> bytes:
         """All metrics in Prometheus' text format, or in OpenMetrics'."""
+        await self._processes.refresh()
         families = [family for group in self._groups for family in group.families()]
+        families += _process_families(self._processes.pids)
         return await asyncio.to_thread(self._format, families, openmetrics)
 
     def _format(self, families: Iterable[Family], openmetrics: bool) -> bytes:
@@ -109,12 +155,9 @@ class MetricsEndpoint:
         from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
         from prometheus_client.registry import Collector
 
-        process = self._process
-
         class Snapshot(Collector):
             def collect(self) -> Iterator[Family]:
                 yield from families
-                yield from process.collect()
 
         if openmetrics:
             return generate_openmetrics(Snapshot())  # type: ignore[no-any-return, no-untyped-call]
@@ -145,6 +188,25 @@ class MetricsEndpoint:
             body = await self.text(openmetrics=True)
             return _response("200 OK", body, content_type=OPENMETRICS_CONTENT_TYPE)
         return _response("200 OK", await self.text())
+
+
+def _process_families(pids: Sequence[int]) -> list[Family]:
+    """Memory, processor time and open files of processes together: of this one, and of children, ended ones
+    included."""
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    registry = CollectorRegistry()
+    collectors = [ProcessCollector(pid=partial(int, pid), registry=registry) for pid in pids]
+    own, *others = (list(collector.collect()) for collector in collectors)
+    sums: dict[str, float] = defaultdict(float)
+    for sample in (sample for family in chain(*others) for sample in family.samples):
+        sums[sample.name] += sample.value if sample.name not in _OWN else 0.0
+    if others:
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        sums["process_cpu_seconds_total"] += ended.ru_utime + ended.ru_stime
+    for family in own:
+        family.samples = [each._replace(value=each.value + sums[each.name]) for each in family.samples]
+    return own
 
 
 def _wants_openmetrics(head: bytes) -> bool:

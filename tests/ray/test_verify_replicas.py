@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specwire import Client, ConfigError, SamplingParams
+from specwire.cli import kept
 from specwire.cli.supervisor import Service
 from specwire.config.services import VerifyConfig
 from tests.support.harness import local_stack
@@ -64,7 +65,7 @@ class TestFlags:
         assert [replicas._follow(one, 2) for one in ("", "[::1]:0", "a:70")] == ["", "[::1]:0", "a:72"]
 
     def test_pauses_grow_and_are_bounded(self) -> None:
-        assert [replicas.pause_s(n) for n in (1, 2, 3, 1000)] == [0.5, 1.0, 2.0, 30.0]
+        assert [kept.pause_s(n) for n in (1, 2, 3, 1000)] == [0.5, 1.0, 2.0, 30.0]
 
 
 @pytest.fixture(scope="module")

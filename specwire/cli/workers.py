@@ -1,0 +1,125 @@
+"""`--workers N`: processes that serve one address together, as children of the one that was started.
+
+The parent serves no request. It starts its workers, answers what they ask it over a line to each, restarts
+those that end, and kills one that has stopped answering: a process that hangs would keep its connections, and
+those that the kernel still gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from specwire.cli.kept import KeptService
+from specwire.cli.supervisor import Service, wait_ready
+from specwire.config.flags import CheckedConfig
+from specwire.errors import ServiceUnavailableError
+from specwire.rpc.line import Line, Methods
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+_HUNG_S = 5.0
+"""A worker that has not answered for this long is lost; event loops are never busy for nearly as long."""
+
+
+class Worker(KeptService):
+    """A worker, and the ones that replace it.
+
+    Attributes:
+        line: to the process at present.
+    """
+
+    def __init__(self, module: str, number: int, config: CheckedConfig, pass_fds: Sequence[int] = ()) -> None:
+        """Start it; it does not serve yet.
+
+        Args:
+            module: run with the descriptor of the line's other end and `pass_fds` as its arguments.
+            number: from 1.
+            config: which the worker asks for.
+            pass_fds: descriptors that it inherits, besides those that the config names.
+        """
+        self._module, self._number, self._config = module, number, config
+        self._pass_fds, self._named_fds = pass_fds, _named_descriptors(config)
+        super().__init__()
+
+    def _start(self) -> Service:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            words = map(str, [fd, *self._pass_fds])
+            service = Service(self._module, [*words], pass_fds=[fd, *self._pass_fds, *self._named_fds])
+        self.line = Line({"config": self._answer_config, **self.methods()})
+        self.line.open(ours).add_done_callback(lambda _: self.lost())
+        return service
+
+    @property
+    def name(self) -> str:
+        """See `KeptService`."""
+        return f"worker {self._number} (process {self.service.process.pid})"
+
+    def methods(self) -> Methods:
+        """What a new process may call, besides `config`."""
+        return {}
+
+    def lost(self) -> None:
+        """A process has ended, or hangs: nothing more is received from it."""
+
+    async def check(self) -> Any:
+        """Return when the worker answers.
+
+        Raises:
+            ServiceUnavailableError: it has ended.
+        """
+        await self.line.call("check")
+
+    async def watch(self) -> None:
+        """Kill processes that hang, until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            if not self.service.address:  # it starts, which may take long
+                continue
+            try:
+                async with asyncio.timeout(_HUNG_S):
+                    await self.check()
+            except TimeoutError:
+                log.warning("%s has not answered for %g s: ended by force", self.name, _HUNG_S)
+                self.service.process.kill()
+            except ServiceUnavailableError:
+                pass  # it has ended, and `keep` starts another
+
+    async def _answer_config(self) -> tuple[int, CheckedConfig]:
+        return self._number, self._config
+
+
+@contextlib.asynccontextmanager
+async def kept(workers: Sequence[Worker], grace_s: float) -> AsyncIterator[None]:
+    """Keep workers serving while the body runs, which begins when all serve; then shut them down gracefully.
+
+    Raises:
+        ConfigError: one of them cannot start, with its own reason.
+    """
+    try:
+        await asyncio.to_thread(wait_ready, [worker.service for worker in workers])
+        tasks = [asyncio.create_task(each) for worker in workers for each in (worker.keep(), worker.watch())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
+    finally:
+        for worker in workers:
+            worker.service.kill()
+
+
+def _named_descriptors(config: Any) -> list[int]:
+    """Of files without a name, as `supervisor` passes tokens."""
+    paths = [str(getattr(config, field.name)) for field in fields(config)]
+    return [int(found[1]) for path in paths if (found := re.fullmatch("/dev/fd/([0-9]+)", path))]
