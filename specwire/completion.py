@@ -62,16 +62,16 @@ class DraftTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """What one round adds to a streamed generation.
+    """What one round adds to a streamed generation, or several where the client is slower than they are.
 
     Attributes:
         text: new text; complete characters only, never part of a stop string.
         tokens: the emitted tokens whose text is in `text`, in order.
-        rejected: draft tokens that this round rejected, for display.
+        rejected: draft tokens that were rejected, for display.
         first_index: index of `tokens[0]` in the output, from 0.
         speculation, timing: of the generation so far, if progress was requested.
         held: tokens of the round whose text is incomplete; a later chunk has them in `tokens`.
-        tree: draft tokens of the round, if progress was requested.
+        tree: draft tokens of the last round, if progress was requested.
     """
 
     text: str

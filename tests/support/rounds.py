@@ -40,11 +40,11 @@ class _Words:
         return "".join(WORDS[token_id] for token_id in token_ids)
 
 
-def received_chunks(*, report_progress: bool) -> list[Chunk]:
+def received_chunks(*, report_progress: bool, stop: str = "", rounds_per_chunk: int = 1) -> list[Chunk]:
     """The chunks of these rounds, over the wire."""
     request: Any = SimpleNamespace(  # what a session reads of one
         prompt_token_ids=[7, 8, 9],
-        params=SamplingParams(max_tokens=6),
+        params=SamplingParams(max_tokens=6, stop=(stop,) if stop else ()),
         target=ModelInfo(name="large", vocab_size=len(WORDS), context_len=64),
         generated_token_ids=[],
         end_ids=frozenset(),
@@ -61,7 +61,9 @@ def received_chunks(*, report_progress: bool) -> list[Chunk]:
     )
 
     chunks = []
-    for done in (TREE, CHAIN, PLAIN):
+    rounds = (TREE, CHAIN, PLAIN)
+    for number, done in enumerate(rounds, start=1):
         session.add(done)
-        chunks.append(wire.chunk_from_proto(session.take().chunk))
+        if number % rounds_per_chunk == 0 or number == len(rounds):
+            chunks.append(wire.chunk_from_proto(session.take().chunk))
     return chunks

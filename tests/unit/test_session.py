@@ -55,3 +55,22 @@ def test_a_chunk_names_each_source_once(sources: tuple[str, ...]) -> None:
     sent = wire.chunk_to_proto(Chunk(text="", tokens=tokens, held=tokens[:1]))
     assert list(sent.sources) == list(sources)
     assert wire.chunk_from_proto(sent) == Chunk(text="", tokens=tokens, held=tokens[:1])
+
+
+def test_rounds_that_a_slow_client_gets_in_one_chunk_are_all_there() -> None:
+    """Tokens, rejected ones and sources of both rounds, as if they had come one by one."""
+    one_by_one = received_chunks(report_progress=False)
+    [merged] = received_chunks(report_progress=False, rounds_per_chunk=3)
+    assert merged.tokens == tuple(token for chunk in one_by_one for token in chunk.tokens)
+    assert merged.rejected == tuple(token for chunk in one_by_one for token in chunk.rejected)
+    assert merged.first_index == 0
+    assert merged.text == "".join(chunk.text for chunk in one_by_one)
+
+
+def test_what_waits_for_its_text_is_named_by_the_chunk_of_its_rounds() -> None:
+    """Also where an earlier round of the chunk emitted it: who resumes needs every token."""
+    held = [chunk.held for chunk in received_chunks(report_progress=False, stop=" n\ndef popx")]
+    [merged, last] = received_chunks(report_progress=False, stop=" n\ndef popx", rounds_per_chunk=2)
+    assert [[token.token_id for token in tokens] for tokens in held] == [[3, 5], [6, 8], []]
+    assert [token.token_id for token in merged.held] == [3, 5, 6, 8]
+    assert [token.token_id for token in (*merged.tokens, *last.tokens)] == [0, 3, 5, 6, 8, 9]
