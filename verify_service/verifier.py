@@ -147,36 +147,28 @@ class Cases(NamedTuple):
         num_rows = [job.num_rows for job in jobs]
         committed_lens = [job.committed_len for job in jobs]
         supports: list[IntArray] = []
-        paths: dict[int, Sequence[int]] = {}
-        edited: dict[int, Row] = {}
-        reporting: dict[int, Case] = {}
+        special: dict[int, Case] = {}
         for i, (job, one) in enumerate(zip(jobs, encoded, strict=True)):
             if not one.traits & MATCHED:
                 supports += (*job.supports, _NO_IDS)
-            if one.traits & (EDITED | LOGPROBS) or job.parents:
-                case = job.case()
-                if one.traits & LOGPROBS:
-                    reporting[i] = case
-                if one.traits & EDITED:
-                    edited |= enumerate(case.rows(), sum(num_rows[:i]))
-                if job.parents:
-                    paths[i] = [
-                        job.committed_len,
-                        *(job.committed_len + 1 + d for d in tree.depths(job.parents)),
-                    ]
-        rows = Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited)
-        support_lens = np.fromiter(map(len, supports), np.int64, len(supports))
-        return cls(rows, np.concatenate([_NO_IDS, *supports]), support_lens, reporting)
+            if job.parents or one.traits & (EDITED | LOGPROBS):
+                special[i] = job.case()
+        paths = {i: [row.position for row in case.rows()] for i, case in special.items() if case.parents}
+        edited: dict[int, Row] = {}
+        for i, case in special.items():
+            if encoded[i].traits & EDITED:
+                edited |= enumerate(case.rows(), sum(num_rows[:i]))
+        return cls(
+            rows=Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited),
+            support_ids=np.concatenate([_NO_IDS, *supports]),
+            support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
+            reporting={i: case for i, case in special.items() if case.params.logprobs is not None},
+        )
 
     @property
     def starts(self) -> list[int]:
         """[num_cases], each one's first row."""
         return [0, *accumulate(self.rows.num_rows[:-1])]
-
-
-def _depths_after(parents: Sequence[int]) -> list[int]:
-    """[num_nodes], the number of nodes on the path to each node, its own included."""
-    return [depth + 1 for depth in tree.depths(parents)]
 
 
 class Judged(NamedTuple):
