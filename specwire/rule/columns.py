@@ -120,7 +120,9 @@ class Rows:
         """From single rows; columns as they are."""
         if isinstance(rows, Rows):
             return rows
-        encoded = [Encoded.of(row.params, row.seed) for row in rows]
+        requests = {(id(row.params), row.seed): row for row in rows}
+        known = {key: Encoded.of(row.params, row.seed) for key, row in requests.items()}
+        encoded = [known[id(row.params), row.seed] for row in rows]
         edited = {i: row for i, row in enumerate(rows) if encoded[i].traits & EDITED}
         firsts, base_lens = [row.position for row in rows], [row.base_len for row in rows]
         return cls(encoded, [1] * len(rows), firsts, base_lens, edited=edited)
