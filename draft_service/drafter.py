@@ -21,7 +21,7 @@ from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.rule import sampling
-from specwire.rule.columns import EDITED, MATCHED, Row, Rows, Stack
+from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
@@ -259,12 +259,12 @@ class Question(NamedTuple):
     """The rows of all jobs.
 
     Attributes:
-        limits: int64 [num_rows], token ids from here on are excluded; empty without any limit.
+        limits: [num_rows], token ids from here on are excluded, 0 for no limit; empty without any.
         num_ranked: likeliest tokens wanted of each row.
     """
 
     rows: Rows
-    limits: IntArray
+    limits: Sequence[int]
     num_ranked: int
 
 
@@ -278,33 +278,36 @@ class DraftDecider:
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        num_rows = np.fromiter((job.num_rows for job in drafts), np.int64, len(drafts))
-        positions = np.array([position for job in drafts for position in job.positions()], np.int64)
-        base_lens = np.fromiter((job.committed_len for job in drafts), np.int64, len(drafts))
-        limits = np.fromiter((job.vocab_limit for job in drafts), np.int64, len(drafts))
-        stack = Stack.of([job.sequence.encoded for job in drafts])
+        positions = [job.positions() for job in drafts]
+        num_rows = [len(of_one) for of_one in positions]
+        encoded = [job.sequence.encoded for job in drafts]
         edited: dict[int, Row] = {}
-        for i in np.flatnonzero(stack.traits & EDITED).tolist():
-            edited |= enumerate(drafts[i].rows(), int(num_rows[:i].sum()))
-        job_of = np.repeat(np.arange(len(drafts)), num_rows)
-        return Question(
-            Rows.at(stack.take(job_of), positions, base_lens[job_of], edited),
-            limits[job_of] if limits.any() else limits[:0],
-            max((job.num_ranked for job in drafts), default=0),
+        for i, (job, one) in enumerate(zip(drafts, encoded, strict=True)):
+            if one.traits & EDITED:
+                edited |= enumerate(job.rows(), sum(num_rows[:i]))
+        rows = Rows(
+            encoded,
+            num_rows,
+            [of_one[0] for of_one in positions],
+            [job.committed_len for job in drafts],
+            {i: of_one for i, of_one in enumerate(positions) if len(of_one) > 1},
+            edited,
         )
+        limits = [job.vocab_limit for job, num in zip(drafts, num_rows, strict=True) for _ in range(num)]
+        num_ranked = max((job.num_ranked for job in drafts), default=0)
+        return Question(rows, limits if any(limits) else (), num_ranked)
 
     def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
         """One draft token for each row of the logits [num_rows, vocab_size]."""
         rows = question.rows
         logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        is_matched = rows.traits & MATCHED != 0
-        matched, sampled = np.flatnonzero(is_matched), np.flatnonzero(~is_matched)
+        matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
         on_device = [*self._match(question, log_probs, matched), *self._draw(question, log_probs, sampled)]
         host = to_host(*on_device)
-        if not len(sampled):
+        if sampled is None:
             return list(_matched(*host))
-        if not len(matched):
+        if matched is None:
             return list(_supports(*host, num_ranked=question.num_ranked))
         drawn = [*_matched(*host[:4]), *_supports(*host[4:], num_ranked=question.num_ranked)]
         order = np.argsort(np.concatenate([matched, sampled]))
@@ -317,9 +320,9 @@ class DraftDecider:
         for job in drafts:
             job.add(list(islice(rows, job.num_rows)))
 
-    def _match(self, question: Question, log_probs: Tensor, places: IntArray) -> list[Tensor]:
+    def _match(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
         """What `_matched` reads; nothing for no rows."""
-        if not len(places):
+        if places is None:
             return []
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
         top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
@@ -327,12 +330,12 @@ class DraftDecider:
         shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
         return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
-    def _draw(self, question: Question, log_probs: Tensor, places: IntArray) -> list[Tensor]:
+    def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
 
         A row without finite logits has an empty support and the token -1.
         """
-        if not len(places):
+        if places is None:
             return []
         probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
@@ -357,11 +360,11 @@ def _supports(
         yield Drawn(token_id, Support(ids[row, :n], probs[row, :n]), ranked)
 
 
-def _limit_vocabulary(logits: Tensor, limits: IntArray) -> Tensor:
+def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
     """Exclude tokens that the target lacks, where the draft's vocabulary is padded further."""
     width = logits.shape[1]
-    if not ((limits > 0) & (limits < width)).any():
+    if all(not 0 < limit < width for limit in limits):
         return logits
-    ends = to_device(np.where(limits == 0, width, limits), logits.device)
+    ends = to_device(np.array([limit or width for limit in limits], np.int64), logits.device)
     beyond = torch.arange(width, device=logits.device) >= ends[:, None]
     return logits.masked_fill(beyond, float("-inf"))

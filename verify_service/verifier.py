@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from specwire import tree
@@ -19,13 +19,15 @@ from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdic
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
-from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, Stack, padded
+from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, padded
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+_NO_PROBS: FloatArray = np.empty((0, 0), dtype=np.float32)
+_NO_MASS: npt.NDArray[np.float64] = np.empty(0)
 
 
 @dataclass(eq=False)
@@ -124,66 +126,56 @@ class Case(NamedTuple):
 
 
 class Cases(NamedTuple):
-    """What to judge in a step: one case for each sequence, whose rows lie together.
+    """What to judge in a step: one case for each sequence.
 
     Attributes:
-        stack: how each case is sampled.
-        committed_lens: int64 [num_cases], position of each first row.
-        num_rows: int64 [num_cases], one more than there are draft tokens.
+        rows: of all cases.
         support_ids: int64, the supports of the sampled rows, one after another.
         support_lens: int64 [num_sampled_rows]; 0 at the last row of each case.
-        special: by index, the cases that are trees, have penalties or biases, or report log probabilities.
+        reporting: by index, the cases that report log probabilities.
     """
 
-    stack: Stack
-    committed_lens: IntArray
-    num_rows: IntArray
+    rows: Rows
     support_ids: IntArray
     support_lens: IntArray
-    special: Mapping[int, Case]
+    reporting: Mapping[int, Case]
 
     @classmethod
     def of(cls, jobs: Sequence[VerifyJob]) -> Cases:
         """One for each job."""
-        num = len(jobs)
-        stack = Stack.of([job.sequence.encoded for job in jobs])
-        is_special, is_sampled = stack.traits & (EDITED | LOGPROBS) != 0, stack.traits & MATCHED == 0
+        encoded = [job.sequence.encoded for job in jobs]
+        num_rows = [job.num_rows for job in jobs]
+        committed_lens = [job.committed_len for job in jobs]
         supports: list[IntArray] = []
-        for i in np.flatnonzero(is_sampled).tolist():
-            supports += (*jobs[i].supports, _NO_IDS)
+        special: dict[int, Case] = {}
+        for i, (job, one) in enumerate(zip(jobs, encoded, strict=True)):
+            if not one.traits & MATCHED:
+                supports += (*job.supports, _NO_IDS)
+            if job.parents or one.traits & (EDITED | LOGPROBS):
+                special[i] = job.case()
+        paths = {i: [row.position for row in case.rows()] for i, case in special.items() if case.parents}
+        edited: dict[int, Row] = {}
+        for i, case in special.items():
+            if encoded[i].traits & EDITED:
+                edited |= enumerate(case.rows(), sum(num_rows[:i]))
         return cls(
-            stack,
-            committed_lens=np.fromiter((job.committed_len for job in jobs), np.int64, num),
-            num_rows=np.fromiter((job.num_rows for job in jobs), np.int64, num),
+            rows=Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited),
             support_ids=np.concatenate([_NO_IDS, *supports]),
             support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
-            special={i: job.case() for i, job in enumerate(jobs) if job.parents or is_special[i]},
+            reporting={i: case for i, case in special.items() if case.params.logprobs is not None},
         )
 
     @property
-    def starts(self) -> IntArray:
-        """int64 [num_cases], each one's first row."""
-        return np.cumsum(self.num_rows) - self.num_rows
-
-    def rows(self) -> Rows:
-        """How each row is sampled."""
-        case = np.repeat(np.arange(len(self.num_rows)), self.num_rows)
-        starts, base_lens = self.starts, self.committed_lens[case]
-        positions = base_lens + np.arange(len(case)) - starts[case]
-        edited: dict[int, Row] = {}
-        for i, special in self.special.items():
-            rows, start = special.rows(), int(starts[i])
-            positions[start : start + len(rows)] = [row.position for row in rows]
-            if self.stack.traits[i] & EDITED:
-                edited |= enumerate(rows, start)
-        return Rows.at(self.stack.take(case), positions, base_lens, edited)
+    def starts(self) -> list[int]:
+        """[num_cases], each one's first row."""
+        return [0, *accumulate(self.rows.num_rows[:-1])]
 
 
 class Judged(NamedTuple):
     """The results of a step; the fields of a case whose logits are not finite are meaningless.
 
     Attributes:
-        is_finite: bool [num_cases], whether the logits are.
+        is_finite: [num_cases], whether the logits are.
         token_ids: int64 [num_rows], the target's own token where tokens are matched, else one drawn outside
             the support.
         target_probs: float32 [num_sampled_rows, longest support], 0 beyond the row's own.
@@ -191,7 +183,7 @@ class Judged(NamedTuple):
         logprobs: of the cases that report them, by index.
     """
 
-    is_finite: npt.NDArray[np.bool_]
+    is_finite: Sequence[bool]
     token_ids: IntArray
     target_probs: FloatArray
     tail_mass: npt.NDArray[np.float64]
@@ -209,12 +201,11 @@ class VerifyDecider:
     @staticmethod
     def decide(cases: Cases, logits: Tensor) -> Judged:
         """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
-        rows = cases.rows()
+        rows = cases.rows
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        judged = _evaluate(log_probs, rows, cases)
-        reporting = {i: case for i, case in cases.special.items() if case.params.logprobs is not None}
+        judged = _evaluate(log_probs, cases)
         starts = cases.starts
-        for i, case in reporting.items():
+        for i, case in cases.reporting.items():
             here = slice(starts[i], starts[i] + case.num_rows)
             judged.logprobs[i] = _logprobs(case, logits[here], judged.token_ids[here].tolist())
         return judged
@@ -225,7 +216,7 @@ class VerifyDecider:
         token_ids, tail_mass = judged.token_ids.tolist(), judged.tail_mass.tolist()
         start = sampled = 0
         verifies = (job for job in jobs if isinstance(job, VerifyJob))
-        for i, (job, is_finite) in enumerate(zip(verifies, judged.is_finite.tolist(), strict=True)):
+        for i, (job, is_finite) in enumerate(zip(verifies, judged.is_finite, strict=True)):
             end, num_drafts = start + job.num_rows, job.num_rows - 1
             target_probs: Sequence[FloatArray] = ()
             tails: Sequence[float] = ()
@@ -245,35 +236,42 @@ def _on_supports(probs: FloatArray, supports: Sequence[IntArray]) -> list[FloatA
     return [row[: len(support)] for row, support in zip(probs, supports, strict=True)]
 
 
-def _evaluate(log_probs: Tensor, rows: Rows, cases: Cases) -> Judged:
+def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:
     """Compute all results on the device, and copy them to the host at once."""
-    is_matched = rows.traits & MATCHED != 0
-    matched, sampled = np.flatnonzero(is_matched), np.flatnonzero(~is_matched)
-    chosen = _chosen(log_probs, rows, matched)
-    on_support, tail_mass, tail_tokens = _judge(log_probs, rows, cases, sampled)
+    matched, sampled = cases.rows.having(MATCHED), cases.rows.having(MATCHED, wanted=False)
     # A row's maximum is not finite where its logits are not, or where the parameters made them so; single
     # entries of -inf do not show.
-    host = to_host(chosen, on_support, tail_mass, tail_tokens, log_probs.amax(dim=1))
-    token_ids = np.empty(len(rows), np.int64)
-    token_ids[matched], token_ids[sampled] = host[0], host[3]
-    is_finite = np.logical_and.reduceat(np.isfinite(host[4]), cases.starts)
-    return Judged(is_finite, token_ids, host[1], host[2], {})
+    chosen, judged = _choose(log_probs, cases.rows, matched), _judge(log_probs, cases, sampled)
+    maxima, *results = to_host(log_probs.amax(dim=1), *chosen, *judged)
+    token_ids = np.empty(len(maxima), np.int64)
+    target_probs, tail_mass = _NO_PROBS, _NO_MASS
+    if matched is not None:
+        token_ids[matched] = results[0]
+    if sampled is not None:
+        target_probs, tail_mass, token_ids[sampled] = results[-3:]
+    return Judged(_are_finite(maxima, cases), token_ids, target_probs, tail_mass, {})
 
 
-def _chosen(log_probs: Tensor, rows: Rows, places: IntArray) -> Tensor:
+def _are_finite(maxima: FloatArray, cases: Cases) -> list[bool]:
+    """Of each case, whether all its rows are."""
+    is_finite = np.isfinite(maxima)
+    if is_finite.all():
+        return [True] * len(cases.rows.num_rows)
+    found: list[bool] = np.logical_and.reduceat(is_finite, cases.starts).tolist()
+    return found
+
+
+def _choose(log_probs: Tensor, rows: Rows, places: Places | None) -> tuple[Tensor, ...]:
     """Greedy and Gumbel: the target's own choice at each of some rows, int64 [num_places]."""
-    if not len(places):
-        return torch.zeros(0, dtype=torch.int64, device=log_probs.device)
-    return choose_matched(take_rows(log_probs, places), rows.take(places))
+    return () if places is None else (choose_matched(take_rows(log_probs, places), rows.take(places)),)
 
 
-def _judge(log_probs: Tensor, rows: Rows, cases: Cases, places: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+def _judge(log_probs: Tensor, cases: Cases, places: Places | None) -> tuple[Tensor, ...]:
     """Rejection sampling: the results of `sampling.judge_support` for the sampled rows."""
-    if not len(places):
-        none = torch.zeros(0, device=log_probs.device)
-        return none, none, none
+    if places is None:
+        return ()
     probs = take_rows(log_probs, places).exp()
-    uniforms = uniforms_for(rows.take(places), Purpose.TARGET, probs.device)
+    uniforms = uniforms_for(cases.rows.take(places), Purpose.TARGET, probs.device)
     support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
     return sampling.judge_support(probs, support_ids, uniforms)
 

@@ -126,7 +126,8 @@ class Segments(Sequence[Segment]):
     @property
     def max_query(self) -> int:
         """Most tokens of one sequence in the row."""
-        return int(max(map(operator.sub, self.query_offsets[1:], self.query_offsets)))
+        found: int = max(map(operator.sub, self.query_offsets[1:], self.query_offsets))
+        return found
 
     def between(self, start: int, end: int) -> Segments:
         """Those with tokens [start, end) of the row, as a row of their own."""

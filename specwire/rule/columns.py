@@ -1,13 +1,16 @@
 """What sampling reads of the requests behind the rows of a step, as columns instead of objects. No torch.
 
-A sequence's parameters are encoded once (`Encoded`). A step stacks them, and most steps need no more: only
-rows with penalties or biases are looked at one by one.
+A sequence's parameters are encoded once (`Encoded`). A step lists them, and makes a column when it is needed:
+a greedy step needs none. Only rows with penalties or biases are looked at one by one.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -33,8 +36,10 @@ MATCHED = GREEDY | GUMBEL
 
 _MIN_TEMPERATURE = 1e-30
 """Below it the distribution is the same, but logits divided by the temperature would overflow float32."""
-_NUM_WARPS = 4
-_NEUTRAL = np.array([1.0, 0.0, 1.0, 0.0])
+_NEUTRAL = (1.0, 0.0, 1.0, 0.0)
+
+Places = slice | IntArray
+"""Indices of rows; a slice where they are all."""
 
 
 class Encoded(NamedTuple):
@@ -43,12 +48,12 @@ class Encoded(NamedTuple):
     Attributes:
         traits: the flags above.
         seed: of the request.
-        warps: float64 [4]: temperature, top-k, top-p, min-p; where they have no effect 1, 0, 1, 0.
+        warps: temperature, top-k, top-p, min-p; where they have no effect 1, 0, 1, 0.
     """
 
     traits: int
     seed: int
-    warps: Doubles
+    warps: tuple[float, float, float, float]
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
@@ -56,44 +61,16 @@ class Encoded(NamedTuple):
         warps = _NEUTRAL
         if not params.greedy:
             temperature = max(params.temperature, _MIN_TEMPERATURE)
-            warps = np.array([temperature, params.top_k, params.top_p, params.min_p])
+            warps = temperature, params.top_k, params.top_p, params.min_p
         flags = {
             GREEDY: params.greedy,
             GUMBEL: params.rule is Rule.GUMBEL and not params.greedy,
             BLOCK: params.rule is Rule.BLOCK,
-            WARPED: bool((warps != _NEUTRAL).any()),
+            WARPED: warps != _NEUTRAL,
             EDITED: bool(params.logit_bias) or params.needs_history,
             LOGPROBS: params.logprobs is not None,
         }
         return cls(sum(flag for flag, is_set in flags.items() if is_set), seed, warps)
-
-
-class Stack(NamedTuple):
-    """The parameters of several sequences; int64 [n] each.
-
-    Attributes:
-        warps: float64 [n, 4] as in `Encoded`; [0, 4] if none is `WARPED`.
-    """
-
-    traits: IntArray
-    seeds: IntArray
-    warps: Doubles
-
-    @classmethod
-    def of(cls, encoded: Sequence[Encoded]) -> Self:
-        """Stack them."""
-        num = len(encoded)
-        traits = np.fromiter((each.traits for each in encoded), np.int64, num)
-        seeds = np.fromiter((each.seed for each in encoded), np.int64, num)
-        warps = np.empty((0, _NUM_WARPS))
-        if (traits & WARPED).any():
-            warps = np.concatenate([each.warps for each in encoded]).reshape(num, _NUM_WARPS)
-        return cls(traits, seeds, warps)
-
-    def take(self, places: IntArray) -> Self:
-        """Those at `places`, in their order."""
-        warps = self.warps[places] if len(self.warps) else self.warps
-        return self._replace(traits=self.traits[places], seeds=self.seeds[places], warps=warps)
 
 
 class Row(NamedTuple):
@@ -118,53 +95,97 @@ class Row(NamedTuple):
     base_len: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
-    """The requests behind rows of logits.
+    """The requests behind the rows of logits of a step.
 
     Attributes:
-        stack: the parameters of each row's request.
-        positions: int64 [num_rows], see `Row`.
-        bases: int64 [num_rows], what random numbers are keyed by besides: see `SamplingParams.key_base`.
+        encoded: [num_requests].
+        num_rows: [num_requests], rows of each request, which lie together.
+        firsts: [num_requests], position of each request's first row; the others follow it.
+        base_lens: [num_requests], see `Row`.
+        paths: of requests whose rows are at other positions (of a tree), all their positions; by index.
         edited: the rows that are `EDITED`, by index.
     """
 
-    stack: Stack
-    positions: IntArray
-    bases: IntArray
-    edited: Mapping[int, Row]
-
-    @classmethod
-    def at(
-        cls, stack: Stack, positions: IntArray, base_lens: IntArray, edited: Mapping[int, Row] | None = None
-    ) -> Self:
-        """From the base of each row's round; arguments as the attributes."""
-        return cls(stack, positions, np.where(stack.traits & BLOCK, base_lens, 0), edited or {})
+    encoded: Sequence[Encoded]
+    num_rows: Sequence[int]
+    firsts: Sequence[int]
+    base_lens: Sequence[int]
+    paths: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    edited: Mapping[int, Row] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[Row] | Rows) -> Rows:
-        """The columns of single rows; columns as they are."""
+        """From single rows; columns as they are."""
         if isinstance(rows, Rows):
             return rows
-        stack = Stack.of([Encoded.of(row.params, row.seed) for row in rows])
-        positions = np.array([row.position for row in rows], np.int64)
-        base_lens = np.array([row.base_len for row in rows], np.int64)
-        edited = {i: row for i, row in enumerate(rows) if stack.traits[i] & EDITED}
-        return cls.at(stack, positions, base_lens, edited)
+        requests = {(id(row.params), row.seed): row for row in rows}
+        known = {key: Encoded.of(row.params, row.seed) for key, row in requests.items()}
+        encoded = [known[id(row.params), row.seed] for row in rows]
+        edited = {i: row for i, row in enumerate(rows) if encoded[i].traits & EDITED}
+        firsts, base_lens = [row.position for row in rows], [row.base_len for row in rows]
+        return cls(encoded, [1] * len(rows), firsts, base_lens, edited=edited)
 
-    def __len__(self) -> int:
-        return len(self.positions)
+    def having(self, flag: int, *, wanted: bool = True) -> Places | None:
+        """The rows with any of these traits, or those without; None if there are none."""
+        found = {bool(traits & flag) == wanted for traits in self._kinds}
+        if len(found) < 2:
+            return slice(None) if True in found else None
+        return np.flatnonzero((self._each([e.traits for e in self.encoded]) & flag != 0) == wanted)
 
-    @property
-    def traits(self) -> IntArray:
-        """int64 [num_rows], the flags of each row's request."""
-        return self.stack.traits
-
-    def take(self, places: IntArray) -> Rows:
-        """Some rows, in this order; all of them if there are as many. Edits are not kept: they come first."""
-        if len(places) == len(self):
+    def take(self, places: Places) -> Rows:
+        """Some rows, in this order. Edits are not kept: they come first."""
+        if isinstance(places, slice):
             return self
-        return Rows(self.stack.take(places), self.positions[places], self.bases[places], {})
+        request = self._request[places].tolist()
+        return Rows(
+            [self.encoded[i] for i in request],
+            [1] * len(request),
+            self.positions[places].tolist(),
+            [self.base_lens[i] for i in request],
+        )
+
+    @cached_property
+    def seeds(self) -> IntArray:
+        """int64 [num_rows]."""
+        return self._each([encoded.seed for encoded in self.encoded])
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """int64 [num_rows], see `Row`."""
+        ends = list(accumulate(self.num_rows))
+        shifts = map(operator.add, map(operator.sub, self.firsts, ends), self.num_rows)
+        positions = self._each(list(shifts)) + np.arange(ends[-1])
+        for i, path in self.paths.items():
+            positions[ends[i] - len(path) : ends[i]] = path
+        return positions
+
+    @cached_property
+    def bases(self) -> IntArray:
+        """int64 [num_rows], what random numbers are keyed by besides: see `SamplingParams.key_base`."""
+        each = zip(self.encoded, self.base_lens, strict=True)
+        return self._each([base_len if encoded.traits & BLOCK else 0 for encoded, base_len in each])
+
+    @cached_property
+    def warps(self) -> Doubles | None:
+        """float64 [num_rows, 4] as in `Encoded`; None if no row is `WARPED`."""
+        if not any(traits & WARPED for traits in self._kinds):
+            return None
+        return np.array([encoded.warps for encoded in self.encoded])[self._request]
+
+    @cached_property
+    def _kinds(self) -> set[int]:
+        return {encoded.traits for encoded in self.encoded}
+
+    @cached_property
+    def _request(self) -> IntArray:
+        """int64 [num_rows], the index of each row's request."""
+        return np.repeat(np.arange(len(self.encoded)), self.num_rows)
+
+    def _each(self, values: list[int]) -> IntArray:
+        """A number of each request, at each of its rows."""
+        return np.repeat(np.array(values, np.int64), self.num_rows)
 
 
 def padded(flat: npt.NDArray[Number], lengths: IntArray, filling: int) -> npt.NDArray[Number]:

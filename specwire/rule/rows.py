@@ -10,18 +10,17 @@ from torch import Tensor
 
 from specwire.core import IntArray, Logprobs
 from specwire.rule import random, sampling, transfer
-from specwire.rule.columns import GREEDY, Rows, padded
+from specwire.rule.columns import GREEDY, Places, Rows, padded
 
 
-def take_rows(rows: Tensor, places: IntArray) -> Tensor:
+def take_rows(rows: Tensor, places: Places) -> Tensor:
     """Some rows of a tensor; the tensor itself when all are wanted."""
-    return rows if len(places) == len(rows) else rows[transfer.to_device(places, rows.device)]
+    return rows if isinstance(places, slice) else rows[transfer.to_device(places, rows.device)]
 
 
 def uniforms_for(rows: Rows, stream: random.Purpose, device: torch.device) -> Tensor:
     """One uniform number a row, float64 [num_rows] in [0, 1)."""
-    values = random.uniforms(rows.stack.seeds, stream, rows.positions, rows.bases)
-    return transfer.to_device(values, device)
+    return transfer.to_device(random.uniforms(rows.seeds, stream, rows.positions, rows.bases), device)
 
 
 def choose_matched(log_probs: Tensor, rows: Rows) -> Tensor:
@@ -45,16 +44,16 @@ def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
     Returns:
         [num_rows, vocab_size]; float64 if any row has noise, which keeps the order within the other rows.
     """
-    noisy = np.flatnonzero(rows.traits & GREEDY == 0)
-    if not len(noisy):
+    noisy = rows.having(GREEDY, wanted=False)
+    if noisy is None:
         return log_probs
     some = rows.take(noisy)
-    noise = random.gumbel_noise(some.stack.seeds, some.positions, log_probs.shape[1], log_probs.device)
-    if len(noisy) == len(rows):
+    noise = random.gumbel_noise(some.seeds, some.positions, log_probs.shape[1], log_probs.device)
+    if isinstance(noisy, slice):
         return sampling.gumbel_scores(log_probs, noise)
     scores = log_probs.double()
-    index = transfer.to_device(noisy, scores.device)
-    scores[index] = sampling.gumbel_scores(log_probs[index], noise)
+    places = transfer.to_device(noisy, scores.device)
+    scores[places] = sampling.gumbel_scores(log_probs[places], noise)
     return scores
 
 

@@ -133,16 +133,16 @@ def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
         logits. A row without a finite maximum had logits that are not finite, or overflowed.
     """
     scores, rows = logits.float(), Rows.of(rows)
-    is_greedy = (rows.traits & GREEDY).astype(bool)
-    if is_greedy.all():
+    greedy_rows = rows.having(GREEDY)
+    if isinstance(greedy_rows, slice):
         return scores
-    if len(rows.stack.warps):
-        scores = _warped(scores, rows.stack.warps)
+    if rows.warps is not None:
+        scores = _warped(scores, rows.warps)
     log_probs = torch.log_softmax(scores, dim=-1)
-    if not is_greedy.any():
+    if greedy_rows is None:
         return log_probs
-    greedy_rows = to_device(np.flatnonzero(is_greedy), scores.device)
-    return log_probs.index_copy(0, greedy_rows, scores[greedy_rows])
+    places = to_device(greedy_rows, scores.device)
+    return log_probs.index_copy(0, places, scores[places])
 
 
 def _warped(scores: Tensor, warps: Doubles) -> Tensor:

@@ -56,8 +56,3 @@ def _by_width(tensors: Sequence[Tensor]) -> list[int]:
 
 def _numpy_type(dtype: torch.dtype) -> npt.DTypeLike:
     return torch.empty(0, dtype=dtype).numpy().dtype
-
-
-def indices(values: Sequence[int], device: torch.device | str) -> Tensor:
-    """int64 [n] on the device."""
-    return to_device(np.array(values, dtype=np.int64), device)

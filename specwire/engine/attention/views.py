@@ -120,10 +120,11 @@ def plan_reads(
             plan.scored.append(view.scored(window, group, keys))
     if split:
         _plan_parts(plan, split, window, group, keys)
-    rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
-    places = _places(rows + [view.rows for view in split])
-    if bool((places.diff() < 0).any()):
-        plan.order = torch.argsort(places).to(keys.device)
+    if sum(map(bool, (plan.whole, plan.scored, split))) > 1:  # of one sort they are in order
+        rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
+        places = _places(rows + [view.rows for view in split])
+        if bool((places.diff() < 0).any()):
+            plan.order = torch.argsort(places).to(keys.device)
     return plan
 
 

@@ -1,0 +1,90 @@
+"""A step of many kinds of sequences gives each what it gets alone; questions and answers can be pickled."""
+
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from draft_service.drafter import DraftDecider, DraftJob
+from specwire.config.services import DraftConfig
+from specwire.core import Proposal, Rule, SamplingParams, Verdict
+from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.device import Decider
+from specwire.engine.jobs import Job, TokenSequence
+from verify_service.verifier import VerifyDecider, VerifyJob
+
+VOCAB = 61
+PROMPT = [3, 4, 5, 6, 5, 4]
+DRAFTS = [7, 8, 9]
+PARAMS = [
+    SamplingParams(temperature=0, seed=1),
+    SamplingParams(rule=Rule.GUMBEL, temperature=0.7, seed=2**62 + 1),
+    SamplingParams(rule=Rule.REJECTION, seed=3),
+    SamplingParams(rule=Rule.BLOCK, top_p=0.9, top_k=20, seed=4),
+    SamplingParams(temperature=0, seed=5, logprobs=2, logit_bias={7: 5.0}),
+    SamplingParams(rule=Rule.REJECTION, seed=6, repetition_penalty=1.3, min_p=0.01),
+    SamplingParams(rule=Rule.GUMBEL, seed=7, presence_penalty=0.5),
+]
+TREE = [-1, -1, 0]
+
+
+def _sequence(number: int) -> TokenSequence:
+    return TokenSequence(PARAMS[number], len(PROMPT), PagePool(4, 16).new_sequence(), number)
+
+
+def _verify(number: int) -> VerifyJob:
+    params = PARAMS[number]
+    supports = [] if params.matches_tokens else [np.array([token, 20 + number]) for token in DRAFTS]
+    parents = TREE if number in (1, 4) else []
+    return VerifyJob(_sequence(number), 0, PROMPT, draft_token_ids=DRAFTS, parents=parents, supports=supports)
+
+
+def _draft(number: int) -> DraftJob:
+    return DraftJob(_sequence(number), 0, PROMPT, num_draft_tokens=1, vocab_limit=50 * (number % 2))
+
+
+def _results(decider: Decider, jobs: Sequence[Job], logits: torch.Tensor) -> list[object]:
+    for job in jobs:
+        job.start()
+    question = pickle.loads(pickle.dumps(decider.ask(jobs)))
+    decider.apply(jobs, pickle.loads(pickle.dumps(decider.decide(question, logits))))
+    return [job.result for job in jobs]
+
+
+def test_verdicts() -> None:
+    num_rows = len(DRAFTS) + 1
+    logits = 3 * torch.randn(len(PARAMS) * num_rows, VOCAB, generator=torch.Generator().manual_seed(0))
+    together = _results(VerifyDecider(), [_verify(i) for i in range(len(PARAMS))], logits)
+    for i, (params, found) in enumerate(zip(PARAMS, together, strict=True)):
+        [alone] = _results(VerifyDecider(), [_verify(i)], logits[i * num_rows : (i + 1) * num_rows])
+        assert isinstance(found, Verdict)
+        assert isinstance(alone, Verdict)
+        assert found.target_token_ids == alone.target_token_ids
+        assert len(found.target_probs) == len(found.tail_mass) == (0 if params.matches_tokens else 3)
+        np.testing.assert_allclose(found.tail_mass, alone.tail_mass, rtol=1e-6)
+        for ours, theirs in zip(found.target_probs, alone.target_probs, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        assert len(found.logprobs) == len(alone.logprobs) == (0 if params.logprobs is None else num_rows)
+
+
+def test_only_the_sequence_with_bad_logits_fails() -> None:
+    logits = torch.zeros(3 * 4, VOCAB)
+    logits[5] = torch.nan
+    found = _results(VerifyDecider(), [_verify(i) for i in range(3)], logits)
+    assert [isinstance(result, Verdict) for result in found] == [True, False, True]
+
+
+def test_drafts() -> None:
+    logits = 3 * torch.randn(len(PARAMS), VOCAB, generator=torch.Generator().manual_seed(1))
+    decider = DraftDecider(DraftConfig(max_support=5))
+    together = _results(decider, [_draft(i) for i in range(len(PARAMS))], logits)
+    for i, found in enumerate(together):
+        [alone] = _results(decider, [_draft(i)], logits[i : i + 1])
+        assert isinstance(found, Proposal)
+        assert isinstance(alone, Proposal)
+        assert found.token_ids == alone.token_ids
+        assert len(found.supports) == len(alone.supports) == (not PARAMS[i].matches_tokens)
+        for ours, theirs in zip(found.supports, alone.supports, strict=True):
+            np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-6)
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
