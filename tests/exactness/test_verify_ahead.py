@@ -96,14 +96,14 @@ def test_the_distribution_is_the_targets(
 
 
 class Biased:
-    """A target that comes to outcomes of its own: where the rule says 9, it claims 1."""
+    """A target that comes to outcomes of its own: where the rule says 9, it claims 5, which is excluded."""
 
     def __init__(self) -> None:
         self.claimed: dict[tuple[int, int], Outcome] = {}
 
     def claim(self, proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
         own = acceptance.accept(proposal, verdict, params, seed)
-        claimed = replace(own, next_token=1 if own.next_token == 9 else own.next_token)
+        claimed = replace(own, next_token=5 if own.next_token == 9 else own.next_token)
         self.claimed[seed, proposal.base_len] = claimed
         return claimed
 
