@@ -26,7 +26,7 @@ from specwire.rule import acceptance
 from tests.support.harness import LocalStack, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
-from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
+from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 
 NUM_GENERATIONS, NUM_TOKENS = 2, 300
@@ -96,7 +96,7 @@ def test_the_distribution_is_the_targets(
 
 
 class Biased:
-    """A target that comes to outcomes of its own: where the rule says 9, it claims 5, which is excluded."""
+    """A target that comes to outcomes of its own: where the rule says 9, it claims 5, which FEW excludes."""
 
     def __init__(self) -> None:
         self.claimed: dict[tuple[int, int], Outcome] = {}
@@ -126,14 +126,15 @@ def test_other_outcomes_than_the_rules_change_nothing(
 ) -> None:
     """The coordinator judges as ever, and what the target claims reaches no client."""
     completions = sample(stack.address, Rule.REJECTION)
-    assert target.claimed
+    assert any(claimed.next_token == 5 for claimed in target.claimed.values())
+    assert not any(5 in done.token_ids for done in completions)
     assert fit_p_value(completions, logits, of(Rule.REJECTION), num_before=2) > FALSE_ALARM_RATE
 
 
 def test_control_believed_they_would(
-    stack: LocalStack, logits: torch.Tensor, target: Biased, monkeypatch: pytest.MonkeyPatch
+    stack: LocalStack, target: Biased, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a coordinator that does not judge, the test sees the bias."""
+    """With a coordinator that does not judge, what the target claims is what clients get."""
     monkeypatch.setattr(coordinator.generation, "acceptance", target)
     completions = sample(stack.address, Rule.REJECTION)
-    assert fit_p_value(completions, logits, of(Rule.REJECTION), num_before=2) < CLEARLY_WRONG
+    assert any(5 in done.token_ids for done in completions)
