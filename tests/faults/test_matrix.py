@@ -2,8 +2,8 @@
 
 One fleet of processes serves all cells: two drafts, two verify services, two coordinators, an HTTP front, and
 a third coordinator behind links to the model services. Outcomes are prepared, and verify goes on with them by
-itself: so a fault comes between a verdict and its reading, too. The oracle is the text of the undisturbed run, by
-the Gumbel rule. After each cell everything serves again, and no generation, sequence or page is left.
+itself: so a fault comes between a verdict and its reading, too. The oracle is the text of the undisturbed
+run, by the Gumbel rule. After each cell everything serves again, and no generation, sequence or page is left.
 The lost rank of a group is in `tests/ray`.
 
 With CHAOS=1 each of 8 clients has 100 requests, and the bounds are those of the table; otherwise they leave
