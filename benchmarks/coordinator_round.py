@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.bare import BareServer, read_all
 from benchmarks.processes import end, read_line, start_module
 from coordinator.cost import CallOutcome, Cost
-from coordinator.generation import Plan, Round
+from coordinator.generation import Plan, Planner, Round
 from coordinator.requests import GenerationRequest
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
@@ -204,7 +204,11 @@ class Servicer(GenerationServicer):
 
     @contextlib.contextmanager
     def _peers(
-        self, request: GenerationRequest, remaining_s: Callable[[], float | None], parent: tracing.Span
+        self,
+        request: GenerationRequest,
+        planner: Planner,
+        remaining_s: Callable[[], float | None],
+        parent: tracing.Span,
     ) -> Iterator[Any]:
         sequence = _Sequence(self._all)
         yield sequence, sequence

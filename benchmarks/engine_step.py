@@ -37,6 +37,7 @@ from specwire.engine.device import Decider, Runner
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
+from specwire.engine.replies import Result
 from specwire.engine.thread import ComputeThread
 from verify_service.verifier import VerifyDecider, VerifyJob
 
@@ -216,7 +217,7 @@ async def measure(load: Load, clock: PartsClock, num_steps: int) -> dict[str, fl
             num_before = engine.status().num_steps
             await _on_thread(engine, clock.reset)
         jobs = [stream.job() for stream in streams]
-        await asyncio.gather(*_submit(engine, jobs))
+        await _run(engine, jobs)
     spent = await _on_thread(engine, clock.read)
     steps = engine.status().num_steps - num_before
     clock.thread_id = 0
@@ -224,17 +225,23 @@ async def measure(load: Load, clock: PartsClock, num_steps: int) -> dict[str, fl
     return {part: ns / 1e3 / steps for part, ns in spent.items()}
 
 
-def _submit(engine: Engine, jobs: Sequence[Job]) -> list[asyncio.Future[Any]]:
+async def _run(engine: Engine, jobs: Sequence[Job]) -> None:
     """All at once, as they arrive from a coordinator: the engine starts them together."""
-    submitted = threading.Event()
+    done, num_left = asyncio.Event(), len(jobs)
 
-    def wait() -> None:
-        submitted.wait()
+    def settle(results: Sequence[Result]) -> None:
+        nonlocal num_left
+        num_left -= len(results)
+        for _, result in results:
+            if isinstance(result, Exception):
+                raise result
+        if not num_left:
+            done.set()
 
-    engine._inbox.put(wait)
-    futures = [engine.submit(job, NUM_DRAFT_TOKENS) for job in jobs]
-    submitted.set()
-    return futures
+    with engine.together():
+        for job in jobs:
+            engine.submit(job, settle, NUM_DRAFT_TOKENS)
+    await done.wait()
 
 
 async def _on_thread(engine: Engine, function: Callable[[], Any]) -> Any:

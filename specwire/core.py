@@ -307,6 +307,8 @@ class Proposal:
             only where tokens are matched.
         supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
         source: what made it: a model's name, or a method of the coordinator's own.
+        support_len: entries that each of its supports was padded to when it arrived: sent on, it must have a
+            size that does not depend on its tokens either.
     """
 
     base_len: int
@@ -314,6 +316,7 @@ class Proposal:
     supports: Sequence[Support] = ()
     source: str = ""
     parents: Sequence[int] = ()
+    support_len: int = 0
 
     def parent(self, node: int) -> int:
         """Index of a token's parent; -1 for the prefix."""

@@ -177,7 +177,8 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
             raise InvalidRequestError("has_supports", True, "must be false for a tree")
         own = [next(supports) for _ in token_ids]
         num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
-        proposals.append(Proposal(base_len, token_ids[:num], own[:num], source))
+        support_len = found.support_ids.shape[1]
+        proposals.append(Proposal(base_len, token_ids[:num], own[:num], source, support_len=support_len))
     return proposals
 
 

@@ -128,14 +128,14 @@ def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrde
 
 def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
     found = [order.proposal for order in orders]
-    lens = [len(support.token_ids) for proposal in found for support in proposal.supports]
+    support_len = max((proposal.support_len for proposal in found), default=0)
     return verify_pb2.AheadProposals(
         sequence_ids=[order.sequence_id for order in orders],
         ahead_ids=[order.ahead_id for order in orders],
         base_lens=[proposal.base_len for proposal in found],
         path_lens=[len(order.path) for order in orders],
         path_token_ids=columns.pack(order.path for order in orders),
-        proposals=proposals.to_proto(found, [len(each.token_ids) for each in found], max(lens, default=0)),
+        proposals=proposals.to_proto(found, [len(each.token_ids) for each in found], support_len),
     )
 
 

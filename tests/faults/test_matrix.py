@@ -1,8 +1,9 @@
 """Who × fault × moment: what a fault of a process, of its device or of a link to it does to clients.
 
 One fleet of processes serves all cells: two drafts, two verify services, two coordinators, an HTTP front, and
-a third coordinator behind links to the model services. The oracle is the text of the undisturbed run, by the
-Gumbel rule. After each cell everything serves again, and no generation, sequence or page is left.
+a third coordinator behind links to the model services. Outcomes are prepared, and verify goes on with them by
+itself: so a fault comes between a verdict and its reading, too. The oracle is the text of the undisturbed
+run, by the Gumbel rule. After each cell everything serves again, and no generation, sequence or page is left.
 The lost rank of a group is in `tests/ray`.
 
 With CHAOS=1 each of 8 clients has 100 requests, and the bounds are those of the table; otherwise they leave
@@ -148,7 +149,7 @@ class Rig:
     """
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.fleet = Fleet(num_coordinators=2, num_fronts=1, failover_timeout_s=PATIENCE_S)
+        self.fleet = Fleet(num_coordinators=2, num_fronts=1, failover_timeout_s=PATIENCE_S, num_outcomes="8")
         stack.callback(self.fleet.close)
         thread = LoopThread()
         stack.callback(thread.close)

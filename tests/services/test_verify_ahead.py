@@ -228,17 +228,17 @@ class TestEndsInMidFlight:
 
 def test_a_client_that_stops_reading(on: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """The credit is used up while the target goes on: that ends where its proposals do, and shows nowhere."""
-    paused, wait_for = threading.Event(), coordinator.servicer.wait_for
+    paused, wait = threading.Event(), coordinator.servicer._Turns.wait
 
-    async def noted(*args: Any) -> None:
+    async def noted(turns: Any) -> None:
         paused.set()
-        await wait_for(*args)
+        await wait(turns)
 
     def num_emitted() -> int:
         tally = on.servicer.totals.tally
         return tally.num_rounds + tally.num_accepted
 
-    monkeypatch.setattr(coordinator.servicer, "wait_for", noted)
+    monkeypatch.setattr(coordinator.servicer._Turns, "wait", noted)
     num_before = num_emitted()
     with grpc.insecure_channel(on.stack.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -190,8 +190,8 @@ class TestColumns:
         orders = [
             ahead(1, [8, 9], 20, 21),
             AheadOrder(8, 5, [], Proposal(9, [4, 6, 7], parents=[-1, -1, 1])),
-            AheadOrder(9, 2, [3], Proposal(0, [5, 6], [support(5, 8, 9), support(6)])),
-            AheadOrder(9, 3, [4], Proposal(1, [5], [support(5, 8)])),
+            AheadOrder(9, 2, [3], Proposal(0, [5, 6], [support(5, 8, 9), support(6)], support_len=4)),
+            AheadOrder(9, 3, [4], Proposal(1, [5], [support(5, 8)], support_len=4)),
         ]
         found = wire.ahead_from_proto(received(*orders).ahead, VOCAB_SIZE)
         for one, other in zip(found, orders, strict=True):
@@ -201,6 +201,14 @@ class TestColumns:
                 list(other.path),
             )
             assert_same(one.proposal, other.proposal)
+
+    def test_their_size_does_not_depend_on_their_tokens(self) -> None:
+        """Or the moment of their arrival would, and with it which of them is judged."""
+        sizes = {
+            received(AheadOrder(9, 2, [3], Proposal(3, [5], [each], support_len=8))).ByteSize()
+            for each in (support(5), support(5, 6, 7), support(*range(8)))
+        }
+        assert len(sizes) == 1
 
     @pytest.mark.parametrize(
         ("column", "value"),

@@ -1,0 +1,140 @@
+"""Rounds that the target begins by itself do not change the distribution, since the coordinator judges them.
+
+As in `test_wire_distributions.py`, over real services: the target's distribution depends on the last token
+alone, and χ² compares, here by the joint distribution of three successive tokens. Passes of the target take
+so long that prepared proposals arrive before their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import coordinator.generation
+import verify_service.ahead
+from coordinator.servicer import GenerationServicer
+from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire.core import Outcome, Proposal, Verdict
+from specwire.rule import acceptance
+from tests.support.harness import LocalStack, local_stack
+from tests.support.markov_distribution import PROMPT, fit_p_value
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.statistics import FALSE_ALARM_RATE
+from tests.support.tiny_models import save
+
+NUM_GENERATIONS, NUM_TOKENS = 2, 300
+FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
+"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    return markov_logits(markov_model())
+
+
+@pytest.fixture(scope="module")
+def servicers() -> list[GenerationServicer]:
+    """That of the coordinator, once it has started."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def stack(
+    tmp_path_factory: pytest.TempPathFactory, servicers: list[GenerationServicer]
+) -> Iterator[LocalStack]:
+    directory = tmp_path_factory.mktemp("markov")
+    target, draft = save(markov_model(), directory / "target"), save(markov_model(0.9), directory / "draft")
+    init = GenerationServicer.__init__
+
+    def noted(self: GenerationServicer, *args: Any) -> None:
+        init(self, *args)
+        servicers.append(self)
+
+    with (
+        mock.patch.object(GenerationServicer, "__init__", noted),
+        local_stack(
+            target,
+            draft,
+            coordinator_options={"num_outcomes": "16", "num_draft_tokens": "2"},
+            verify_options={"least_pass_ms": 16.0},
+        ) as running,
+    ):
+        yield running
+
+
+def sample(address: str, rule: Rule) -> list[Completion]:
+    async def all_of_them() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            params = [replace(of(rule), seed=seed) for seed in range(NUM_GENERATIONS)]
+            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in params))
+
+    return asyncio.run(all_of_them())
+
+
+def of(rule: Rule) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, rule=rule, logit_bias=FEW)
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
+)
+def test_the_distribution_is_the_targets(
+    stack: LocalStack, servicers: list[GenerationServicer], logits: torch.Tensor, rule: Rule
+) -> None:
+    tally = servicers[0].totals.tally
+    num_begun, num_rounds = tally.num_begun, tally.num_rounds
+    completions = sample(stack.address, rule)
+    assert tally.num_begun - num_begun > (tally.num_rounds - num_rounds) / 20
+    assert fit_p_value(completions, logits, of(rule), num_before=2) > FALSE_ALARM_RATE
+
+
+class Biased:
+    """A target that comes to outcomes of its own: where the rule says 9, it claims 5, which FEW excludes."""
+
+    def __init__(self) -> None:
+        self.claimed: dict[tuple[int, int], Outcome] = {}
+
+    def claim(self, proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
+        own = acceptance.accept(proposal, verdict, params, seed)
+        claimed = replace(own, next_token=5 if own.next_token == 9 else own.next_token)
+        self.claimed[seed, proposal.base_len] = claimed
+        return claimed
+
+    def accept(self, proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
+        """Of a coordinator that takes the target's word for it."""
+        own = acceptance.accept(proposal, verdict, params, seed)
+        return self.claimed.get((seed, proposal.base_len), own)
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Biased:
+    made = Biased()
+    monkeypatch.setattr(verify_service.ahead, "acceptance", SimpleNamespace(accept=made.claim))
+    return made
+
+
+@pytest.mark.slow
+def test_other_outcomes_than_the_rules_change_nothing(
+    stack: LocalStack, logits: torch.Tensor, target: Biased
+) -> None:
+    """The coordinator judges as ever, and what the target claims reaches no client."""
+    completions = sample(stack.address, Rule.REJECTION)
+    assert any(claimed.next_token == 5 for claimed in target.claimed.values())
+    assert not any(5 in done.token_ids for done in completions)
+    assert fit_p_value(completions, logits, of(Rule.REJECTION), num_before=2) > FALSE_ALARM_RATE
+
+
+def test_control_believed_they_would(
+    stack: LocalStack, target: Biased, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a coordinator that does not judge, what the target claims is what clients get."""
+    monkeypatch.setattr(coordinator.generation, "acceptance", target)
+    completions = sample(stack.address, Rule.REJECTION)
+    assert any(5 in done.token_ids for done in completions)
