@@ -13,7 +13,7 @@ from coordinator.begun import Begun
 from coordinator.cost import Cost
 from coordinator.generation import Generation, Plan, Round
 from coordinator.ledger import Ledger
-from specwire.core import ModelInfo, Proposal, SamplingParams, Verdict
+from specwire.core import ModelInfo, Outcome, Proposal, SamplingParams, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.telemetry import tracing
 
@@ -53,6 +53,12 @@ class Peers:
         return Verdict(
             len(committed), [len(committed) + i for i in range(len(proposal.token_ids) + 1)]
         ), Cost()
+
+    def begun(self, committed: Sequence[int], outcome: Outcome) -> None:
+        """Waits for each request."""
+
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        raise AssertionError("nothing is begun")
 
     def observe(self, done: Round, elapsed_ns: int = 0) -> None:
         """Learns nothing."""
