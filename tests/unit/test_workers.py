@@ -358,7 +358,7 @@ def test_workers_choose_as_one_process_does() -> None:
 
     def rate(num_workers: int, costs: dict[str, float], alpha: float) -> float:
         machine = SharedMachine(8, num_workers, **costs)
-        machine.run(400, alpha)
+        machine.run(800, alpha)  # the one that leads sees a quarter of the rounds
         return machine.run(400, alpha)
 
     cases = [(costs, alpha) for costs in COSTS for alpha in (0.5, 0.8)]
