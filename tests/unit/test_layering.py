@@ -20,6 +20,7 @@ ORDER = (
     ("errors", "v1", "embedded"),
     ("core", "tokenizer"),
     ("tree",),
+    ("prepared",),
     ("completion",),
     *(
         ("estimate",),
