@@ -327,7 +327,9 @@ class DraftDecider:
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
         top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
         token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
-        shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
+        shares = top.values
+        if question.num_ranked:  # without any, the pass over the vocabulary would be for nothing
+            shares = (SHARPNESS * shares - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
         return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
     def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:

@@ -233,7 +233,11 @@ class VerifyDecider:
 
 def _on_supports(probs: FloatArray, supports: Sequence[IntArray]) -> list[FloatArray]:
     """Each row of the padded probabilities, as long as its support."""
-    return [row[: len(support)] for row, support in zip(probs, supports, strict=True)]
+    width = probs.shape[1]
+    return [
+        row if len(support) == width else row[: len(support)]
+        for row, support in zip(probs, supports, strict=True)
+    ]
 
 
 def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:
