@@ -436,6 +436,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         max_depth=config.max_depth,
         speculative_config=config.coordinator_speculation,
         suffix_shared=config.suffix_shared,
+        verify_ahead=config.verify_ahead,
         rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,
