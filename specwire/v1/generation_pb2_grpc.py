@@ -57,7 +57,8 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request_iterator, context):
-        """Generate streams one chunk per round, and ends with exactly one completion or an error status.
+        """Generate streams one chunk per round, or for several rounds where the client is slower than they are, and ends
+        with exactly one completion or an error status.
 
         The first request describes the generation; every later one only acknowledges tokens. A client that
         reads to the end without pausing may send one request and half-close. A client that the server is to
