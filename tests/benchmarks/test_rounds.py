@@ -106,7 +106,7 @@ def test_rounds_are_measured_through_real_processes() -> None:
         assert 0.1 < found.services_ms < 1000
         assert 0 < measured.bare_ms[num_streams][0] < 10
         assert sum(found.thread_cpu_ms[name]["engine"] for name in ("verify", "draft")) > 0
-    assert all(30 < loads[0].usual_round_ms < 300 for loads in measured.hits[THIS].values())
+    assert all(25 < loads[0].usual_round_ms < 300 for loads in measured.hits[THIS].values())
     assert "| 5 | 1,024 | 204,800 |" in rounds_report.details(measured)
 
 
