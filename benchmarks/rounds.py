@@ -47,7 +47,7 @@ class Plan:
     """
 
     num_repetitions: int = 5
-    num_tokens: Mapping[int, int] = field(default_factory=lambda: {ONE: 400, SOME: 256, MANY: 192})
+    num_tokens: Mapping[int, int] = field(default_factory=lambda: {ONE: 400, SOME: 256, MANY: 320})
     num_messages: Mapping[int, int] = field(default_factory=lambda: {ONE: 2000, SOME: 80, MANY: 40})
     num_hit_tokens: int = 250
 
