@@ -26,6 +26,8 @@ MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
 MAX_NUM_OUTCOMES = 64
+MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
+"""Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024

@@ -37,10 +37,17 @@ class _Arrived:
     proposal: Proposal
     origin: Any
 
+    @property
+    def num_entries(self) -> int:
+        """Of its supports."""
+        return sum(len(support.token_ids) for support in self.proposal.supports)
+
     def agrees(self, committed: Sequence[int]) -> bool:
         """Whether all tokens committed since `base_len` are on the path, or in the proposal after it."""
         if self.base_len == len(committed):
             return True
+        if len(committed) - self.base_len > len(self.path) + len(self.proposal.token_ids):
+            return False
         since = list(committed[self.base_len :])
         if self.base_len > len(committed) or since[: len(self.path)] != list(self.path[: len(since)]):
             return False
@@ -71,14 +78,16 @@ class PreparedProposals:
     the same distribution, and as good, since no round has judged it (docs/exactness.md).
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int, most_entries: int | None = None) -> None:
         """Empty.
 
         Args:
-            most: proposals that are kept; over it, the oldest ones are dropped. None for no limit.
+            most: proposals that are kept; over it, the oldest ones are dropped.
+            most_entries: of their supports together, likewise; None for no limit.
         """
         self._arrived: list[_Arrived] = []
         self._most = most
+        self._most_entries = most_entries
 
     def __bool__(self) -> bool:
         return bool(self._arrived)
@@ -86,8 +95,11 @@ class PreparedProposals:
     def add(self, path: Sequence[int], proposal: Proposal, origin: Any = None) -> None:
         """A proposal whose `base_len` is where the path begins."""
         self._arrived.append(_Arrived(proposal.base_len, path, proposal, origin))
-        if self._most is not None and len(self._arrived) > self._most:
+        if len(self._arrived) > self._most:
             del self._arrived[0]
+        if proposal.supports and self._most_entries is not None:
+            while sum(each.num_entries for each in self._arrived) > self._most_entries:
+                del self._arrived[0]
 
     def find(self, origin: Any, committed: Sequence[int]) -> Proposal | None:
         """What is left of the one with this origin; None if it does not follow the committed tokens.

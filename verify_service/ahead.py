@@ -16,7 +16,9 @@ from specwire.rule import acceptance
 from specwire.wire.verify import AheadOrder
 
 MAX_AHEAD = 64
-"""Proposals kept for a sequence: as many as outcomes may be prepared for."""
+"""Proposals kept for a sequence, as many as outcomes may be prepared for; and most rounds begun ahead."""
+MAX_AHEAD_ENTRIES = 1 << 18
+"""Entries of their supports, 12 bytes each: 64 proposals of 16 tokens with supports of 256."""
 
 
 class Next(NamedTuple):
@@ -34,13 +36,18 @@ class Next(NamedTuple):
 
 
 class Ahead:
-    """The proposals ahead of one sequence, and its committed tokens as far as it knows them."""
+    """The proposals ahead of one sequence, and its committed tokens as far as it knows them.
+
+    Attributes:
+        last_id: of its proposals so far; 0 before the first one.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         assert params.seed is not None
         self._params, self._seed = params, params.seed
         self._committed: list[int] = []
-        self._prepared = PreparedProposals(MAX_AHEAD)
+        self._prepared = PreparedProposals(MAX_AHEAD, MAX_AHEAD_ENTRIES)
+        self.last_id = 0
 
     def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
         """The coordinator's tokens; they replace whatever was committed here after `base_len`."""
@@ -48,6 +55,7 @@ class Ahead:
 
     def add(self, order: AheadOrder) -> None:
         """A proposal for the case that its path is committed."""
+        self.last_id = order.ahead_id
         self._prepared.add(order.path, order.proposal, order.ahead_id)
 
     def after(self, proposal: Proposal, verdict: Verdict) -> Next | None:

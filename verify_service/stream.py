@@ -40,7 +40,7 @@ from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import verify as verify_wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
-from verify_service.ahead import Ahead, Next
+from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
@@ -135,21 +135,11 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         sequence = self.of(order.sequence_id)
         if sequence is None:
             return
-        ahead, proposal, params = sequence.state.ahead, order.proposal, sequence.tokens.params
+        ahead, params = sequence.state.ahead, sequence.tokens.params
         if ahead is None:
             raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")
-        if order.ahead_id <= 0:
-            raise InvalidRequestError("ahead_ids", order.ahead_id, "must be over 0")
-        if proposal.base_len < 0:
-            raise InvalidRequestError("base_lens", proposal.base_len, "must be at least 0")
-        if len(proposal.token_ids) > MAX_NUM_DRAFT_TOKENS:
-            problem = f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
-            raise InvalidRequestError("num_tokens", len(proposal.token_ids), problem)
-        self._check_parents(proposal.parents, params)
-        if bool(proposal.supports) == params.matches_tokens and proposal.token_ids:
-            raise InvalidRequestError(
-                "has_supports", bool(proposal.supports), f"not under rule {params.rule}"
-            )
+        verify_wire.check_ahead(order, params, ahead.last_id, self.service.info.context_len)
+        self._check_parents(order.proposal.parents, params)
         ahead.add(order)
 
     def _submit(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
@@ -170,6 +160,12 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         if not rounds or rounds[0].ahead_id != order.ahead_id:
             raise InvalidRequestError("ahead_ids", order.ahead_id, "is not what the sequence goes on with")
         begun = rounds[0]
+        if order.token_ids or order.draft_token_ids:
+            num_tokens = len(order.token_ids) + len(order.draft_token_ids)
+            raise InvalidRequestError("num_tokens", num_tokens, "must be 0 with an ahead_id")
+        assert begun.proposal is not None
+        if order.base_len != begun.proposal.base_len:
+            raise InvalidRequestError("base_lens", order.base_len, f"must be {begun.proposal.base_len}")
         if begun.is_done:
             del rounds[0]
             return
@@ -285,6 +281,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         """Begin what follows this verdict, if anything is there for it; the verdict stands if that fails."""
         ahead = sequence.state.ahead
         assert ahead is not None
+        if len(sequence.state.begun) >= MAX_AHEAD:  # the coordinator asks for none of them
+            return None
         try:
             following = ahead.after(proposal, verdict)
             if following is None:

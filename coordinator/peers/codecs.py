@@ -49,7 +49,8 @@ def draft_codec(vocab_size: int, source: str = "") -> Codec:
             yield answer.sequence_id, answer
         if message.HasField("prepared"):
             ahead = message.prepared
-            for each in draft_wire.prepared_from_proto(ahead, split(ahead.proposals, ahead.base_lens)):
+            found = split(ahead.proposals, ahead.base_lens)
+            for each in draft_wire.prepared_from_proto(ahead, found, vocab_size):
                 yield each.sequence_id, each
         yield from _errors(message)
 

@@ -11,7 +11,7 @@ from coordinator.generation import Plan
 from coordinator.peers.link import Link
 from coordinator.peers.waits import Waits
 from specwire import tree
-from specwire.core import Preparation, Proposal, Timings
+from specwire.core import MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
 from specwire.errors import InternalError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
 from specwire.prepared import PreparedProposals
@@ -37,6 +37,8 @@ class Origin:
 
 
 _ASKED = Origin()
+_MAX_PREPARED = 2 * MAX_NUM_OUTCOMES
+"""Proposals that are kept: those for the last request, and for the one before."""
 
 
 class DraftSequence:
@@ -80,7 +82,7 @@ class DraftSequence:
         self._num_requests = self._num_answered = self._num_abandoned = 0
         self._asked_id = self._asked_ns = 0
         self._arrival: asyncio.Future[None] | None = None
-        self.prepared = PreparedProposals()
+        self.prepared = PreparedProposals(_MAX_PREPARED)
         self.error: SpecwireError | None = None
         self._answer: DraftAnswer | None = None
         self._answered_ns = self._answer_bytes = 0

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 _MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
 
 _MAX_AHEAD = 128
-"""Proposals ahead of a sequence that are remembered: the 64 that the peer keeps, and those on their way."""
+"""Proposals ahead of a sequence that are remembered: the 64 that the peer keeps, and those on their way. And
+most answers to them that may come before they are asked for."""
 _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
@@ -144,6 +145,8 @@ class _VerifySequence:
             waiting.set_result((answer, num_bytes))
         elif 0 < answer.ahead_id <= self._last_ahead_id:
             self._early[answer.ahead_id] = answer, num_bytes
+            if len(self._early) > _MAX_AHEAD:
+                self.failed(ServiceUnavailableError("the service answers what it was not asked"))
 
     def failed(self, error: SpecwireError) -> None:
         """See `link.Receiver`."""

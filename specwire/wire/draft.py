@@ -249,24 +249,25 @@ def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposa
 
 
 def prepared_from_proto(
-    message: draft_pb2.PreparedProposals, found: Sequence[Proposal]
+    message: draft_pb2.PreparedProposals, found: Sequence[Proposal], vocab_size: int
 ) -> list[PreparedAnswer]:
     """The prepared proposals of a message, given the proposals in its `proposals`.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other.
+        InvalidRequestError: columns that do not fit each other, or tokens that cannot be.
     """
     num = len(message.sequence_ids)
     columns.check_lengths(
         message, num, "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens"
     )
-    path_lens, total = columns.counts_of("path_lens", message.path_lens)
-    token_ids = columns.unpack("path_token_ids", message.path_token_ids, total).tolist()
+    paths = proposals.paths_of(message, vocab_size)
+    for base_len, path in zip(message.base_lens, paths, strict=True):
+        proposals.check_path(base_len, path)
     return list(
         map(
             PreparedAnswer,
             message.sequence_ids,
-            columns.split(token_ids, path_lens),
+            paths,
             found,
             message.last_request_ids,
             message.last_request_age_ns,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specwire import tree
-from specwire.core import FloatArray, IntArray, Proposal, Support
+from specwire.core import MAX_PATH_LEN, FloatArray, IntArray, Proposal, Support
 from specwire.errors import InvalidRequestError
 from specwire.v1 import common_pb2
 from specwire.wire import columns
@@ -108,7 +108,9 @@ def columns_from_proto(message: common_pb2.Proposals, num: int) -> ProposalColum
     if len(has_supports) != num:
         raise InvalidRequestError("has_supports", len(has_supports), f"must have {num} entries")
     num_rows = sum(n for n, has in zip(num_tokens, has_supports, strict=True) if has)
-    length = max(0, message.support_len)
+    length = message.support_len
+    if length < 0:
+        raise InvalidRequestError("support_len", length, "must be at least 0")
     ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
     probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
     shape = num_rows, length
@@ -164,7 +166,7 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
         InvalidRequestError: parents that are no tree, or a tree with supports.
     """
     token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
-    supports = iter(_supports_of(found))
+    lengths, num_rows = found.is_entry.sum(axis=1).tolist(), 0
     proposals = []
     for base_len, token_ids, parents, has in zip(
         base_lens, token_lists, found.parents, found.has_supports, strict=True
@@ -175,16 +177,42 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
             continue
         if parents and tree.checked_parents(parents, len(token_ids)):
             raise InvalidRequestError("has_supports", True, "must be false for a tree")
-        own = [next(supports) for _ in token_ids]
+        rows = slice(num_rows, num_rows + len(token_ids))
+        num_rows = rows.stop
+        own = _supports(found.support_ids[rows], found.support_probs[rows], lengths[rows])
         num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
         support_len = found.support_ids.shape[1]
         proposals.append(Proposal(base_len, token_ids[:num], own[:num], source, support_len=support_len))
     return proposals
 
 
-def _supports_of(found: ProposalColumns) -> list[Support]:
-    lengths = found.is_entry.sum(axis=1).tolist()
+def _supports(ids: IntArray, probs: FloatArray, lengths: Sequence[int]) -> list[Support]:
+    """Of one proposal; copies, since a proposal that is kept must not keep all of its message."""
     return [
-        Support(ids[:length], probs[:length])
-        for ids, probs, length in zip(found.support_ids, found.support_probs, lengths, strict=True)
+        Support(own_ids[:length], own_probs[:length])
+        for own_ids, own_probs, length in zip(ids.copy(), probs.copy(), lengths, strict=True)
     ]
+
+
+def paths_of(message: Any, vocab_size: int) -> list[Sequence[int]]:
+    """The path of each proposal: the tokens between its `base_lens` and it.
+
+    Raises:
+        InvalidRequestError: columns that do not fit each other, or tokens outside of the vocabulary.
+    """
+    path_lens, total = columns.counts_of("path_lens", message.path_lens)
+    token_ids = columns.unpack("path_token_ids", message.path_token_ids, total)
+    check_ids("path_token_ids", token_ids, vocab_size)
+    return columns.split(token_ids.tolist(), path_lens)
+
+
+def check_path(base_len: int, path: Sequence[int]) -> None:
+    """Refuse a proposal that follows what no sequence has.
+
+    Raises:
+        InvalidRequestError: naming what is out of range.
+    """
+    if base_len < 0:
+        raise InvalidRequestError("base_lens", base_len, "must be at least 0")
+    if len(path) > MAX_PATH_LEN:
+        raise InvalidRequestError("path_lens", len(path), f"over {MAX_PATH_LEN} tokens")

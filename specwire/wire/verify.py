@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
     Continuation,
     FloatArray,
     IntArray,
@@ -16,6 +17,7 @@ from specwire.core import (
     Logprobs,
     Outcome,
     Proposal,
+    SamplingParams,
     Timings,
     Verdict,
 )
@@ -26,6 +28,8 @@ from specwire.wire import model as wire
 
 Value = TypeVar("Value")
 
+MAX_AHEAD_OF_MESSAGE = 1 << 16
+"""Proposals ahead, of all sequences."""
 _NO_IDS: IntArray = np.empty(0, np.int64)
 _NO_PROBS: FloatArray = np.empty(0, np.float32)
 
@@ -140,15 +144,17 @@ def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
 
 
 def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> list[AheadOrder]:
-    """The proposals ahead of a message.
+    """The proposals ahead of a message. `check_ahead` checks each by itself.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
+        InvalidRequestError: too many of them, columns that do not fit each other, or proposals that could
+            not be judged.
     """
     num = len(message.sequence_ids)
+    if num > MAX_AHEAD_OF_MESSAGE:
+        raise InvalidRequestError("sequence_ids", num, f"over {MAX_AHEAD_OF_MESSAGE} proposals in a message")
     columns.check_lengths(message, num, "ahead_ids", "base_lens", "path_lens")
-    path_lens, total = columns.counts_of("path_lens", message.path_lens)
-    path_ids = columns.unpack("path_token_ids", message.path_token_ids, total).tolist()
+    paths = proposals.paths_of(message, vocab_size)
     found = proposals.columns_from_proto(message.proposals, num)
     proposals.check(found, vocab_size)
     return list(
@@ -156,10 +162,33 @@ def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> lis
             AheadOrder,
             message.sequence_ids,
             message.ahead_ids,
-            columns.split(path_ids, path_lens),
+            paths,
             proposals.split(found, message.base_lens),
         )
     )
+
+
+def check_ahead(order: AheadOrder, params: SamplingParams, last_id: int, context_len: int) -> None:
+    """Refuse a proposal ahead that its sequence cannot have.
+
+    Args:
+        params: of the sequence.
+        last_id: of its proposals so far; 0 before the first one.
+        context_len: of the target, in tokens.
+
+    Raises:
+        InvalidRequestError: naming the column and the value.
+    """
+    if order.ahead_id <= last_id:
+        raise InvalidRequestError("ahead_ids", order.ahead_id, f"must be over {last_id}, the last one")
+    proposal, num_tokens = order.proposal, len(order.proposal.token_ids)
+    proposals.check_path(proposal.base_len, order.path)
+    if proposal.base_len > context_len:
+        raise InvalidRequestError("base_lens", proposal.base_len, f"over the context of {context_len}")
+    if not 1 <= num_tokens <= MAX_NUM_DRAFT_TOKENS:
+        raise InvalidRequestError("num_tokens", num_tokens, f"must lie in [1, {MAX_NUM_DRAFT_TOKENS}]")
+    if bool(proposal.supports) == params.matches_tokens:
+        raise InvalidRequestError("has_supports", bool(proposal.supports), f"not under rule {params.rule}")
 
 
 def _pack_supports(

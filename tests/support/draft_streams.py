@@ -40,7 +40,7 @@ def received(message: draft_pb2.DraftResponse) -> Received:
     found_ahead = proposals.columns_from_proto(ahead.proposals, len(ahead.sequence_ids))
     return Received(
         draft_wire.answers_from_proto(message, proposals.split(found, message.base_lens)),
-        draft_wire.prepared_from_proto(ahead, proposals.split(found_ahead, ahead.base_lens)),
+        draft_wire.prepared_from_proto(ahead, proposals.split(found_ahead, ahead.base_lens), 2**31),
         {error.sequence_id: columns.error_from_proto(error) for error in message.errors},
     )
 

@@ -16,7 +16,7 @@ from specwire.wire import columns
 from specwire.wire import draft as draft_wire
 from specwire.wire import verify as verify_wire
 from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
+from specwire.wire.verify import AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack
 
 _TIMEOUT_S = 30.0
@@ -36,7 +36,9 @@ def opening(sequence_id: int = 1, **fields: Any) -> common_pb2.OpenSequence:
     return common_pb2.OpenSequence(**valid | fields)
 
 
-def verify(*orders: VerifyOrder, opened: Opened = (), closed: Sequence[int] = ()) -> verify_pb2.VerifyRequest:
+def verify(
+    *orders: VerifyOrder | AheadOrder, opened: Opened = (), closed: Sequence[int] = ()
+) -> verify_pb2.VerifyRequest:
     """One message."""
     return verify_wire.request_to_proto(opened, closed, orders)
 

@@ -23,7 +23,7 @@ def proposal(base_len: int, *token_ids: int) -> Proposal:
 class TestPrepared:
     @pytest.fixture
     def prepared(self) -> PreparedProposals:
-        made = PreparedProposals()
+        made = PreparedProposals(8)
         made.add([7, 8], proposal(3, 20, 21))
         made.add([7, 9], proposal(3, 30, 31))
         return made
@@ -56,7 +56,7 @@ class TestPrepared:
         assert found.proposal.token_ids == [20, 21, 22]
 
     def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
-        prepared = PreparedProposals()
+        prepared = PreparedProposals(8)
         prepared.add([], proposal(9, 1, 2))
         assert prepared.take(PROMPT) is None
 

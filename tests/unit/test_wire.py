@@ -301,7 +301,7 @@ class TestModelServices:
         assert [each._replace(proposal=found[0], num_wanted=0) for each in got] == [
             each._replace(proposal=found[0], num_wanted=0) for each in answers
         ]
-        (prepared,) = draft_wire.prepared_from_proto(message.prepared, [TREE])
+        (prepared,) = draft_wire.prepared_from_proto(message.prepared, [TREE], 1000)
         assert prepared._replace(num_wanted=2) == ahead[0]
 
     def test_answers_of_verify(self) -> None:
