@@ -29,8 +29,9 @@ from specwire.testing.delay_proxy import Link
 from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
 from specwire.wire import model as model_wire
 from specwire.wire import verify as verify_wire
-from specwire.wire.verify import AheadOrder
+from specwire.wire.verify import AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.model_streams import raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.stream import VerifyStream
@@ -301,9 +302,46 @@ class TestRefusals:
     def test_of_a_round_that_was_not_announced(self, on: Watched) -> None:
         opening = model_wire.open_sequence(GUMBEL, 3, may_go_on=True)
         opening.sequence_id = 1
-        order = verify_wire.VerifyOrder(1, 1, 3, (), ahead_id=5)
+        order = VerifyOrder(1, 1, 3, (), ahead_id=5)
         request = verify_wire.request_to_proto([opening], [], [order])
         with grpc.insecure_channel(on.stack.verify_address) as channel:
             stub = verify_pb2_grpc.VerifyServiceStub(channel)
             [answer] = list(stub.Verify(iter([request]), timeout=20))
         assert "ahead_ids=5: is not what the sequence goes on with" in answer.errors[0].message
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            ({"draft_token_ids": [4]}, "num_tokens=1: must be 0 with an ahead_id"),
+            ({"token_ids": [4, 5]}, "num_tokens=2"),
+            ({"base_len": 3}, "base_lens=3: must be 4"),
+            ({"ahead_id": 2}, "ahead_ids=2: is not what the sequence goes on with"),
+        ],
+    )
+    def test_of_requests_for_a_round_that_was(
+        self, on: Watched, expected: Completion, change: dict[str, Any], problem: str
+    ) -> None:
+        opening = model_wire.open_sequence(GUMBEL, len(PROMPT), may_go_on=True)
+        opening.sequence_id = 1
+        first = AheadOrder(1, 1, expected.token_ids[:1], Proposal(len(PROMPT), [4]))
+        with raw_stream(on.stack, "verify") as stream:
+            answer = stream.ask(verify(VerifyOrder(1, 1, 0, PROMPT), first, opened=[opening]))
+            assert list(answer.continuations.ahead_ids) == [1]
+            confirm = VerifyOrder(1, 2, len(PROMPT) + 1, (), ahead_id=1)
+            stream.send(verify(confirm._replace(**change)))
+            while not (answer := stream.read()).errors:  # the round's verdict may be on its way
+                pass
+        assert problem in answer.errors[0].message
+
+
+def test_a_sequence_goes_on_a_bounded_number_of_rounds(on: Watched, expected: Completion) -> None:
+    """Nothing is asked for: it stops when as many rounds are begun as proposals may be kept."""
+    text, num = expected.token_ids, len(PROMPT)
+    opening = model_wire.open_sequence(GUMBEL, num, may_go_on=True)
+    opening.sequence_id = 1
+    with mock.patch("verify_service.stream.MAX_AHEAD", 3), raw_stream(on.stack, "verify") as stream:
+        # The text is known: each is for one more token of it, and proposes one that is wrong.
+        orders = [AheadOrder(1, i, text[:i], Proposal(num, [(text[i] + 1) % 64])) for i in range(1, 9)]
+        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT), *orders, opened=[opening]))
+        begun = [each for _ in range(4) for each in stream.read().continuations.ahead_ids]
+        assert begun == [1, 2, 3]

@@ -25,7 +25,7 @@ from specwire.rule import acceptance
 from specwire.v1 import verify_pb2
 from specwire.wire import verify as wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
-from verify_service.ahead import MAX_AHEAD, Ahead
+from verify_service.ahead import MAX_AHEAD, MAX_AHEAD_ENTRIES, Ahead
 
 GREEDY = SamplingParams(temperature=0, seed=1)
 SAMPLED = SamplingParams(seed=1, rule=Rule.REJECTION)
@@ -132,6 +132,16 @@ class TestAhead:
         for ahead_id in range(1, 3 * MAX_AHEAD):
             own.add(ahead(ahead_id, [8, 9, 5], 20))
         assert len(own._prepared._arrived) == MAX_AHEAD
+
+    def test_and_their_supports_are_bounded_too(self) -> None:
+        """The oldest ones are dropped, and one that is too large by itself."""
+        made = Ahead(SAMPLED)
+        large = Support(np.arange(MAX_AHEAD_ENTRIES // 2), np.zeros(MAX_AHEAD_ENTRIES // 2, np.float32))
+        for ahead_id, num in enumerate([1, 1, 1, 3], start=1):
+            made.add(AheadOrder(7, ahead_id, [8], Proposal(3, [20] * num, [large] * num)))
+            assert [each.origin for each in made._prepared._arrived] == {1: [1], 2: [1, 2], 3: [2, 3]}.get(
+                ahead_id, []
+            )
 
 
 class TestRemembered:
