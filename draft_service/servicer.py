@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_service.lookahead import Branch, Lookahead, Request
-from draft_service.pushes import PushBudget
 from specwire.core import Proposal, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -21,6 +20,7 @@ from specwire.engine.streams import Limits, ModelStream
 from specwire.errors import SpecwireError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.pushes import PushWindow
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
 from specwire.telemetry import semantics as names
@@ -135,7 +135,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     ) -> None:
         super().__init__(service, write, limits, caller)
         self._settings = settings
-        self._budget = PushBudget()
+        self._window = PushWindow()
         self._to_advance: dict[
             int, None
         ] = {}  # sequences with results that they have not worked on ahead from
@@ -157,6 +157,9 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
+        if message.num_arrived_bytes:
+            self._window.arrived(message.num_arrived_bytes, received_ns)
+            self.changed()
         for order in draft_wire.orders_from_proto(message):
             sequence = self.of(order.sequence_id)
             if sequence is None:
@@ -266,9 +269,9 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         return self._response((), prepared) if prepared else None
 
     def _take_prepared(self) -> list[PreparedAnswer]:
-        """As many as may be sent at a time; sequences take turns."""
+        """As many as may be under way; sequences take turns."""
         found: list[PreparedAnswer] = []
-        room = self._budget.num_bytes
+        room = self._window.room
         while self._to_push and room > 0:
             sequence_id = next(iter(self._to_push))
             del self._to_push[sequence_id]
@@ -291,10 +294,9 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         return 32 + 4 * num_tokens + 8 * self._settings.support_len * num_supports
 
     async def write(self, message: draft_pb2.DraftResponse) -> None:
-        started_ns = clock.stopwatch_ns()
-        await super().write(message)
         if message.HasField("prepared"):
-            self._budget.add(message.ByteSize(), clock.stopwatch_ns() - started_ns)
+            self._window.sent(message.ByteSize(), clock.stopwatch_ns())
+        await super().write(message)
 
 
 def _answer(state: _Drafting, request: Request) -> DraftAnswer:

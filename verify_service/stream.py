@@ -34,6 +34,7 @@ from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
 from specwire.estimate import clock
+from specwire.pushes import Arrived
 from specwire.security.bearer import Principal
 from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
@@ -106,6 +107,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         """
         super().__init__(service, write, limits, caller)
         self._spans_of = spans_of
+        self._arrived = Arrived()
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         spans = self._spans_of(message.trace_headers.items())
@@ -114,6 +116,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def received(self, message: verify_pb2.VerifyRequest) -> None:
         received_ns = clock.stopwatch_ns()
         if message.HasField("ahead"):
+            self._arrived.add(message.ByteSize())
+            self.changed()
             for ahead in verify_wire.ahead_from_proto(message.ahead, self.service.info.vocab_size):
                 with self.failing(ahead.sequence_id):
                     self._keep(ahead)
@@ -306,6 +310,15 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             judged.span.fail(error.status, str(error))
             judged.span.end()
             self.fail(judged.sequence.sequence_id, error)
+
+    def next_message(self) -> verify_pb2.VerifyResponse | None:
+        """With what has arrived, be it without answers."""
+        message: verify_pb2.VerifyResponse | None = super().next_message()
+        if message is None and self._arrived.is_due:
+            message = self.encoded((), ())
+        if message is not None:
+            message.num_arrived_bytes = self._arrived.report()
+        return message
 
     def encoded(
         self, answers: Sequence[VerifyJob], errors: Sequence[common_pb2.SequenceError]

@@ -27,7 +27,7 @@ def verify_codec(vocab_size: int, source: str = "") -> Codec:
             yield answer.sequence_id, answer
         yield from _errors(message)
 
-    return Codec(verify_wire.request_to_proto, decode)
+    return Codec(verify_wire.request_to_proto, decode, lambda message: False)
 
 
 def draft_codec(vocab_size: int, source: str = "") -> Codec:
@@ -54,7 +54,7 @@ def draft_codec(vocab_size: int, source: str = "") -> Codec:
                 yield each.sequence_id, each
         yield from _errors(message)
 
-    return Codec(draft_wire.request_to_proto, decode)
+    return Codec(draft_wire.request_to_proto, decode, lambda message: message.HasField("prepared"))
 
 
 def _errors(message: Any) -> Iterator[tuple[int, SpecwireError]]:

@@ -11,13 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
+from specwire.estimate import clock
+from specwire.pushes import MAX_BYTES, Arrived, PushWindow
 from specwire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
+
+MAX_PUSHES = 64
+"""Of a sequence, that wait for the link."""
+MAX_SHARED_BYTES = 4096
+"""Pushed in the message of a request, which waits for them."""
 
 
 class Call(Protocol):
@@ -47,10 +55,12 @@ class Codec(NamedTuple):
         encode: a message, from sequences to open and to close, and requests.
         decode: a message's answers and errors, each with the sequence that it is for; raises InternalError or
             InvalidRequestError for a message that cannot be right.
+        is_pushed: whether a message of the peer has more than answers and errors.
     """
 
     encode: Callable[[Sequence[common_pb2.OpenSequence], Sequence[int], Sequence[Any]], Any]
     decode: Callable[[Any], Iterable[tuple[int, Any]]]
+    is_pushed: Callable[[Any], bool]
 
 
 class Receiver(Protocol):
@@ -90,6 +100,8 @@ class Link:
         self._opened: dict[int, common_pb2.OpenSequence] = {}
         self._closed: list[int] = []
         self._orders: list[Any] = []
+        self._pushes: dict[int, deque[tuple[Any, int]]] = {}  # with their bytes; sequences take turns
+        self._window, self._arrived = PushWindow(), Arrived()
         self._is_retired = False
         self._ready = asyncio.Event()
         self._tasks = [
@@ -118,12 +130,26 @@ class Link:
         return self._last_id
 
     def put(self, order: Any) -> None:
-        """Send a request with the next message."""
+        """Send a request with the next message; what still waits to be pushed is out of date."""
         self._orders.append(order)
+        if self._pushes and self._window.room <= 0:
+            self._pushes.pop(order.sequence_id, None)
         self._ready.set()
+
+    def push(self, order: Any, num_bytes: int) -> None:
+        """Send what the peer may use later, when the link has room; of a sequence, the last 64 wait.
+
+        Args:
+            num_bytes: about its size.
+        """
+        waiting = self._pushes.setdefault(order.sequence_id, deque(maxlen=MAX_PUSHES))
+        waiting.append((order, num_bytes))
+        if self._window.room > 0:
+            self._ready.set()
 
     def close_sequence(self, sequence_id: int) -> None:
         """Close a sequence; the peer frees its memory, and never learns of one that it was not sent."""
+        self._pushes.pop(sequence_id, None)
         if self._receivers.pop(sequence_id, None) is not None:
             if self._opened.pop(sequence_id, None) is None:
                 self._closed.append(sequence_id)
@@ -181,13 +207,35 @@ class Link:
         closed, self._closed = self._closed, []
         orders = [order for order in self._orders if order.sequence_id in self._receivers]
         self._orders = []
-        if not (opened or closed or orders):
+        pushes = self._next_pushes(MAX_SHARED_BYTES if orders else MAX_BYTES)
+        if not (opened or closed or orders or pushes or self._arrived.is_due):
             return None
-        message = self._codec.encode([*opened.values()], closed, orders)
+        message = self._codec.encode([*opened.values()], closed, [*orders, *pushes])
+        if self._arrived.num_bytes:
+            message.num_arrived_bytes = self._arrived.report()
+        if pushes:
+            self._window.sent(message.ByteSize(), clock.stopwatch_ns())
+        if self._pushes and self._window.room > 0:
+            self._ready.set()
         share = message.ByteSize() // max(1, len(orders))
         for order in orders:
             self._receivers[order.sequence_id].request_bytes = share
         return message
+
+    def _next_pushes(self, most_bytes: int) -> list[Any]:
+        """What the link has room for; sequences take turns."""
+        found: list[Any] = []
+        room = min(most_bytes, self._window.room)
+        while self._pushes and room > 0:
+            sequence_id = next(iter(self._pushes))
+            waiting = self._pushes.pop(sequence_id)
+            while waiting and room > 0:
+                order, num_bytes = waiting.popleft()
+                found.append(order)
+                room -= num_bytes
+            if waiting:
+                self._pushes[sequence_id] = waiting
+        return found
 
     async def _receive_all(self) -> None:
         while self.error is None:
@@ -202,6 +250,7 @@ class Link:
         except (InternalError, InvalidRequestError) as error:
             raise ServiceUnavailableError(f"the service sent {error}") from None
         self.num_received += 1
+        self._note_pushes(message)
         share = message.ByteSize() // max(1, len(answers))
         for sequence_id, answer in answers:
             receiver = self._receivers.get(sequence_id)
@@ -209,10 +258,22 @@ class Link:
                 continue  # closed while it was under way
             if isinstance(answer, SpecwireError):
                 del self._receivers[sequence_id]
+                self._pushes.pop(sequence_id, None)
                 receiver.failed(answer)
             else:
                 receiver.received(answer, share)
         self._end_if_unused()
+
+    def _note_pushes(self, message: Any) -> None:
+        """How much of what is pushed has arrived, here and there."""
+        if self._codec.is_pushed(message):
+            self._arrived.add(message.ByteSize())
+            if self._arrived.is_due:
+                self._ready.set()
+        elif num_arrived := getattr(message, "num_arrived_bytes", 0):
+            self._window.arrived(num_arrived, clock.stopwatch_ns())
+            if self._pushes:
+                self._ready.set()
 
     async def ended(self) -> None:
         """Wait until its tasks have ended, after `close`."""

@@ -126,7 +126,8 @@ class _VerifySequence:
         """Send a proposal ahead of the verdict that it depends on."""
         self._last_ahead_id += 1
         self._ahead.add(path, proposal, self._last_ahead_id)
-        self._link.put(AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal))
+        order = AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal)
+        self._link.push(order, order.num_bytes)
 
     def begun(self, committed: Sequence[int], continuation: Continuation | None) -> Proposal | None:
         """What the peer judges next; None if that does not follow the committed tokens.

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "max_depths", "prepare", "traceparents")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "max_depths", "prepare", "traceparents", "num_arrived_bytes")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class DraftRequest(_message.Message):
     MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ARRIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     open: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSequence]
     close: _containers.RepeatedScalarFieldContainer[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -31,7 +32,8 @@ class DraftRequest(_message.Message):
     max_depths: _containers.RepeatedScalarFieldContainer[int]
     prepare: Preparations
     traceparents: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., prepare: _Optional[_Union[Preparations, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_arrived_bytes: int
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., prepare: _Optional[_Union[Preparations, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ..., num_arrived_bytes: _Optional[int] = ...) -> None: ...
 
 class Preparations(_message.Message):
     __slots__ = ("num_outcomes", "num_draft_tokens", "max_depths")

@@ -60,7 +60,7 @@ class AheadProposals(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., path_lens: _Optional[_Iterable[int]] = ..., path_token_ids: _Optional[bytes] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("incarnation", "load", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "num_rows", "target_token_ids", "support_lens", "target_probs", "tail_mass", "has_logprobs", "logprobs", "ahead_ids", "continuations")
+    __slots__ = ("incarnation", "load", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "num_rows", "target_token_ids", "support_lens", "target_probs", "tail_mass", "has_logprobs", "logprobs", "ahead_ids", "continuations", "num_arrived_bytes")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class VerifyResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_IDS_FIELD_NUMBER: _ClassVar[int]
     CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ARRIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     load: _common_pb2.Load
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceError]
@@ -95,7 +96,8 @@ class VerifyResponse(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
     ahead_ids: _containers.RepeatedScalarFieldContainer[int]
     continuations: Continuations
-    def __init__(self, incarnation: _Optional[str] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., target_token_ids: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., target_probs: _Optional[bytes] = ..., tail_mass: _Optional[bytes] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., continuations: _Optional[_Union[Continuations, _Mapping]] = ...) -> None: ...
+    num_arrived_bytes: int
+    def __init__(self, incarnation: _Optional[str] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., target_token_ids: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., target_probs: _Optional[bytes] = ..., tail_mass: _Optional[bytes] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., continuations: _Optional[_Union[Continuations, _Mapping]] = ..., num_arrived_bytes: _Optional[int] = ...) -> None: ...
 
 class Continuations(_message.Message):
     __slots__ = ("ahead_ids", "num_accepted", "path", "next_token_ids")

@@ -11,7 +11,6 @@ import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.lookahead import MAX_REQUESTS
-from draft_service.pushes import INITIAL_BYTES, MAX_BYTES, MAX_DELAY_NS, MIN_BYTES, PushBudget
 from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation
@@ -210,7 +209,7 @@ def test_answers_go_before_prepared_proposals(service: boot.ModelService) -> Non
 
     async def ask_meanwhile() -> None:
         async with draft_stream(service) as (call, stream):
-            stream._budget.num_bytes = 1  # one proposal at a time
+            stream._window.num_bytes = 1  # one proposal under way
             ahead = DraftOrder(1, 1, 0, PROMPT, 4, prepare=Preparation(16, 4))
             call.send([ahead], OPEN_TWO)
             assert (await call.read()).answers
@@ -226,23 +225,8 @@ def test_answers_go_before_prepared_proposals(service: boot.ModelService) -> Non
             second, third = await call.read(), await call.read()
             assert len(first.prepared) == len(third.prepared) == 1
             assert [each.sequence_id for each in second.answers] == [2]
+            call.may_write.clear()
+            call.may_write.set()
+            assert not call.unread(), "the last one is still under way"
 
     run(ask_meanwhile())
-
-
-def test_how_much_is_pushed_at_a_time_follows_the_link() -> None:
-    """As much as it takes in 10 ms, between bounds; more only step by step, since buffers are fast."""
-    budget = PushBudget()
-    budget.add(MIN_BYTES // 2 - 1, 10**9)
-    assert budget.num_bytes == INITIAL_BYTES
-    budget.add(INITIAL_BYTES, 2 * MAX_DELAY_NS)
-    assert budget.num_bytes == INITIAL_BYTES // 2
-    budget.add(INITIAL_BYTES // 4, 1)
-    assert budget.num_bytes == INITIAL_BYTES // 2
-    budget.add(INITIAL_BYTES // 2, 1)
-    assert budget.num_bytes == INITIAL_BYTES
-    budget.add(INITIAL_BYTES, 10**12)
-    assert budget.num_bytes == MIN_BYTES
-    for _ in range(20):
-        budget.add(budget.num_bytes, 1)
-    assert budget.num_bytes == MAX_BYTES

@@ -24,6 +24,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.replies import Result, into_future
 from specwire.errors import RequestCancelledError
 from specwire.estimate.forecast import Forecast, SharedForecast
+from specwire.pushes import Arrived
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import draft as draft_wire
@@ -51,6 +52,7 @@ class RawStream:
         self._messages = stub.Draft(iter(self._requests.get, None), timeout=60)
         self._open = [opening(1, params, len(PROMPT))]
         self._number = 0
+        self._arrived = Arrived()
         self.committed: list[int] = []
         self.held: list[int] = []
         self._pushed: list[tuple[list[int], Proposal]] = []
@@ -63,12 +65,19 @@ class RawStream:
             base_len += 1
         self._number += 1
         order = DraftOrder(1, self._number, base_len, committed[base_len:], wanted, prepare=preparation)
-        self._requests.put(draft_wire.request_to_proto(self._open, [], [order]))
+        message = draft_wire.request_to_proto(self._open, [], [order])
+        message.num_arrived_bytes = self._arrived.report()
+        self._requests.put(message)
         self._open = []
         self.committed, self.held = committed, committed
 
     def _next(self) -> Received:
-        found = received(next(self._messages))
+        message = next(self._messages)
+        if message.HasField("prepared"):
+            self._arrived.add(message.ByteSize())
+        if self._arrived.is_due:
+            self._requests.put(draft_pb2.DraftRequest(num_arrived_bytes=self._arrived.report()))
+        found = received(message)
         for error in found.errors.values():
             raise error
         return found

@@ -12,6 +12,7 @@ from specwire.core import SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.streams import Limits
 from specwire.errors import SpecwireError
+from specwire.pushes import Arrived
 from specwire.telemetry.tracing import Tracing
 from specwire.v1 import common_pb2, draft_pb2
 from specwire.wire import columns, proposals
@@ -58,6 +59,7 @@ class FakeCall:
     def __init__(self) -> None:
         self.may_write = asyncio.Event()
         self.may_write.set()
+        self._arrived = Arrived()
         self._requests: asyncio.Queue[draft_pb2.DraftRequest | None] = asyncio.Queue()
         self._responses: asyncio.Queue[draft_pb2.DraftResponse] = asyncio.Queue()
 
@@ -69,7 +71,9 @@ class FakeCall:
         opened: Sequence[common_pb2.OpenSequence] = (),
         closed: Sequence[int] = (),
     ) -> None:
-        self._requests.put_nowait(draft_wire.request_to_proto(opened, closed, orders))
+        message = draft_wire.request_to_proto(opened, closed, orders)
+        message.num_arrived_bytes = self._arrived.report()
+        self._requests.put_nowait(message)
 
     def half_close(self) -> None:
         self._requests.put_nowait(None)
@@ -77,11 +81,16 @@ class FakeCall:
     async def read(self) -> Received:
         """The next message."""
         async with asyncio.timeout(20):
-            return received(await self._responses.get())
+            return self._received(await self._responses.get())
 
     def unread(self) -> list[Received]:
         """All messages that were written and not read."""
-        return [received(self._responses.get_nowait()) for _ in range(self._responses.qsize())]
+        return [self._received(self._responses.get_nowait()) for _ in range(self._responses.qsize())]
+
+    def _received(self, message: draft_pb2.DraftResponse) -> Received:
+        if message.HasField("prepared"):
+            self._arrived.add(message.ByteSize())
+        return received(message)
 
     # --- the service's end ---
 
