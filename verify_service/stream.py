@@ -116,11 +116,11 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def received(self, message: verify_pb2.VerifyRequest) -> None:
         received_ns = clock.stopwatch_ns()
         if message.HasField("ahead"):
-            self._arrived.add(message.ByteSize())
-            self.changed()
             for ahead in verify_wire.ahead_from_proto(message.ahead, self.service.info.vocab_size):
                 with self.failing(ahead.sequence_id):
                     self._keep(ahead)
+            self._arrived.add(message.ByteSize())
+            self.changed()
         for order in verify_wire.orders_from_proto(message):
             with self.failing(order.sequence_id):
                 sequence = self.of(order.sequence_id)
