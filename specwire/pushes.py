@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from specwire.errors import InvalidRequestError
+
 MAX_DELAY_NS = 10_000_000
 """Longest that an answer should wait behind what is pushed: about a pass of a large target."""
 MIN_BYTES = REPORT_BYTES = 8 << 10
@@ -52,9 +54,16 @@ class PushWindow:
             self._filled = self._num_sent, now_ns
 
     def arrived(self, num_bytes: int, now_ns: int) -> None:
-        """The receiver reports that so many bytes have arrived, of all that were sent."""
+        """The receiver reports that so many bytes have arrived, of all that were sent.
+
+        Raises:
+            InvalidRequestError: more than were sent, or fewer than before.
+        """
+        if not self._num_arrived <= num_bytes <= self._num_sent:
+            problem = f"must lie in [{self._num_arrived}, {self._num_sent}]"
+            raise InvalidRequestError("num_arrived_bytes", num_bytes, problem)
         is_prompt = num_bytes - self._num_arrived >= REPORT_BYTES  # else it may have waited for a message
-        self._num_arrived = max(self._num_arrived, min(num_bytes, self._num_sent))
+        self._num_arrived = num_bytes
         while self._under_way and self._under_way[0][0] <= num_bytes:
             delay_ns = now_ns - self._under_way.popleft()[1]
             self._least_ns = min(self._least_ns or delay_ns, delay_ns)

@@ -247,10 +247,10 @@ class Link:
         """
         try:
             answers = list(self._codec.decode(message))
+            self._note_pushes(message)
         except (InternalError, InvalidRequestError) as error:
             raise ServiceUnavailableError(f"the service sent {error}") from None
         self.num_received += 1
-        self._note_pushes(message)
         share = message.ByteSize() // max(1, len(answers))
         for sequence_id, answer in answers:
             receiver = self._receivers.get(sequence_id)
@@ -265,7 +265,11 @@ class Link:
         self._end_if_unused()
 
     def _note_pushes(self, message: Any) -> None:
-        """How much of what is pushed has arrived, here and there."""
+        """How much of what is pushed has arrived, here and there.
+
+        Raises:
+            InvalidRequestError: more than was sent.
+        """
         if self._codec.is_pushed(message):
             self._arrived.add(message.ByteSize())
             if self._arrived.is_due:

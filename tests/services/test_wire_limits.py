@@ -192,6 +192,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "DraftRequest.base_lens": (drafting(base_len=-1), "base_len"),
     "DraftRequest.num_tokens": (with_columns(drafting(), num_tokens=[-1]), "num_tokens"),
     "DraftRequest.num_draft_tokens": (drafting(num_draft_tokens=65), "num_draft_tokens"),
+    "DraftRequest.num_arrived_bytes": (with_columns(drafting(), num_arrived_bytes=1), "num_arrived_bytes"),
     "DraftRequest.max_depths": (drafting(max_depth=65), "max_depth"),
     "Preparations.num_outcomes": (drafting(prepare=Preparation(65, 1)), "prepare.num_outcomes"),
     "Preparations.num_draft_tokens": (drafting(prepare=Preparation(1, 65)), "prepare.num_draft_tokens"),

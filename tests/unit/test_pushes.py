@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from specwire.errors import InvalidRequestError
 from specwire.pushes import (
     INITIAL_BYTES,
     MAX_BYTES,
@@ -80,8 +81,10 @@ def test_reports_that_waited_for_a_message_teach_nothing() -> None:
 def test_a_peer_reports_no_more_than_it_was_sent() -> None:
     window = PushWindow()
     window.sent(100, 1)
-    window.arrived(10**9, 2)
-    assert window.room == INITIAL_BYTES
+    window.arrived(60, 2)
+    for num_bytes in (101, 59, -1):
+        with pytest.raises(InvalidRequestError, match=rf"num_arrived_bytes={num_bytes}: .*\[60, 100\]"):
+            window.arrived(num_bytes, 3)
 
 
 def test_a_full_window_is_always_reported() -> None:
