@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
 from specwire.estimate import clock
-from specwire.pushes import MAX_BYTES, Arrived, PushWindow
+from specwire.pushes import Arrived, PushWindow
 from specwire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Link:
         closed, self._closed = self._closed, []
         orders = [order for order in self._orders if order.sequence_id in self._receivers]
         self._orders = []
-        pushes = self._next_pushes(MAX_SHARED_BYTES if orders else MAX_BYTES)
+        pushes = self._next_pushes(shares=bool(orders))
         if not (opened or closed or orders or pushes or self._arrived.is_due):
             return None
         message = self._codec.encode([*opened.values()], closed, [*orders, *pushes])
@@ -222,19 +222,24 @@ class Link:
             self._receivers[order.sequence_id].request_bytes = share
         return message
 
-    def _next_pushes(self, most_bytes: int) -> list[Any]:
-        """What the link has room for; sequences take turns."""
+    def _next_pushes(self, *, shares: bool) -> list[Any]:
+        """What the link has room for; sequences take turns.
+
+        Args:
+            shares: the message has requests, which are not to wait for much.
+        """
         found: list[Any] = []
-        room = min(most_bytes, self._window.room)
-        while self._pushes and room > 0:
-            sequence_id = next(iter(self._pushes))
+        room = min(self._window.room, MAX_SHARED_BYTES) if shares else self._window.room
+        for sequence_id in [*self._pushes]:
             waiting = self._pushes.pop(sequence_id)
-            while waiting and room > 0:
+            while waiting and room > (waiting[0][1] if shares else 0):
                 order, num_bytes = waiting.popleft()
                 found.append(order)
                 room -= num_bytes
             if waiting:
                 self._pushes[sequence_id] = waiting
+            if room <= 0:
+                break
         return found
 
     async def _receive_all(self) -> None:

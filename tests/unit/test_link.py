@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from coordinator.peers.codecs import verify_codec
-from coordinator.peers.link import Link
+from coordinator.peers.link import MAX_PUSHES, Link
 from specwire import ServiceUnavailableError
-from specwire.core import Load, SamplingParams, Timings, Verdict
+from specwire.core import Load, Proposal, SamplingParams, Timings, Verdict
 from specwire.errors import InternalError, ResourceExhaustedError, SpecwireError
 from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import columns
 from specwire.wire import model as wire
 from specwire.wire import verify as verify_wire
-from specwire.wire.verify import VerifyAnswer, VerifyOrder
+from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 
 VOCAB_SIZE = 8
 OPENING = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)
@@ -133,6 +133,64 @@ async def test_a_lone_request_goes_out_at_once(opened: Opened) -> None:
     alone.ask()
     assert await opened.next_sent() == ([], [], [1])
     assert opened.link.num_sequences == 1
+
+
+class TestPushes:
+    """Proposals ahead: they leave when nothing that was asked for does, as far as the link has room."""
+
+    @staticmethod
+    def push(opened: Opened, *ahead_ids: int, num_bytes: int = 16 << 10) -> None:
+        for ahead_id in ahead_ids:
+            opened.link.push(AheadOrder(1, ahead_id, [5] * 4000, Proposal(3, [4])), num_bytes)
+
+    @staticmethod
+    async def next_sent(opened: Opened) -> tuple[int, list[int]]:
+        """The number of requests of the next message, and its pushes."""
+        message = await asyncio.wait_for(opened.call.sent.get(), 10)
+        return len(message.sequence_ids), [*message.ahead.ahead_ids]
+
+    async def test_requests_go_first(self, opened: Opened) -> None:
+        opened.call.may_send.clear()
+        (alone,) = opened.sequences(1)
+        assert await self.next_sent(opened) == (1, [])
+        self.push(opened, 1)
+        alone.ask()
+        opened.call.may_send.set()
+        assert await self.next_sent(opened) == (1, [])
+        assert await self.next_sent(opened) == (0, [1])
+
+    async def test_small_ones_share_a_message(self, opened: Opened) -> None:
+        opened.call.may_send.clear()
+        (alone,) = opened.sequences(1)
+        assert await self.next_sent(opened) == (1, [])
+        self.push(opened, 1, 2, num_bytes=100)
+        alone.ask()
+        opened.call.may_send.set()
+        assert await self.next_sent(opened) == (1, [1, 2])
+
+    async def test_they_wait_for_reports_and_are_out_of_date_with_the_next_request(
+        self, opened: Opened
+    ) -> None:
+        (alone,) = opened.sequences(1)
+        assert await self.next_sent(opened) == (1, [])
+        self.push(opened, *range(1, 6))
+        assert await self.next_sent(opened) == (0, [1, 2])
+        assert await self.next_sent(opened) == (0, [3])
+        opened.call.put(verify_pb2.VerifyResponse(num_arrived_bytes=33_000))
+        assert await self.next_sent(opened) == (0, [4, 5])
+        self.push(opened, *range(6, 9))
+        assert len(opened.link._pushes[1]) == 3
+        alone.ask()
+        assert await self.next_sent(opened) == (1, [])
+        assert not opened.link._pushes
+
+    async def test_of_a_sequence_the_last_ones_wait(self, opened: Opened) -> None:
+        opened.call.may_send.clear()
+        opened.sequences(1)
+        self.push(opened, *range(1, 200))
+        assert len(opened.link._pushes[1]) == MAX_PUSHES
+        opened.link.close_sequence(1)
+        assert not opened.link._pushes
 
 
 async def test_what_is_ready_while_a_message_is_sent_goes_out_together(opened: Opened) -> None:
