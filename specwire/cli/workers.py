@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from specwire.cli.kept import KeptService
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 _CHECK_S = 1.0
 _HUNG_S = 5.0
 """A worker that has not answered for this long is lost; event loops are never busy for nearly as long."""
+_LOOK_S = 0.25
+_STOPPED_S = 2.0
+"""So is one that has not answered for this long, and has had no processor time meanwhile."""
 
 
 class Worker(KeptService):
@@ -86,13 +90,33 @@ class Worker(KeptService):
             if not self.service.address:  # it starts, which may take long
                 continue
             try:
-                async with asyncio.timeout(_HUNG_S):
-                    await self.check()
-            except TimeoutError:
-                log.warning("%s has not answered for %g s: ended by force", self.name, _HUNG_S)
-                self.service.process.kill()
+                hung_s = await self._hangs()
             except ServiceUnavailableError:
-                pass  # it has ended, and `keep` starts another
+                continue  # it has ended, and `keep` starts another
+            if hung_s:
+                log.warning("%s has not answered for %g s: ended by force", self.name, hung_s)
+                self.service.process.kill()
+
+    async def _hangs(self) -> float:
+        """For how long it has not answered, when that is too long; 0 as soon as it answers.
+
+        Time is counted in looks, each of which this process lives through: a machine that is suspended does
+        not count. Raises as `check`.
+        """
+        pid, checking = self.service.process.pid, asyncio.ensure_future(self.check())
+        num_looks, num_still, spent = 0, 0, _cpu_ticks(pid)
+        try:
+            while max(num_looks * _LOOK_S / _HUNG_S, num_still * _LOOK_S / _STOPPED_S) < 1:
+                await asyncio.wait([checking], timeout=_LOOK_S)
+                if checking.done():
+                    checking.result()
+                    return 0.0
+                before, spent = spent, _cpu_ticks(pid)
+                num_looks += 1
+                num_still = num_still + 1 if before == spent is not None else 0
+        finally:
+            checking.cancel()
+        return num_looks * _LOOK_S
 
     async def _answer_config(self) -> tuple[int, CheckedConfig]:
         return self._number, self._config
@@ -117,6 +141,15 @@ async def kept(workers: Sequence[Worker], grace_s: float) -> AsyncIterator[None]
     finally:
         for worker in workers:
             worker.service.kill()
+
+
+def _cpu_ticks(pid: int) -> int | None:
+    """Processor time of a process, in hundredths of a second; None where the system does not say."""
+    try:
+        fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields_after_name[11]) + int(fields_after_name[12])
 
 
 def _named_descriptors(config: Any) -> list[int]:

@@ -268,8 +268,10 @@ def test_a_hung_worker_is_replaced_and_new_clients_are_served(coordinator: Coord
 
     victim = coordinator.workers[0]
     victim.send_signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
     run(main)
     wait_until(lambda: gone(victim), HEAL_S)
+    assert time.monotonic() - stopped_s < 5.0, "it has had no processor time"
     coordinator.wait_until_whole()
     assert is_serving(coordinator.address)
 
