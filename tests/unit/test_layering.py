@@ -20,7 +20,7 @@ ORDER = (
     ("errors", "v1", "embedded"),
     ("core", "tokenizer"),
     ("tree",),
-    ("prepared",),
+    ("prepared", "pushes"),
     ("completion",),
     *(
         ("estimate",),
