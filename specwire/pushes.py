@@ -17,8 +17,10 @@ from specwire.errors import InvalidRequestError
 
 MAX_DELAY_NS = 10_000_000
 """Longest that an answer should wait behind what is pushed: about a pass of a large target."""
-MIN_BYTES = REPORT_BYTES = 8 << 10
-"""Least window, and what arrives before a report is sent by itself: a full window is always reported."""
+MIN_BYTES = 16 << 10
+"""Least window: some hundred proposals without supports, however slow the event loops are."""
+REPORT_BYTES = 8 << 10
+"""What arrives before a report is sent by itself; a full window is always reported."""
 MAX_BYTES = 1 << 20
 INITIAL_BYTES = 32 << 10
 

@@ -6,12 +6,14 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from coordinator.peers.checks import check_proposal, check_verdict
 from coordinator.peers.codecs import draft_codec, verify_codec
+from coordinator.peers.verifier import _MAX_AHEAD, _VerifySequence
 from specwire import (
     Completion,
     InvalidRequestError,
@@ -20,8 +22,9 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.core import Load, Logprobs, Proposal, Support, Timings, Verdict
+from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Support, Timings, Verdict
 from specwire.errors import InternalError
+from specwire.v1 import common_pb2
 from specwire.wire import columns, proposals
 from specwire.wire import draft as draft_wire
 from specwire.wire import verify as verify_wire
@@ -315,6 +318,33 @@ def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
     assert done.token_ids == sound.token_ids
     assert done.speculation.draft_unavailable == ""
     assert 0 < done.speculation.num_draft_tokens <= 3 * done.speculation.num_rounds
+
+
+@pytest.mark.parametrize(
+    ("path", "base_len", "problem"),
+    [
+        ([VOCAB_SIZE], 5, "path_token_ids=8"),
+        ([1] * (MAX_PATH_LEN + 1), 5, f"path_lens={MAX_PATH_LEN + 1}"),
+        ([1], -1, "base_lens=-1"),
+    ],
+)
+def test_what_a_prepared_proposal_follows(path: list[int], base_len: int, problem: str) -> None:
+    """Refused here: it would be sent on to verify, which would end the generation's sequence."""
+    proposal = dataclasses.replace(PROPOSAL, base_len=base_len)
+    prepared = PreparedAnswer(1, path, proposal, 1, 5, 6, num_wanted=2)
+    message = over_the_wire(draft_wire.response_to_proto([], [prepared], [], "i", 4))
+    with pytest.raises(InvalidRequestError, match=problem):
+        list(draft_codec(VOCAB_SIZE).decode(message))
+
+
+async def test_a_service_that_answers_what_it_was_not_asked() -> None:
+    """A bounded number of answers is kept, then the sequence fails."""
+    sequence = _VerifySequence(mock.Mock(), common_pb2.OpenSequence(), None)
+    for ahead_id in range(1, _MAX_AHEAD + 2):
+        sequence.prepare([1], Proposal(3, [4]))
+        sequence.received(VerifyAnswer(1, 0, Verdict(3, [4]), Timings(), 0, ahead_id), 1)
+    with pytest.raises(ServiceUnavailableError, match="answers what it was not asked"):
+        await sequence.exchange([1, 2, 3], Proposal(3), "")
 
 
 def beyond(message: Any) -> None:
