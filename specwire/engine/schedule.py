@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specwire.engine.batch import Feed
+from specwire.engine.batch import Feed, Feeds
 from specwire.engine.jobs import Job, TokenSequence
 
 _ACTIVE_WITHIN_NS = 1_000_000_000
@@ -23,7 +23,7 @@ _ACTIVE_WITHIN_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Step:
-    """Jobs, and what each contributes; parallel lists.
+    """Jobs, and what each contributes to the pass, in the same order.
 
     Attributes:
         budget: tokens that still fit.
@@ -33,7 +33,7 @@ class Step:
 
     budget: int
     jobs: list[Job] = field(default_factory=list)
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: Feeds = field(default_factory=Feeds)
     num_tokens: int = 0
     num_pages: int = 0
 
@@ -114,21 +114,21 @@ class Scheduler:
         self, step: Step, job: Job, limit: int, waiting: Sequence[Job], *, may_evict: bool = True
     ) -> bool:
         """Add the job, or a chunk of it, to the step; False when there is no budget or no memory for it."""
-        cache = job.sequence.cache
+        sequence = job.sequence
+        cache = sequence.cache
         num_found = 0 if cache.length else self._reuse_prefix(job)
         if num_found:  # an earlier job may have to copy a page that is shared from now on
-            step.num_pages = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in step.feeds)
+            needs = zip(step.feeds.caches, step.feeds.num_query, strict=True)
+            step.num_pages = sum(cache.pages_needed(num) for cache, num in needs)
         feed = _next_feed(job, min(limit, step.budget))
         num_tokens = len(feed.token_ids) if feed else 0
         num_pages = cache.pages_needed(num_tokens)
         fits = num_pages <= 0 or cache.pool.num_free_pages >= step.num_pages + num_pages
-        if feed is None or not (
-            fits or (may_evict and self._make_room(job.sequence, step, num_pages, waiting))
-        ):
+        if feed is None or not (fits or (may_evict and self._make_room(sequence, step, num_pages, waiting))):
             cache.truncate(cache.length - num_found)
             return False
         step.jobs.append(job)
-        step.feeds.append(feed)
+        step.feeds.add(feed)
         step.budget -= num_tokens
         step.num_tokens += num_tokens
         step.num_pages += num_pages
