@@ -50,18 +50,24 @@ class Feeds(Sequence[Feed]):
 
     __slots__ = ("caches", "num_rows", "token_ids", "trees")
 
-    def __init__(self) -> None:
-        self.caches: list[SequenceCache] = []
-        self.token_ids: list[Sequence[int] | IntArray] = []
-        self.num_rows: list[int] = []
-        self.trees: list[TokenTree | None] = []
+    def __init__(
+        self,
+        caches: list[SequenceCache],
+        token_ids: list[Sequence[int] | IntArray],
+        num_rows: list[int],
+        trees: list[TokenTree | None],
+    ) -> None:
+        self.caches = caches
+        self.token_ids = token_ids
+        self.num_rows = num_rows
+        self.trees = trees
 
     @classmethod
     def of(cls, feeds: Sequence[Feed]) -> Feeds:
         """The columns of single ones; columns as they are."""
         if isinstance(feeds, Feeds):
             return feeds
-        columns = cls()
+        columns = cls([], [], [], [])
         for feed in feeds:
             columns.add(feed)
         return columns
@@ -340,11 +346,10 @@ class Packer:
         for cache, num in zip(caches, num_query, strict=True):
             cache.reserve(num)
         positions, slots = slots_of(caches, lengths, num_query)
-        offsets, ends, trees = [0, *accumulate(num_query)], [cache.length for cache in caches], {}
-        for i, tree in enumerate(feeds.trees):
-            if tree is not None and ends[i] > tree.start:
-                trees[i] = tree
-                positions[offsets[i] : offsets[i + 1]] = tree.positions(lengths[i], ends[i])
+        offsets, ends = [0, *accumulate(num_query)], [cache.length for cache in caches]
+        trees = {i: tree for i, tree in enumerate(feeds.trees) if tree is not None and ends[i] > tree.start}
+        for i, tree in trees.items():
+            positions[offsets[i] : offsets[i + 1]] = tree.positions(lengths[i], ends[i])
         tables = [cache.pages for cache in caches]
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
         return Batch(

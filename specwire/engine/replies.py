@@ -60,9 +60,9 @@ class Replies:
 
     # --- on the engine thread ---
 
-    def resolve(self, job: Job) -> None:
-        """The job has its result; the caller gets it with the next `flush`."""
-        self._resolved.append((job, job.result))
+    def resolve(self, jobs: Sequence[Job]) -> None:
+        """These have their results; their callers get them with the next `flush`."""
+        self._resolved += [(job, job.result) for job in jobs]
 
     def fail(self, job: Job, error: Exception) -> None:
         """End the job with an error; one that is not ours is logged, and hidden from the caller."""
@@ -70,7 +70,7 @@ class Replies:
             log.error("a forward pass failed", exc_info=error)
             error = InternalError("the forward pass failed; the service's log has the details")
         job.result = error
-        self.resolve(job)
+        self.resolve([job])
 
     def flush(self) -> None:
         """Send all results at once: waking an event loop costs more than a result does."""

@@ -11,11 +11,13 @@ nothing, and evict no cache.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from specwire.core import IntArray
 from specwire.engine.batch import Feed, Feeds
-from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence
 
 _ACTIVE_WITHIN_NS = 1_000_000_000
 """A stream answered within this time is likely to send its next round during the step."""
@@ -33,7 +35,7 @@ class Step:
 
     budget: int
     jobs: list[Job] = field(default_factory=list)
-    feeds: Feeds = field(default_factory=Feeds)
+    feeds: Feeds = field(default_factory=lambda: Feeds.of([]))
     num_tokens: int = 0
     num_pages: int = 0
 
@@ -69,9 +71,36 @@ class Scheduler:
 
     def plan(self, jobs: Sequence[Job], now_ns: int) -> Step:
         """The next step for these jobs, first come first served within each kind; empty without any."""
-        step = Step(self._max_num_tokens)
         if not jobs:
-            return step
+            return Step(self._max_num_tokens)
+        return self._whole(jobs) or self._chosen(jobs, now_ns)
+
+    def _whole(self, jobs: Sequence[Job]) -> Step | None:
+        """All jobs, if nothing is to be chosen: none is a prompt, and there is room for all."""
+        sequences, num_rows = [job.sequence for job in jobs], [job.num_rows for job in jobs]
+        caches = [sequence.cache for sequence in sequences]
+        lengths, pool = [cache.length for cache in caches], caches[0].pool
+        token_ids: list[Sequence[int] | IntArray] = [
+            each.tokens[length:] for each, length in zip(sequences, lengths, strict=True)
+        ]
+        num_query = [*map(len, token_ids)]
+        num_tokens = sum(num_query)
+        longest = max(map(operator.sub, num_query, num_rows))
+        if not all(lengths) or longest > MAX_CATCH_UP_TOKENS or num_tokens > self._max_num_tokens:
+            return None
+        num_pages = sum(
+            cache.pages_needed(num)
+            for cache, length, num in zip(caches, lengths, num_query, strict=True)
+            if length + num > cache.writable_len
+        )
+        if num_pages > pool.num_free_pages:
+            return None
+        feeds = Feeds(caches, token_ids, num_rows, [each.tree for each in sequences])
+        return Step(self._max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
+
+    def _chosen(self, jobs: Sequence[Job], now_ns: int) -> Step:
+        """As many as there is room for, in order."""
+        step = Step(self._max_num_tokens)
         oldest = min(jobs, key=_order)
         rounds: list[Job] = []
         prompts: list[Job] = []
