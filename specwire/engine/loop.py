@@ -155,7 +155,7 @@ class Engine:
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
         self._watchdog.check()
-        self._replies.expect([job], sink)
+        self._replies.expect(job, sink)
         self._put(lambda: self._start(job, background))
 
     @contextmanager
