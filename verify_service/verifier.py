@@ -224,8 +224,8 @@ class VerifyDecider:
             if not job.sequence.encoded.traits & MATCHED:
                 on_drafts = slice(sampled, sampled + num_drafts)
                 target_probs, tails = probs[on_drafts], tail_mass[on_drafts]
-                if any(len(support) != support_len for support in job.supports):
-                    lengths = map(len, job.supports)
+                lengths = [*map(len, job.supports)]
+                if min(lengths, default=support_len) < support_len:
                     target_probs = [row[:n] for row, n in zip(target_probs, lengths, strict=True)]
                 sampled += job.num_rows
             logprobs = judged.logprobs.get(i, ())
