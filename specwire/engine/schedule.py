@@ -15,7 +15,6 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specwire.core import IntArray
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence
 
@@ -80,10 +79,7 @@ class Scheduler:
         sequences, num_rows = [job.sequence for job in jobs], [job.num_rows for job in jobs]
         caches = [sequence.cache for sequence in sequences]
         lengths, pool = [cache.length for cache in caches], caches[0].pool
-        token_ids: list[Sequence[int] | IntArray] = [
-            each.tokens[length:] for each, length in zip(sequences, lengths, strict=True)
-        ]
-        num_query = [*map(len, token_ids)]
+        num_query = [*map(operator.sub, [len(each.tokens) for each in sequences], lengths)]
         num_tokens = sum(num_query)
         longest = max(map(operator.sub, num_query, num_rows))
         if not all(lengths) or longest > MAX_CATCH_UP_TOKENS or num_tokens > self._max_num_tokens:
@@ -95,7 +91,8 @@ class Scheduler:
         )
         if num_pages > pool.num_free_pages:
             return None
-        feeds = Feeds(caches, token_ids, num_rows, [each.tree for each in sequences])
+        token_ids = [each.tokens[length:] for each, length in zip(sequences, lengths, strict=True)]
+        feeds = Feeds(caches, [*token_ids], num_rows, [each.tree for each in sequences])
         return Step(self._max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
 
     def _chosen(self, jobs: Sequence[Job], now_ns: int) -> Step:
