@@ -74,6 +74,9 @@ PARTS = {
     "specwire.rule.sampling:judge_support": "kernels",
     "specwire.rule.sampling:truncate_support": "kernels",
     "specwire.rule.sampling:draw": "kernels",
+    "torch:log_softmax": "kernels",
+    "torch:Tensor.exp": "kernels",
+    "torch:Tensor.amax": "kernels",
     "specwire.engine.loop:Engine._finish": "replies",
     "specwire.engine.replies:Replies.flush": "replies",
 }
@@ -113,7 +116,7 @@ class PartsClock:
             module, _, name = path.partition(":")
             owner = functools.reduce(getattr, name.split(".")[:-1], importlib.import_module(module))
             last = name.rpartition(".")[2]
-            is_static = isinstance(owner, type) and isinstance(owner.__dict__[last], staticmethod)
+            is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(last), staticmethod)
             timed = self._timed(getattr(owner, last), part)
             setattr(owner, last, staticmethod(timed) if is_static else timed)
 

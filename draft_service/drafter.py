@@ -5,10 +5,9 @@ Knows no grpc.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,26 +84,34 @@ class DraftJob(Job):
             for history, position in zip(self.histories(), self.positions(), strict=True)
         ]
 
-    def add(self, rows: Sequence[Drawn]) -> None:
-        """Append one draft token; unless it is the last, the next pass runs it."""
-        [drawn] = rows
-        if drawn.token_id < 0 and self.num_usable is None:
-            self.num_usable = len(self.drafted)
-        token_id = max(0, drawn.token_id)
-        self.candidates.append([other for other in drawn.ranked if other != token_id][: self.num_candidates])
+    def add(self, drawn: Drawn, row: int) -> None:
+        """Append one draft token; unless it is the last, the next pass runs it.
+
+        Args:
+            row: the first of the job's own rows.
+        """
+        drafted, token_id = self.drafted, drawn.token_ids[row]
+        if token_id < 0:
+            token_id = 0
+            if self.num_usable is None:
+                self.num_usable = len(drafted)
         self.sequence.tokens.append(token_id)
-        self.drafted.append(token_id)
-        if drawn.support is not None:
-            self.supports.append(drawn.support)
-        if len(self.drafted) == self.num_draft_tokens:
+        drafted.append(token_id)
+        if self.num_candidates:
+            others = [other for other in drawn.ranked[row] if other != token_id]
+            self.candidates.append(others[: self.num_candidates])
+        if drawn.supports and (support := drawn.supports[row]) is not None:
+            self.supports.append(support)
+        if len(drafted) == self.num_draft_tokens:
             self.result = self._proposal()
 
     def _proposal(self) -> Proposal | InternalError:
+        proposal = Proposal(self.committed_len, self.drafted, self.supports)
+        if self.num_usable is None:
+            return proposal
         if self.num_usable == 0:
             return InternalError("the draft's logits are not finite")
-        return Proposal(self.committed_len, self.drafted, self.supports).first(
-            len(self.drafted) if self.num_usable is None else self.num_usable
-        )
+        return proposal.first(self.num_usable)
 
 
 @dataclass(eq=False)
@@ -115,10 +122,9 @@ class PeekJob(DraftJob):
         super().start()
         self.num_rows = 1
 
-    def add(self, rows: Sequence[Drawn]) -> None:
+    def add(self, drawn: Drawn, row: int) -> None:
         """Keep the candidates; the drawn token is not appended."""
-        [drawn] = rows
-        self.result = drawn.ranked[: self.num_candidates]
+        self.result = drawn.ranked[row][: self.num_candidates]
 
 
 @dataclass(eq=False)
@@ -159,12 +165,12 @@ class TreeJob(DraftJob):
         """Each node's own path."""
         return _histories(self, self.growth, self._open)
 
-    def add(self, rows: Sequence[Drawn]) -> None:
+    def add(self, drawn: Drawn, row: int) -> None:
         """The candidates after the nodes that were run become nodes; the next pass runs the best of them."""
-        if rows[0].token_id < 0 and not self._num_passes:
+        if drawn.token_ids[row] < 0 and not self._num_passes:
             self.result = InternalError("the draft's logits are not finite")
             return
-        _add_candidates(self.growth, self._open, rows)
+        _add_candidates(self.growth, self._open, drawn, row)
         self._num_passes += 1
         if self._num_passes < self.max_depth:
             self._open = self.growth.expand(NUM_EXPANDED)
@@ -207,9 +213,9 @@ class LeavesJob(DraftJob):
         """Each leaf's own path."""
         return _histories(self, self.growth, self.leaves)
 
-    def add(self, rows: Sequence[Drawn]) -> None:
+    def add(self, drawn: Drawn, row: int) -> None:
         """The candidates become nodes, outside the proposal."""
-        _add_candidates(self.growth, self.leaves, rows)
+        _add_candidates(self.growth, self.leaves, drawn, row)
         self.result = True
 
 
@@ -224,10 +230,10 @@ def _histories(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[
     return [[*before, *growth.path_to(node)] for node in nodes]
 
 
-def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], rows: Sequence[Drawn]) -> None:
+def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, first: int) -> None:
     """Rows whose logits are not finite have none; others may have more than a job asked for."""
-    for node, drawn in zip(nodes, rows, strict=True):
-        growth.add(node, drawn.ranked[:NUM_RANKS], drawn.shares[:NUM_RANKS])
+    for row, node in enumerate(nodes, first):
+        growth.add(node, drawn.ranked[row][:NUM_RANKS], drawn.shares[row][:NUM_RANKS])
 
 
 def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
@@ -240,19 +246,35 @@ def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> No
 
 
 class Drawn(NamedTuple):
-    """The token drawn from one row of logits.
+    """What was drawn from the rows of a step; one entry for each row.
 
     Attributes:
-        token_id: -1 where the logits are not finite.
-        support: the support it was drawn from; None where tokens are matched.
-        ranked: likeliest tokens, best first; the drawn one may be among them.
-        shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone.
+        token_ids: -1 where the logits are not finite.
+        supports: the support that each was drawn from, None where tokens are matched; empty if all are.
+        ranked: likeliest tokens, best first; the drawn one may be among them. Empty if none are wanted.
+        shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
+            empty if none are.
     """
 
-    token_id: int
-    support: Support | None
-    ranked: list[int]
-    shares: Sequence[float] = ()
+    token_ids: list[int]
+    supports: Sequence[Support | None] = ()
+    ranked: Sequence[list[int]] = ()
+    shares: Sequence[list[float]] = ()
+
+    def and_then(self, other: Drawn, order: Sequence[int]) -> Drawn:
+        """The rows of both, in this order."""
+        columns: Any = zip(self._filled(), other._filled(), strict=True)
+        both = ([*ours, *theirs] for ours, theirs in columns)
+        return Drawn(*([column[i] for i in order] for column in both))
+
+    def _filled(self) -> Drawn:
+        num = len(self.token_ids)
+        return Drawn(
+            self.token_ids,
+            self.supports or [None] * num,
+            self.ranked or [[]] * num,
+            self.shares or [[]] * num,
+        )
 
 
 class Question(NamedTuple):
@@ -278,58 +300,60 @@ class DraftDecider:
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        positions = [job.positions() for job in drafts]
-        num_rows = [len(of_one) for of_one in positions]
-        encoded = [job.sequence.encoded for job in drafts]
+        sequences = [job.sequence for job in drafts]
+        encoded = [sequence.encoded for sequence in sequences]
+        num_rows = [job.num_rows for job in drafts]
         edited: dict[int, Row] = {}
-        for i, (job, one) in enumerate(zip(drafts, encoded, strict=True)):
+        for i, one in enumerate(encoded):
             if one.traits & EDITED:
-                edited |= enumerate(job.rows(), sum(num_rows[:i]))
+                edited |= enumerate(drafts[i].rows(), sum(num_rows[:i]))
         rows = Rows(
             encoded,
             num_rows,
-            [of_one[0] for of_one in positions],
+            [len(sequence.tokens) for sequence in sequences],
             [job.committed_len for job in drafts],
-            {i: of_one for i, of_one in enumerate(positions) if len(of_one) > 1},
+            {i: drafts[i].positions() for i, each in enumerate(sequences) if each.tree is not None},
             edited,
         )
-        limits = [job.vocab_limit for job, num in zip(drafts, num_rows, strict=True) for _ in range(num)]
+        limits = [job.vocab_limit for job in drafts]
         num_ranked = max((job.num_ranked for job in drafts), default=0)
-        return Question(rows, limits if any(limits) else (), num_ranked)
+        return Question(rows, np.repeat(limits, num_rows).tolist() if any(limits) else (), num_ranked)
 
-    def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
+    def decide(self, question: Question, logits: Tensor) -> Drawn:
         """One draft token for each row of the logits [num_rows, vocab_size]."""
         rows = question.rows
         logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
-        on_device = [*self._match(question, log_probs, matched), *self._draw(question, log_probs, sampled)]
-        host = to_host(*on_device)
+        chosen, drawn = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
+        host = to_host(*chosen, *drawn)
         if sampled is None:
-            return list(_matched(*host))
+            return _matched(*host)
         if matched is None:
-            return list(_supports(*host, num_ranked=question.num_ranked))
-        drawn = [*_matched(*host[:4]), *_supports(*host[4:], num_ranked=question.num_ranked)]
-        order = np.argsort(np.concatenate([matched, sampled]))
-        return [drawn[i] for i in order.tolist()]
+            return _supports(*host, num_ranked=question.num_ranked)
+        ours = _matched(*host[: len(chosen)])
+        theirs = _supports(*host[len(chosen) :], num_ranked=question.num_ranked)
+        return ours.and_then(theirs, np.argsort(np.concatenate([matched, sampled])).tolist())
 
-    def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
+    def apply(self, jobs: Sequence[Job], answer: Drawn) -> None:
         """See `device.Decider`."""
-        drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        rows = iter(answer)
-        for job in drafts:
-            job.add(list(islice(rows, job.num_rows)))
+        row = 0
+        for job in jobs:
+            if isinstance(job, DraftJob):
+                num_rows = job.num_rows
+                job.add(answer, row)
+                row += num_rows
 
     def _match(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
         """What `_matched` reads; nothing for no rows."""
         if places is None:
             return []
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
-        top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
         token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
-        shares = top.values
-        if question.num_ranked:  # without any, the pass over the vocabulary would be for nothing
-            shares = (SHARPNESS * shares - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
+        if not question.num_ranked:
+            return [token_ids]
+        top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
+        shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
         return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
     def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
@@ -346,26 +370,39 @@ class DraftDecider:
         return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
 
 
-def _matched(token_ids: IntArray, ranked: IntArray, lengths: IntArray, shares: FloatArray) -> Iterator[Drawn]:
-    """For rows where tokens are matched; ranked and shares [num_rows, num_ranked], best first."""
-    columns = (column.tolist() for column in (token_ids, ranked, lengths, shares))
-    for token_id, ids, n, row_shares in zip(*columns, strict=True):
-        yield Drawn(token_id, None, ids[:n], row_shares[:n])
+def _matched(token_ids: IntArray, *candidates: Any) -> Drawn:
+    """For rows where tokens are matched.
+
+    Args:
+        candidates: if they are wanted: ids [num_rows, num_ranked], best first; how many there are of each row
+            [num_rows]; shares, as the ids.
+    """
+    if not candidates:
+        return Drawn(token_ids.tolist())
+    ranked, lengths, shares = (column.tolist() for column in candidates)
+    return Drawn(
+        token_ids.tolist(),
+        ranked=[ids[:n] for ids, n in zip(ranked, lengths, strict=True)],
+        shares=[of_row[:n] for of_row, n in zip(shares, lengths, strict=True)],
+    )
 
 
 def _supports(
     token_ids: IntArray, ids: IntArray, probs: FloatArray, lengths: IntArray, *, num_ranked: int
-) -> Iterator[Drawn]:
+) -> Drawn:
     """For rows that were sampled from a support, which is sorted by probability, highest first."""
-    for row, (token_id, n) in enumerate(zip(token_ids.tolist(), lengths.tolist(), strict=True)):
-        ranked = ids[row, : min(n, num_ranked)].tolist()
-        yield Drawn(token_id, Support(ids[row, :n], probs[row, :n]), ranked)
+    lens = lengths.tolist()
+    supports = [Support(row[:n], own[:n]) for row, own, n in zip(ids, probs, lens, strict=True)]
+    if not num_ranked:
+        return Drawn(token_ids.tolist(), supports)
+    likeliest = ids[:, :num_ranked].tolist()
+    return Drawn(token_ids.tolist(), supports, [row[:n] for row, n in zip(likeliest, lens, strict=True)])
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
     """Exclude tokens that the target lacks, where the draft's vocabulary is padded further."""
     width = logits.shape[1]
-    if all(not 0 < limit < width for limit in limits):
+    if not any(0 < limit < width for limit in set(limits)):
         return logits
     ends = to_device(np.array([limit or width for limit in limits], np.int64), logits.device)
     beyond = torch.arange(width, device=logits.device) >= ends[:, None]

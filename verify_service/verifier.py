@@ -214,6 +214,7 @@ class VerifyDecider:
     def apply(jobs: Sequence[Job], judged: Judged) -> None:
         """Verdicts."""
         token_ids, tail_mass = judged.token_ids.tolist(), judged.tail_mass.tolist()
+        probs, support_len = [*judged.target_probs], judged.target_probs.shape[1]
         start = sampled = 0
         verifies = (job for job in jobs if isinstance(job, VerifyJob))
         for i, (job, is_finite) in enumerate(zip(verifies, judged.is_finite, strict=True)):
@@ -222,22 +223,15 @@ class VerifyDecider:
             tails: Sequence[float] = ()
             if not job.sequence.encoded.traits & MATCHED:
                 on_drafts = slice(sampled, sampled + num_drafts)
-                target_probs = _on_supports(judged.target_probs[on_drafts], job.supports)
-                tails = tail_mass[on_drafts]
+                target_probs, tails = probs[on_drafts], tail_mass[on_drafts]
+                lengths = [*map(len, job.supports)]
+                if min(lengths, default=support_len) < support_len:
+                    target_probs = [row[:n] for row, n in zip(target_probs, lengths, strict=True)]
                 sampled += job.num_rows
             logprobs = judged.logprobs.get(i, ())
             verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
             job.result = verdict if is_finite else _not_finite()
             start = end
-
-
-def _on_supports(probs: FloatArray, supports: Sequence[IntArray]) -> list[FloatArray]:
-    """Each row of the padded probabilities, as long as its support."""
-    width = probs.shape[1]
-    return [
-        row if len(support) == width else row[: len(support)]
-        for row, support in zip(probs, supports, strict=True)
-    ]
 
 
 def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:

@@ -11,7 +11,6 @@ import contextlib
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -223,7 +222,7 @@ class GreedyDrafts:
         first = self._model.likeliest(*rows).tolist()
         agrees = self._model.agrees(*rows).tolist()
         num_wrong = self._model.num_wrong(*rows).tolist() if self._model.runner_up else [half] * len(first)
-        drawn = []
+        ranked, shares = [], []
         for i in range(len(first)):
             likely = [(first[i] + k) % half for k in range(_NUM_LIKELY)]
             num_first = _NUM_LIKELY
@@ -233,11 +232,14 @@ class GreedyDrafts:
                 likely = wrong + likely if len(wrong) < _NUM_LIKELY else wrong
             others = [(likely[-1] + k) % vocab_size for k in range(1, NUM_RANKS + 2)]  # as good as impossible
             likely += [token_id for token_id in others if token_id not in likely]
-            drawn.append(Drawn(likely[0], None, likely[: NUM_RANKS + 1], _SHARES[num_first]))
-        rows = iter(drawn)
+            ranked.append(likely[: NUM_RANKS + 1])
+            shares.append(_SHARES[num_first])
+        drawn, row = Drawn([likely[0] for likely in ranked], ranked=ranked, shares=shares), 0
         for job in jobs:
             assert isinstance(job, DraftJob)
-            job.add(list(islice(rows, job.num_rows)))
+            num_rows = job.num_rows
+            job.add(drawn, row)
+            row += num_rows
 
 
 class GreedyVerdicts:

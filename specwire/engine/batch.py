@@ -6,7 +6,6 @@ whether it runs in the same process or in several that all receive the same batc
 
 from __future__ import annotations
 
-import math
 import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +39,65 @@ class Feed(NamedTuple):
     token_ids: Sequence[int] | IntArray
     num_rows: int = 1
     tree: TokenTree | None = None
+
+
+class Feeds(Sequence[Feed]):
+    """What the sequences of a pass contribute, as columns; one by one they are made when they are read.
+
+    Attributes:
+        caches, token_ids, num_rows, trees: as in `Feed`.
+    """
+
+    __slots__ = ("caches", "num_rows", "token_ids", "trees")
+
+    def __init__(
+        self,
+        caches: list[SequenceCache],
+        token_ids: list[Sequence[int] | IntArray],
+        num_rows: list[int],
+        trees: list[TokenTree | None],
+    ) -> None:
+        self.caches = caches
+        self.token_ids = token_ids
+        self.num_rows = num_rows
+        self.trees = trees
+
+    @classmethod
+    def of(cls, feeds: Sequence[Feed]) -> Feeds:
+        """The columns of single ones; columns as they are."""
+        if isinstance(feeds, Feeds):
+            return feeds
+        columns = cls([], [], [], [])
+        for feed in feeds:
+            columns.add(feed)
+        return columns
+
+    def add(self, feed: Feed) -> None:
+        """One more."""
+        cache, token_ids, num_rows, tree = feed
+        self.caches.append(cache)
+        self.token_ids.append(token_ids)
+        self.num_rows.append(num_rows)
+        self.trees.append(tree)
+
+    @property
+    def num_query(self) -> list[int]:
+        """Tokens of each."""
+        return [*map(len, self.token_ids)]
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+    @overload
+    def __getitem__(self, index: int) -> Feed: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Feed]: ...
+
+    def __getitem__(self, index: int | slice) -> Feed | Sequence[Feed]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Feed(self.caches[index], self.token_ids[index], self.num_rows[index], self.trees[index])
 
 
 class Segment(NamedTuple):
@@ -230,33 +288,35 @@ class Packer:
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
         """
-        token_ids = self._checked(feeds)
-        lengths = [feed.cache.length for feed in feeds]
+        feeds = Feeds.of(feeds)
+        lengths = [cache.length for cache in feeds.caches]
         try:
-            yield self._pack(feeds, token_ids, lengths)
+            yield self._pack(feeds, lengths, self._checked(feeds, lengths))
         except BaseException:
-            for feed, length in zip(feeds, lengths, strict=True):
-                feed.cache.truncate(length)
+            for cache, length in zip(feeds.caches, lengths, strict=True):
+                cache.truncate(length)
             raise
 
-    def _checked(self, feeds: Sequence[Feed]) -> IntArray:
+    def _checked(self, feeds: Feeds, lengths: Sequence[int]) -> IntArray:
         """The tokens of all feeds, int64 [num_tokens], once they are found to be in order."""
-        limit = math.inf if self._context_len is None else self._context_len
-        num_tokens = 0
-        for feed in feeds:
-            num_query, cache = len(feed.token_ids), feed.cache
-            num_tokens += num_query
-            if cache.pool is not self.pool:
-                raise InvalidRequestError("cache", cache, "belongs to another runner")
-            is_plain = feed.tree is None and 0 <= feed.num_rows <= num_query > 0
-            if not (is_plain and cache.length + num_query <= limit):
-                self._check(feed)
-        token_ids = np.fromiter(chain.from_iterable(feed.token_ids for feed in feeds), np.int64, num_tokens)
-        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
+        caches, num_query, limit = feeds.caches, feeds.num_query, self._context_len
+        if any(cache.pool is not self.pool for cache in caches):
+            raise InvalidRequestError("cache", caches, "one belongs to another runner")
+        if len(set(caches)) != len(caches):
+            raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
+        token_ids = np.fromiter(chain.from_iterable(feeds.token_ids), np.int64, sum(num_query))
+        is_plain = (
+            min(num_query) > 0
+            and min(feeds.num_rows) >= 0
+            and all(map(operator.le, feeds.num_rows, num_query))
+            and not any(feeds.trees)
+            and (limit is None or max(map(operator.add, lengths, num_query)) <= limit)
+            and token_ids.min() >= 0
+            and token_ids.max() < self._num_embeddings
+        )
+        if not is_plain:
             for feed in feeds:
                 self._check(feed)
-        if len({id(feed.cache) for feed in feeds}) != len(feeds):
-            raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
         return token_ids
 
     def _check(self, feed: Feed) -> None:
@@ -281,26 +341,26 @@ class Packer:
                 "token_ids", num_positions, f"the model's context is {self._context_len} tokens"
             )
 
-    def _pack(self, feeds: Sequence[Feed], token_ids: IntArray, lengths: Sequence[int]) -> Batch:
-        caches, num_query = [feed.cache for feed in feeds], [len(feed.token_ids) for feed in feeds]
+    def _pack(self, feeds: Feeds, lengths: Sequence[int], token_ids: IntArray) -> Batch:
+        caches, num_query = feeds.caches, feeds.num_query
         for cache, num in zip(caches, num_query, strict=True):
             cache.reserve(num)
         positions, slots = slots_of(caches, lengths, num_query)
-        offsets, trees = [0, *accumulate(num_query)], {}
-        for i, feed in enumerate(feeds):
-            if feed.tree is not None and feed.cache.length > feed.tree.start:
-                trees[i] = feed.tree
-                some = slice(offsets[i], offsets[i + 1])
-                positions[some] = feed.tree.positions(lengths[i], feed.cache.length)
-        tables, cache_lens = [cache.pages for cache in caches], [cache.length for cache in caches]
-        segments = Segments(offsets, cache_lens, tables, self.pool.page_size, trees)
-        return Batch(token_ids, positions, slots, segments, _rows(feeds, offsets), self.pool.copies.take())
+        offsets, ends = [0, *accumulate(num_query)], [cache.length for cache in caches]
+        trees = {i: tree for i, tree in enumerate(feeds.trees) if tree is not None and ends[i] > tree.start}
+        for i, tree in trees.items():
+            positions[offsets[i] : offsets[i + 1]] = tree.positions(lengths[i], ends[i])
+        tables = [cache.pages for cache in caches]
+        segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
+        return Batch(
+            token_ids, positions, slots, segments, _rows(feeds.num_rows, offsets), self.pool.copies.take()
+        )
 
 
-def _rows(feeds: Sequence[Feed], offsets: Sequence[int]) -> IntArray:
+def _rows(num_rows: Sequence[int], offsets: Sequence[int]) -> IntArray:
     """The tokens whose logits are wanted: the last `num_rows` of each feed, which ends at the next offset."""
-    num_rows = [feed.num_rows for feed in feeds]
     if sum(num_rows) == offsets[-1]:
         return np.arange(offsets[-1])
-    ends = zip(num_rows, offsets[1:], strict=True)
-    return np.fromiter((row for num, end in ends for row in range(end - num, end)), np.int64, sum(num_rows))
+    firsts = np.array(offsets[1:]) - num_rows
+    before = np.cumsum(num_rows) - num_rows
+    return np.arange(sum(num_rows)) + np.repeat(firsts - before, num_rows)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specwire.config.services import EMULATED
 from specwire.core import IntArray
-from specwire.engine.batch import Feed, Packer
+from specwire.engine.batch import Feed, Feeds, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S
@@ -183,7 +183,7 @@ class EmulatedRunner:
         """As `ModelRunner.forward`."""
         started_s = time.perf_counter()
         positions, tokens = self._append(feeds)
-        num_tokens = sum(len(feed.token_ids) for feed in feeds)
+        num_tokens = sum(Feeds.of(feeds).num_query)
         self._due_s = started_s + self._model.step_ms / 1e3 + (num_tokens - 1) * self._model.token_us / 1e6
         return torch.from_numpy(self._model.log_probs(positions, tokens))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specwire.engine.batch import Feed
+from specwire.engine.batch import Feeds
 from specwire.engine.counts import StepCounts
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job
@@ -47,11 +47,11 @@ class StepExecutor:
         except Exception as error:
             self._isolate(step, error)
 
-    def _forward(self, jobs: Sequence[Job], feeds: Sequence[Feed]) -> None:
-        ready = [job for job, feed in zip(jobs, feeds, strict=True) if feed.num_rows]
+    def _forward(self, jobs: Sequence[Job], feeds: Feeds) -> None:
+        ready = [job for job, num_rows in zip(jobs, feeds.num_rows, strict=True) if num_rows]
         question = self._decider.ask(ready) if ready else None
         answer = self._runner.run(feeds, question, self._decider.decide)
-        self._counts.add_pass(sum(len(feed.token_ids) for feed in feeds))
+        self._counts.add_pass(sum(feeds.num_query))
         if self._prefix_sharing:
             for job in jobs:
                 sequence = job.sequence
@@ -73,7 +73,7 @@ class StepExecutor:
             return
         for job, feed in zip(jobs, feeds, strict=True):
             try:
-                self._forward([job], [feed])
+                self._forward([job], Feeds.of([feed]))
             except DeviceLostError:
                 raise
             except Exception as own_error:

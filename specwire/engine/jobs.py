@@ -19,7 +19,7 @@ from specwire.estimate import clock
 from specwire.rule.columns import Encoded
 from specwire.tree import TokenTree, follow
 
-_MAX_CATCH_UP_TOKENS = 8
+MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was skipped leaves a few more."""
 
 
@@ -179,7 +179,7 @@ class Job:
     def is_prefill(self) -> bool:
         """True while many tokens must be run without logits: a prompt, or a cache that was lost."""
         sequence = self.sequence
-        return len(sequence.tokens) - sequence.cache.length - self.num_rows > _MAX_CATCH_UP_TOKENS
+        return len(sequence.tokens) - sequence.cache.length - self.num_rows > MAX_CATCH_UP_TOKENS
 
     @property
     def done(self) -> bool:

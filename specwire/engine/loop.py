@@ -155,7 +155,7 @@ class Engine:
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
         self._watchdog.check()
-        self._replies.expect([job], sink)
+        self._replies.expect(job, sink)
         self._put(lambda: self._start(job, background))
 
     @contextmanager
@@ -344,19 +344,20 @@ class Engine:
         self._heartbeat.beat(bound_ns / 1e9, least_s)
 
     def _finish(self, jobs: Sequence[Job], started_ns: int, finished_ns: int) -> None:
-        done = [job for job in jobs if job.done]
-        answered = [job for job in done if job not in self._queues.background]
-        self._num_waiting = len(self._queues.foreground) - len(answered)
+        forward_ns = finished_ns - started_ns
         for job in jobs:
-            job.forward_ns += finished_ns - started_ns
-            job.finished_ns = finished_ns
-            job.batch_size = len(jobs)
+            job.forward_ns += forward_ns
+        done = [job for job in jobs if job.done]
         for job in done:
-            self._replies.resolve(job)
+            job.finished_ns, job.batch_size = finished_ns, len(jobs)
+        background = set(self._queues.background)
+        answered = [job.sequence for job in done if job not in background]
+        self._num_waiting = len(self._queues.foreground) - len(answered)
+        self._replies.resolve(done)
         self._replies.flush()
-        patience_ns = min(finished_ns - started_ns, int(self._costs.base))
-        self._gathering.expect([job.sequence for job in answered], patience_ns, finished_ns)
-        self._queues.remove_done()
+        self._gathering.expect(answered, min(forward_ns, int(self._costs.base)), finished_ns)
+        if done:
+            self._queues.remove_done()
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:

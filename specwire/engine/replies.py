@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError, SpecwireError
@@ -18,26 +18,21 @@ Sink = Callable[[Sequence[Result]], None]
 """Takes jobs with their results, or with the errors that they failed with. Must not raise."""
 
 
-class _Pending(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    sink: Sink
-
-
 class Replies:
     """Hands results from the engine thread to the event loops of their callers, each exactly once."""
 
     def __init__(self) -> None:
-        self._pending: dict[Job, _Pending] = {}  # event loop only
+        self._pending: dict[Job, tuple[asyncio.AbstractEventLoop, Sink]] = {}  # event loops only
         self._resolved: list[Result] = []  # engine thread only
         self._loops: set[asyncio.AbstractEventLoop] = set()
 
     # --- called from the event loop ---
 
-    def expect(self, jobs: Sequence[Job], sink: Sink) -> None:
+    def expect(self, job: Job, sink: Sink) -> None:
         """The sink is called, on this event loop, with all results that are there at the same time."""
         loop = asyncio.get_running_loop()
         self._loops.add(loop)
-        self._pending.update(dict.fromkeys(jobs, _Pending(loop, sink)))
+        self._pending[job] = loop, sink
 
     @property
     def num_pending(self) -> int:
@@ -49,20 +44,24 @@ class Replies:
         self._settle([(job, error) for job in self._pending])
 
     def _settle(self, results: Sequence[Result]) -> None:
-        loop, by_sink = asyncio.get_running_loop(), defaultdict[Sink, list[Result]](list)
-        for job, result in results:
-            pending = self._pending.get(job)
-            if pending is not None and pending.loop is loop:
-                del self._pending[job]
-                by_sink[pending.sink].append((job, result))
+        here, by_sink, nothing = (
+            asyncio.get_running_loop(),
+            defaultdict[Sink, list[Result]](list),
+            (None, None),
+        )
+        for result in results:
+            loop, sink = self._pending.get(result[0], nothing)
+            if loop is here and sink is not None:
+                del self._pending[result[0]]
+                by_sink[sink].append(result)
         for sink, own in by_sink.items():
             sink(own)
 
     # --- on the engine thread ---
 
-    def resolve(self, job: Job) -> None:
-        """The job has its result; the caller gets it with the next `flush`."""
-        self._resolved.append((job, job.result))
+    def resolve(self, jobs: Sequence[Job]) -> None:
+        """These have their results; their callers get them with the next `flush`."""
+        self._resolved += [(job, job.result) for job in jobs]
 
     def fail(self, job: Job, error: Exception) -> None:
         """End the job with an error; one that is not ours is logged, and hidden from the caller."""
@@ -70,7 +69,7 @@ class Replies:
             log.error("a forward pass failed", exc_info=error)
             error = InternalError("the forward pass failed; the service's log has the details")
         job.result = error
-        self.resolve(job)
+        self.resolve([job])
 
     def flush(self) -> None:
         """Send all results at once: waking an event loop costs more than a result does."""

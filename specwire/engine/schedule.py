@@ -11,11 +11,12 @@ nothing, and evict no cache.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specwire.engine.batch import Feed
-from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.batch import Feed, Feeds
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence
 
 _ACTIVE_WITHIN_NS = 1_000_000_000
 """A stream answered within this time is likely to send its next round during the step."""
@@ -23,7 +24,7 @@ _ACTIVE_WITHIN_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Step:
-    """Jobs, and what each contributes; parallel lists.
+    """Jobs, and what each contributes to the pass, in the same order.
 
     Attributes:
         budget: tokens that still fit.
@@ -33,7 +34,7 @@ class Step:
 
     budget: int
     jobs: list[Job] = field(default_factory=list)
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: Feeds = field(default_factory=lambda: Feeds.of([]))
     num_tokens: int = 0
     num_pages: int = 0
 
@@ -69,9 +70,34 @@ class Scheduler:
 
     def plan(self, jobs: Sequence[Job], now_ns: int) -> Step:
         """The next step for these jobs, first come first served within each kind; empty without any."""
-        step = Step(self._max_num_tokens)
         if not jobs:
-            return step
+            return Step(self._max_num_tokens)
+        return self._whole(jobs) or self._chosen(jobs, now_ns)
+
+    def _whole(self, jobs: Sequence[Job]) -> Step | None:
+        """All jobs, if nothing is to be chosen: none is a prompt, and there is room for all."""
+        sequences, num_rows = [job.sequence for job in jobs], [job.num_rows for job in jobs]
+        caches = [sequence.cache for sequence in sequences]
+        lengths, pool = [cache.length for cache in caches], caches[0].pool
+        num_query = [*map(operator.sub, [len(each.tokens) for each in sequences], lengths)]
+        num_tokens = sum(num_query)
+        longest = max(map(operator.sub, num_query, num_rows))
+        if not all(lengths) or longest > MAX_CATCH_UP_TOKENS or num_tokens > self._max_num_tokens:
+            return None
+        num_pages = sum(
+            cache.pages_needed(num)
+            for cache, length, num in zip(caches, lengths, num_query, strict=True)
+            if length + num > cache.writable_len
+        )
+        if num_pages > pool.num_free_pages:
+            return None
+        token_ids = [each.tokens[length:] for each, length in zip(sequences, lengths, strict=True)]
+        feeds = Feeds(caches, [*token_ids], num_rows, [each.tree for each in sequences])
+        return Step(self._max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
+
+    def _chosen(self, jobs: Sequence[Job], now_ns: int) -> Step:
+        """As many as there is room for, in order."""
+        step = Step(self._max_num_tokens)
         oldest = min(jobs, key=_order)
         rounds: list[Job] = []
         prompts: list[Job] = []
@@ -114,21 +140,21 @@ class Scheduler:
         self, step: Step, job: Job, limit: int, waiting: Sequence[Job], *, may_evict: bool = True
     ) -> bool:
         """Add the job, or a chunk of it, to the step; False when there is no budget or no memory for it."""
-        cache = job.sequence.cache
+        sequence = job.sequence
+        cache = sequence.cache
         num_found = 0 if cache.length else self._reuse_prefix(job)
         if num_found:  # an earlier job may have to copy a page that is shared from now on
-            step.num_pages = sum(feed.cache.pages_needed(len(feed.token_ids)) for feed in step.feeds)
+            needs = zip(step.feeds.caches, step.feeds.num_query, strict=True)
+            step.num_pages = sum(cache.pages_needed(num) for cache, num in needs)
         feed = _next_feed(job, min(limit, step.budget))
         num_tokens = len(feed.token_ids) if feed else 0
         num_pages = cache.pages_needed(num_tokens)
         fits = num_pages <= 0 or cache.pool.num_free_pages >= step.num_pages + num_pages
-        if feed is None or not (
-            fits or (may_evict and self._make_room(job.sequence, step, num_pages, waiting))
-        ):
+        if feed is None or not (fits or (may_evict and self._make_room(sequence, step, num_pages, waiting))):
             cache.truncate(cache.length - num_found)
             return False
         step.jobs.append(job)
-        step.feeds.append(feed)
+        step.feeds.add(feed)
         step.budget -= num_tokens
         step.num_tokens += num_tokens
         step.num_pages += num_pages

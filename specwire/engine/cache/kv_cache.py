@@ -23,6 +23,7 @@ Nothing here is thread-safe; one engine loop owns a pool.
 from __future__ import annotations
 
 import itertools
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -290,13 +291,17 @@ class SequenceCache:
     Attributes:
         root: parent of its first page's name; pages are shared among sequences with the same root. Set it
             while the sequence is empty.
+        pool: whose pages it holds.
+        pages: page table: page i holds tokens [i * page_size, (i + 1) * page_size). Not to be modified.
+        writable_len: it may grow to this length as it is; beyond it the pool has to be asked.
     """
 
-    __slots__ = ("_digests", "_pages", "_pool", "length", "released", "root")
+    __slots__ = ("_digests", "length", "pages", "pool", "released", "root", "writable_len")
 
     def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._pages = array("i")
+        self.pool = pool
+        self.pages = array("i")
+        self.writable_len = 0
         self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
         self.length = 0
         self.released = False
@@ -310,25 +315,17 @@ class SequenceCache:
         self.release()
 
     @property
-    def pool(self) -> PagePool:
-        """The pool whose pages it holds."""
-        return self._pool
-
-    @property
-    def pages(self) -> array[int]:
-        """Page table: page i holds tokens [i * page_size, (i + 1) * page_size). Not to be modified."""
-        return self._pages
-
-    @property
     def num_pages(self) -> int:
         """Pages held, shared ones included."""
-        return len(self._pages)
+        return len(self.pages)
 
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that `append(num_tokens)` would take from the pool, a copy on write included."""
-        size = self._pool.page_size
-        missing = -(-(self.length + num_tokens) // size) - len(self._pages)
-        must_copy = num_tokens and self.length % size and self._pool.is_shared(self._pages[-1])
+        if self.length + num_tokens <= self.writable_len:
+            return 0
+        size = self.pool.page_size
+        missing = -(-(self.length + num_tokens) // size) - len(self.pages)
+        must_copy = num_tokens and self.length % size and self.pool.is_shared(self.pages[-1])
         return missing + 1 if must_copy else missing
 
     def append(self, num_tokens: int) -> IntArray:
@@ -347,19 +344,17 @@ class SequenceCache:
 
     def reserve(self, num_tokens: int) -> None:
         """As `append`, without listing the slots."""
-        if self.released:
-            raise InternalError("append to a released sequence")
-        if num_tokens < 0:
-            raise InvalidRequestError("num_tokens", num_tokens, "must not be negative")
-        pool, pages = self._pool, self._pages
-        used = self.length % pool.page_size
-        if not (used and used + num_tokens <= pool.page_size and pool.is_private(pages[-1])):
+        if not 0 <= num_tokens <= self.writable_len - self.length:
             self._take_pages(num_tokens)
         self.length += num_tokens
 
     def _take_pages(self, num_tokens: int) -> None:
         """Take pages from the pool for more tokens, and make the last page one that may be written."""
-        pool, pages = self._pool, self._pages
+        if self.released:
+            raise InternalError("append to a released sequence")
+        if num_tokens < 0:
+            raise InvalidRequestError("num_tokens", num_tokens, "must not be negative")
+        pool, pages = self.pool, self.pages
         new_pages = pool.allocate(self.pages_needed(num_tokens), pages[-1] if pages else None)
         if num_tokens and self.length % pool.page_size:
             if pool.is_shared(pages[-1]):
@@ -367,16 +362,18 @@ class SequenceCache:
             else:  # it may be known as complete: tokens that were rolled back are overwritten
                 pool.forget(pages[-1])
         pages.extend(new_pages)
+        if num_tokens:
+            self.writable_len = len(pages) * pool.page_size
 
     def _copy_on_write(self, new_pages: list[int]) -> None:
         """Replace the shared last page by the first new one."""
-        size = self._pool.page_size
-        src_page, dst_page = self._pages[-1], new_pages.pop(0)
-        self._pool.drop([src_page])
-        self._pages[-1] = dst_page
+        size = self.pool.page_size
+        src_page, dst_page = self.pages[-1], new_pages.pop(0)
+        self.pool.drop([src_page])
+        self.pages[-1] = dst_page
         num_tokens = self.length % size
         src, dst = (range(page * size, page * size + num_tokens) for page in (src_page, dst_page))
-        self._pool.copies.add(src, dst)
+        self.pool.copies.add(src, dst)
 
     def keep(self, start: int, kept: Sequence[int]) -> None:
         """Of the tokens from `start` on keep some, side by side: `start + kept[i]` becomes `start + i`.
@@ -390,20 +387,20 @@ class SequenceCache:
         Raises:
             InvalidRequestError: a token is not held.
         """
-        size, num_kept = self._pool.page_size, len(kept)
+        size, num_kept = self.pool.page_size, len(kept)
         if kept and start + kept[-1] >= self.length:
             raise InvalidRequestError(
                 "kept", kept, f"only {self.length - start} tokens are held from {start}"
             )
         in_place = next((i for i, index in enumerate(kept) if index != i), num_kept)
         if in_place < num_kept:
-            touched = self._pages[(start + in_place) // size : (start + kept[-1]) // size + 1]
-            if any(map(self._pool.is_shared, touched)):
+            touched = self.pages[(start + in_place) // size : (start + kept[-1]) // size + 1]
+            if any(map(self.pool.is_shared, touched)):
                 num_kept = in_place
             else:
                 held = self.slots(start, self.length)
                 moved = slice(in_place, num_kept)
-                self._pool.copies.add(held[list(kept[moved])].tolist(), held[moved].tolist())
+                self.pool.copies.add(held[list(kept[moved])].tolist(), held[moved].tolist())
         self.truncate(start + num_kept)
 
     def slots(self, start: int, end: int) -> IntArray:
@@ -412,14 +409,14 @@ class SequenceCache:
 
     def pieces(self, start: int, num_tokens: int) -> Iterator[tuple[int, int]]:
         """The tokens from `start` on, page by page: slot less index, and the number of tokens."""
-        size, pages, end = self._pool.page_size, self._pages, start + num_tokens
+        size, pages, end = self.pool.page_size, self.pages, start + num_tokens
         for page in range(start // size, -(-end // size)):
             first, last = max(start, page * size), min(end, (page + 1) * size)
             yield (pages[page] - page) * size, last - first
 
     def runs(self) -> list[Run]:
         """Maximal runs of tokens in consecutive slots, in token order."""
-        return runs_of(self._pages, self.length, self._pool.page_size)
+        return runs_of(self.pages, self.length, self.pool.page_size)
 
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
@@ -429,10 +426,12 @@ class SequenceCache:
         """
         if not 0 <= length <= self.length:
             raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
-        size, pages = self._pool.page_size, self._pages
+        size, pages = self.pool.page_size, self.pages
         keep = -(-length // size)
-        while len(pages) > keep:
-            self._pool.drop([pages.pop()])
+        if len(pages) > keep:
+            self.writable_len = 0  # the last page that is left may be shared or known
+            while len(pages) > keep:
+                self.pool.drop([pages.pop()])
         self.length = length
         if len(self._digests) > length // size:
             del self._digests[length // size :]
@@ -440,7 +439,7 @@ class SequenceCache:
     @property
     def has_unnamed_page(self) -> bool:
         """Whether a complete page is there to be remembered."""
-        return self.length // self._pool.page_size > len(self._digests)
+        return self.length // self.pool.page_size > len(self._digests)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """Make the complete pages known; their keys and values must have been computed.
@@ -449,10 +448,12 @@ class SequenceCache:
             token_ids: the first tokens of this sequence, each following the one before it; pages beyond them
                 stay unknown.
         """
-        num_complete = min(self.length, len(token_ids)) // self._pool.page_size
+        num_complete = min(self.length, len(token_ids)) // self.pool.page_size
         if len(self._digests) < num_complete:
             self._digests.extend(self._names(token_ids, num_complete))
-            self._pool.remember(self.root, self._digests, self._pages)
+            self.pool.remember(self.root, self._digests, self.pages)
+            if num_complete == len(self.pages):
+                self.writable_len = 0  # once known, the last page must not be written
 
     def reuse_prefix(self, token_ids: Sequence[int], max_tokens: int) -> int:
         """Share the known pages that `token_ids` begin with, instead of computing them.
@@ -469,19 +470,19 @@ class SequenceCache:
         """
         if self.released or self.length:
             raise InternalError("only an empty sequence can reuse pages")
-        for digest in self._names(token_ids, max_tokens // self._pool.page_size):
-            page = self._pool.find(digest)
+        for digest in self._names(token_ids, max_tokens // self.pool.page_size):
+            page = self.pool.find(digest)
             if page is None:
                 break
-            self._pool.share([page])
-            self._pages.append(page)
+            self.pool.share([page])
+            self.pages.append(page)
             self._digests.append(digest)
-        self.length = len(self._pages) * self._pool.page_size
+        self.length = len(self.pages) * self.pool.page_size
         return self.length
 
     def _names(self, token_ids: Sequence[int], num_pages: int) -> Iterator[bytes]:
         """Digests of the pages up to `num_pages`, after those that are named already."""
-        size, first = self._pool.page_size, len(self._digests)
+        size, first = self.pool.page_size, len(self._digests)
         name = self._digests[-1] if first else self.root
         for start in range(first * size, num_pages * size, size):
             name = page_digest(name, token_ids[start : start + size])
@@ -495,18 +496,19 @@ class SequenceCache:
         """
         if self.released:
             raise InternalError("fork of a released sequence")
-        twin = SequenceCache(self._pool)
-        self._pool.share(self._pages)
-        twin._pages = self._pages[:]
+        twin = SequenceCache(self.pool)
+        self.pool.share(self.pages)
+        twin.pages = self.pages[:]
         twin._digests = self._digests.copy()
         twin.root = self.root
         twin.length = self.length
+        self.writable_len = 0
         return twin
 
     def release(self) -> None:
         """Drop all pages; may be called repeatedly."""
         self.truncate(0)
-        self._pool.unregister(self)
+        self.pool.unregister(self)
         self.released = True
 
     def check_integrity(self) -> None:
@@ -515,11 +517,15 @@ class SequenceCache:
         Raises:
             IntegrityError: naming what is wrong.
         """
-        size = self._pool.page_size
-        if len(self._pages) != -(-self.length // size):
-            raise IntegrityError(f"{len(self._pages)} pages of {size} tokens for length {self.length}")
-        if len(set(self._pages)) != len(self._pages):
-            raise IntegrityError(f"a page occurs twice in {self._pages}")
+        size = self.pool.page_size
+        if len(self.pages) != -(-self.length // size):
+            raise IntegrityError(f"{len(self.pages)} pages of {size} tokens for length {self.length}")
+        if len(set(self.pages)) != len(self.pages):
+            raise IntegrityError(f"a page occurs twice in {self.pages}")
+        if self.writable_len > self.length and not (
+            self.writable_len == len(self.pages) * size and self.pool.is_private(self.pages[-1])
+        ):
+            raise IntegrityError(f"growth to {self.writable_len} would change the last page for others")
 
 
 def slots_of(
@@ -530,18 +536,17 @@ def slots_of(
     Returns:
         Each token's index in its sequence, and its slot; int64 [sum of num_tokens].
     """
-    begins, shifts, lengths, offset = [], [], [], 0
+    shifts, lengths = [], []
     size = sequences[0].pool.page_size
     for sequence, start, num in zip(sequences, starts, num_tokens, strict=True):
-        begins.append(start - offset)
-        offset += num
-        if 0 < num <= size - start % size:  # as in most rounds: one page
-            page = start // size
+        page = start // size
+        if 0 < num <= (page + 1) * size - start:  # as in most rounds: one page
             shifts.append((sequence.pages[page] - page) * size)
             lengths.append(num)
         else:
             for shift, length in sequence.pieces(start, num):
                 shifts.append(shift)
                 lengths.append(length)
-    index = np.arange(offset) + np.repeat(np.array(begins, np.int64), num_tokens)
+    begins = [*map(operator.sub, starts, itertools.accumulate(num_tokens, initial=0))]
+    index = np.arange(sum(num_tokens)) + np.repeat(np.array(begins, np.int64), num_tokens)
     return index, index + np.repeat(np.array(shifts, np.int64), lengths)
