@@ -121,8 +121,10 @@ class Peers:
         """The proposals that a message asks for, in one message."""
         lens = self._committed_lens(request)
         answers = [
-            DraftAnswer(*ids, self._answers.at(length)[0].first(num), _TIMINGS, 0, False, num)
-            for *ids, length, num in zip(
+            DraftAnswer(
+                sequence_id, request_id, self._answers.at(length)[0].first(num), _TIMINGS, num_wanted=num
+            )
+            for sequence_id, request_id, length, num in zip(
                 request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
             )
         ]
@@ -133,8 +135,8 @@ class Peers:
         self.num_rounds += len(request.sequence_ids)
         lens = self._committed_lens(request)
         answers = [
-            VerifyAnswer(*ids, _first(self._answers.at(length)[1], num), _TIMINGS, 0)
-            for *ids, length, num in zip(
+            VerifyAnswer(sequence_id, request_id, _first(self._answers.at(length)[1], num), _TIMINGS, 0)
+            for sequence_id, request_id, length, num in zip(
                 request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
             )
         ]
