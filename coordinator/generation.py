@@ -131,7 +131,7 @@ class Verifier(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round:
     """One draft → verify → commit cycle.
 
@@ -148,7 +148,7 @@ class Round:
 
     def __post_init__(self) -> None:
         drafted, outcome = self.proposal.token_ids, self.outcome
-        object.__setattr__(self, "token_ids", [*(drafted[i] for i in outcome.path), outcome.next_token])
+        self.token_ids = [*map(drafted.__getitem__, outcome.path), outcome.next_token]
 
     @property
     def is_from_text(self) -> bool:

@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from specwire.errors import InvalidRequestError
 
+# Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
+# of a frozen one takes ten times as long to set.
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
@@ -296,7 +299,7 @@ class Support:
     probs: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.tree`).
 
@@ -377,7 +380,7 @@ class Logprobs:
         return [(int(t), float(v)) for t, v in zip(self.token_ids[start:], self.values[start:], strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """The target's verdict on a proposal of γ tokens: one row for the prefix, and one for each token.
 
@@ -437,7 +440,7 @@ class Load:
     token_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """How a round ended.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
@@ -135,13 +135,13 @@ class DraftSequence:
         answer = self._answer
         assert answer is not None
         return split(
+            CallOutcome.BEGUN if answer.begun_ahead else CallOutcome.ASKED,
             self._answered_ns - self._asked_ns,
             answer.timings,
-            outcome=CallOutcome.BEGUN if answer.begun_ahead else CallOutcome.ASKED,
-            request_bytes=self.request_bytes,
-            response_bytes=self._answer_bytes,
-            num_cached_tokens=answer.num_cached_tokens,
-            num_prefill_tokens=num_prefill_tokens,
+            self.request_bytes,
+            self._answer_bytes,
+            answer.num_cached_tokens,
+            num_prefill_tokens,
         )
 
     def _cost_of_pushed(self, origin: Origin, num_prefill_tokens: int) -> Cost:
@@ -154,14 +154,8 @@ class DraftSequence:
         age_ns = origin.request_age_ns if had_arrived else 0
         on_path_ns = min(origin.forward_ns, age_ns)
         timings = Timings(residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns)
-        return split(
-            clock.stopwatch_ns() - self._asked_ns,
-            timings,
-            outcome=CallOutcome.BEGUN,
-            request_bytes=self.request_bytes,
-            num_prefill_tokens=num_prefill_tokens,
-            prepared_by=origin.traceparent,
-        )
+        cost = split(CallOutcome.BEGUN, clock.stopwatch_ns() - self._asked_ns, timings, self.request_bytes)
+        return replace(cost, num_prefill_tokens=num_prefill_tokens, prepared_by=origin.traceparent)
 
     def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""

@@ -111,13 +111,14 @@ class _VerifySequence:
             found = await self._answer
         answer, num_bytes = found
         cost = split(
+            CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
             clock.stopwatch_ns() - started_ns,
             _as_asked(answer.timings) if answer.ahead_id else answer.timings,
-            outcome=CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
-            request_bytes=self.request_bytes,
-            response_bytes=num_bytes,
-            num_cached_tokens=answer.num_cached_tokens,
-            load=answer.load,
+            self.request_bytes,
+            num_bytes,
+            answer.num_cached_tokens,
+            0,
+            answer.load,
         )
         return answer, cost
 
