@@ -10,7 +10,6 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -509,5 +508,9 @@ class ModelInfo:
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
-    pairs = zip(ours, theirs, strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    num_equal = 0
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            break
+        num_equal += 1
+    return num_equal

@@ -111,8 +111,9 @@ class DraftSequence:
             SpecwireError: the sequence failed, or the answer does not follow the tokens.
             TimeoutError: nothing arrived in time.
         """
-        token_ids = committed[self.num_sent_tokens :]
-        self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
+        if self.error is not None:
+            raise self.error
+        token_ids = self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
         self._asked_id, self._asked_ns = self._num_requests, clock.stopwatch_ns()
         due_ns = self._asked_ns + timeout_s * 1e9
         while (found := self.prepared.take(committed)) is None:
@@ -169,21 +170,24 @@ class DraftSequence:
         max_depth: int,
         preparation: Preparation | None,
         traceparent: str,
-    ) -> None:
+    ) -> Sequence[int]:
+        """Send a request; returns the tokens that it commits."""
         base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
         self._num_requests += 1
+        token_ids = committed[base_len:]
         self._link.put(
             DraftOrder(
                 self._sequence_id,
                 self._num_requests,
                 base_len,
-                committed[base_len:],
+                token_ids,
                 num_draft_tokens,
                 max_depth,
                 preparation,
                 traceparent,
             )
         )
+        return token_ids
 
     def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""
