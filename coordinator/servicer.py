@@ -22,7 +22,7 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
-from coordinator.reader import CreditReader
+from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
@@ -85,6 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
         )
         self._num_finished = 0
+        self._writes = Writes()
         self.totals = Totals()
 
     @property
@@ -117,7 +118,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             async with (
-                CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
+                CreditReader(context.write, credit, self._config.idle_timeout_s, self._writes) as reader,
                 self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):

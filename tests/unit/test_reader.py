@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from coordinator.credit import Credit
-from coordinator.reader import CreditReader
+from coordinator.reader import CreditReader, Writes
 from specwire.errors import InvalidRequestError, StreamIdleError
 
 IDLE_S = 0.05
@@ -29,7 +29,7 @@ class Wire:
 
 
 def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> CreditReader:
-    return CreditReader(wire.write, Credit(window, 5), idle_timeout_s)
+    return CreditReader(wire.write, Credit(window, 5), idle_timeout_s, Writes())
 
 
 async def settle() -> None:
@@ -120,7 +120,7 @@ async def test_a_write_that_fails_ends_the_generation() -> None:
         raise ZeroDivisionError
 
     async def generate() -> None:
-        async with CreditReader(write, Credit(0, 5), 60.0) as client:
+        async with CreditReader(write, Credit(0, 5), 60.0, Writes()) as client:
             client.send(partial(int, 0))
             client.send(partial(int, 1))
             await client.ready()
