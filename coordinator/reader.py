@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from coordinator.begun import Stepped
 from coordinator.credit import Credit
+from coordinator.stepped import Stepped
 from specwire.errors import StreamIdleError
 
 _MAX_UNWRITTEN_ROUNDS = 8
@@ -141,12 +141,13 @@ class CreditReader:
 
     # --- waiting for the client ---------------------------------------------------------------------
 
-    def is_ready(self, num_tokens: int) -> bool:
-        """Whether a round may start, after one that emits so many tokens more."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether a round may start."""
         return (
             self._error is None
             and self._num_unwritten_rounds < _MAX_UNWRITTEN_ROUNDS
-            and (self.credit.has_room_after(num_tokens) if num_tokens else self.credit.has_room)
+            and self.credit.has_room
         )
 
     async def ready(self) -> None:
@@ -156,7 +157,7 @@ class CreditReader:
             StreamIdleError: the client took nothing for too long.
             Exception: passed to `fail`, or raised by a write.
         """
-        await self._until(lambda: self._error is not None or self.is_ready(0))
+        await self._until(lambda: self._error is not None or self.is_ready)
         if self._error is not None:
             raise self._error
 

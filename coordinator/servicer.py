@@ -306,9 +306,10 @@ class _Turns:
     ledger: Ledger
     peers: tuple[Drafter | RemoteVerifier, ...]
 
-    def may_start(self, num_tokens: int) -> bool:
+    @property
+    def may_start(self) -> bool:
         """See `generation.Turns`."""
-        return self.reader.is_ready(num_tokens)
+        return self.reader.is_ready
 
     async def wait(self) -> None:
         """A long wait is without the slot, and without sequences at the peers: their caches keep what was

@@ -85,9 +85,9 @@ async def test_what_comes_while_a_message_is_written_is_one_message_then() -> No
     await settle()
     for _ in range(7):
         finish_round()
-    assert client.is_ready(0)
+    assert client.is_ready
     finish_round()
-    assert not client.is_ready(0)
+    assert not client.is_ready
     assert await is_held(client)
     wire.held.set()
     await client.ready()
