@@ -26,6 +26,9 @@ class CallOutcome(enum.StrEnum):
     """The service, or the stream to it, failed during the call."""
 
 
+_HITS = (CallOutcome.READY, CallOutcome.BEGUN)
+
+
 @dataclass(slots=True)
 class Cost:
     """What one call to a model service cost.
@@ -72,7 +75,7 @@ class Cost:
     @property
     def is_hit(self) -> bool:
         """The proposal was there before the call, or begun."""
-        return self.outcome in (CallOutcome.READY, CallOutcome.BEGUN)
+        return self.outcome in _HITS
 
     @property
     def timed_out(self) -> bool:

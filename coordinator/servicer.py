@@ -188,10 +188,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 call.count(len(response.chunk.tokens))
                 return response
 
-            async with contextlib.aclosing(generation.rounds()) as rounds:
-                while not session.ended and (done := await anext(rounds, None)) is not None:
-                    session.add(done)
-                    reader.send(take)
+            if not session.ended:  # as one may be that is resumed
+                async with contextlib.aclosing(generation.rounds()) as rounds:
+                    async for done in rounds:
+                        session.add(done)
+                        reader.send(take)
+                        if session.ended:
+                            break
             completion = session.completion(drafter.unavailable)
         last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
         reader.send(lambda: last)
