@@ -1,6 +1,6 @@
 """The client of one generation, which reads at its own pace. Knows no grpc.
 
-    nothing is being written ──▶ what a round brought is written at once
+    nothing is being written ──▶ what a round brought is written as soon as the next round is asked for
     a write is under way ──▶ what later rounds bring waits, and is one message then
     8 rounds wait, or there is no credit ──▶ the generation waits ──▶ StreamIdleError after `idle_timeout_s`
 
@@ -27,9 +27,8 @@ Take = Callable[[], Any]
 
 
 class Writes:
-    """When the streams of an event loop begin to write: together, after all that is ready before.
-
-    That is the next rounds' requests, for which devices wait.
+    """When the streams of an event loop begin to write: together, after the next rounds' requests have left,
+    for which devices wait.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,9 @@ class Writes:
     def put(self, begin: Callable[[], None]) -> None:
         """Call this then; it must not raise."""
         if not self._due:
-            asyncio.get_running_loop().call_soon(self._begin_all)
+            # In the next turn what is asked for in this one is sent; it is the turn after that.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._begin_all)
         self._due.append(begin)
 
     def _begin_all(self) -> None:

@@ -95,6 +95,19 @@ async def test_what_comes_while_a_message_is_written_is_one_message_then() -> No
     assert wire.written == [1, 8]
 
 
+async def test_what_the_next_round_asks_for_leaves_before_a_message_is_made() -> None:
+    """A link sends in the turn after a request is put: `Writes` are a turn later, of all streams together."""
+    wire, writes = Wire(), Writes()
+    events: list[str] = []
+    loop = asyncio.get_running_loop()
+    for name in ("one", "other"):
+        client = CreditReader(wire.write, Credit(0, 5), 60.0, writes)
+        client.send(partial(events.append, f"message of {name}"))
+        loop.call_soon(events.append, f"request of {name}")
+    await settle()
+    assert events == ["request of one", "request of other", "message of one", "message of other"]
+
+
 async def test_a_pause_ends_with_an_acknowledgement() -> None:
     client = reader(Wire(), window=64)
     await client.ready()
