@@ -1,43 +1,48 @@
 """`python -m benchmarks.coordinator_round`: what a round costs in the coordinator itself.
 
-The real `Generate` for many streams at once. Draft and verify are objects of this process that answer all who
-wait together, as one message does; their time is taken off. So what is left is the coordinator's own work for
-a round: plan, rule, commit, text, counts, learning, and the message to the client. The client is first an
-object as well, then another process over gRPC, beside a bare server that sends it the same messages.
+The real `Generate` for many streams at once. Draft and verify are objects of this process that answer a
+message with one; their time is taken off. What is left is the coordinator's own work for a round: plan, the
+messages to draft and verify but for their transport, rule, commit, text, counts, learning, and the message to
+the client. The client is first an object as well, then another process over gRPC, beside a bare server that
+sends it the same messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import cProfile
 import pstats
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.bare import BareServer, read_all
 from benchmarks.processes import end, read_line, start_module
-from coordinator.cost import CallOutcome, Cost
-from coordinator.generation import Plan, Planner, Round
-from coordinator.requests import GenerationRequest
+from coordinator.peers.addresses import Names
+from coordinator.peers.codecs import draft_codec, verify_codec
+from coordinator.peers.link import Codec, Link
+from coordinator.peers.pool import Pool
+from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
 from specwire.config.services import CoordinatorConfig
-from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Support, Timings, Verdict
 from specwire.rpc import private
 from specwire.rpc.server import Server
 from specwire.telemetry import tracing
-from specwire.v1 import generation_pb2, generation_pb2_grpc
+from specwire.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from specwire.wire import client as wire
+from specwire.wire import draft as draft_wire
+from specwire.wire import verify as verify_wire
+from specwire.wire.draft import DraftAnswer
+from specwire.wire.verify import VerifyAnswer
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 NUM_DRAFT_TOKENS, SUPPORT_SIZE, ALPHA = 4, 32, 0.8
@@ -46,13 +51,9 @@ RULES = ("greedy", "gumbel", "rejection", "block")
 Result = TypeVar("Result")
 _NUM_VARIANTS = 64
 _PASS_S = 0.02
-_DRAFT_COST = Cost(outcome=CallOutcome.ASKED, wall_ns=1, forward_ns=1)
-_VERIFY_COST = Cost(
-    outcome=CallOutcome.ASKED,
-    wall_ns=1,
-    forward_ns=1,
-    load=Load(num_sequences=256, base_ns=15_000_000, sequence_ns=1, token_ns=1),
-)
+_TIMINGS = Timings(forward_ns=1, residence_ns=1)
+_LOAD = Load(num_sequences=256, base_ns=15_000_000, sequence_ns=1, token_ns=1)
+_INFO = ModelInfo(name="model", vocab_size=VOCAB_SIZE, context_len=1 << 20)
 
 
 def params(rule: str, num_tokens: int) -> SamplingParams:
@@ -102,7 +103,7 @@ class Answers:
 
 
 class Peers:
-    """Draft and verify of all streams.
+    """The model services of all streams.
 
     Attributes:
         spent_ns: their own processor time.
@@ -114,104 +115,118 @@ class Peers:
         pass_s: that an answer takes; none of it is processor time.
         """
         self._answers, self._pass_s = answers, pass_s
-        self._waiting: list[asyncio.Future[None]] = []
         self.spent_ns = self.num_rounds = 0
 
-    def ask(self) -> asyncio.Future[None]:
-        """Done when all that wait now are answered."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_later(self._pass_s, self._answer)
-        future = loop.create_future()
-        self._waiting.append(future)
-        return future
-
-    def _answer(self) -> None:
-        started_ns = time.perf_counter_ns()
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-        self.spent_ns += time.perf_counter_ns() - started_ns
-
-    def proposal(self, base_len: int) -> Proposal:
-        """The draft's."""
-        started_ns = time.perf_counter_ns()
-        proposal, _ = self._answers.at(base_len)
-        self.spent_ns += time.perf_counter_ns() - started_ns
-        return proposal
-
-    def verdict(self, proposal: Proposal) -> Verdict:
-        """The target's, on as many tokens as were drafted."""
-        started_ns = time.perf_counter_ns()
-        _, verdict = self._answers.at(proposal.base_len)
-        num_tokens = len(proposal.token_ids)
-        if num_tokens < NUM_DRAFT_TOKENS:
-            verdict = Verdict(
-                verdict.base_len,
-                verdict.target_token_ids[: num_tokens + 1],
-                verdict.target_probs[:num_tokens],
-                verdict.tail_mass[:num_tokens],
+    def draft(self, request: draft_pb2.DraftRequest) -> Any:
+        """The proposals that a message asks for, in one message."""
+        lens = self._committed_lens(request)
+        answers = [
+            DraftAnswer(
+                sequence_id, request_id, self._answers.at(length)[0].first(num), _TIMINGS, num_wanted=num
             )
-        self.num_rounds += 1
-        self.spent_ns += time.perf_counter_ns() - started_ns
-        return verdict
+            for sequence_id, request_id, length, num in zip(
+                request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
+            )
+        ]
+        return draft_wire.response_to_proto(answers, (), (), "", SUPPORT_SIZE)
+
+    def verify(self, request: verify_pb2.VerifyRequest) -> Any:
+        """The verdicts that a message asks for, in one message."""
+        self.num_rounds += len(request.sequence_ids)
+        lens = self._committed_lens(request)
+        answers = [
+            VerifyAnswer(sequence_id, request_id, _first(self._answers.at(length)[1], num), _TIMINGS, 0)
+            for sequence_id, request_id, length, num in zip(
+                request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
+            )
+        ]
+        return verify_wire.response_to_proto(answers, (), _LOAD, "")
+
+    @staticmethod
+    def _committed_lens(request: Any) -> list[int]:
+        return [*map(int.__add__, request.base_lens, request.num_tokens)]
+
+    def replica(self, role: str, codec: Codec) -> Replica:
+        """A service whose messages stay in this process."""
+        answer = self.draft if role == "draft" else self.verify
+
+        def timed(request: Any) -> Any:
+            started_ns = time.thread_time_ns()
+            response = answer(request)
+            self.spent_ns += time.thread_time_ns() - started_ns
+            return response
+
+        return _Replica(role, lambda: Link(_Call(timed, self._pass_s), codec))
 
 
-class _Sequence:
-    """Drafter and verifier of one stream."""
+def _first(verdict: Verdict, num_tokens: int) -> Verdict:
+    """On so many of the tokens that were drafted."""
+    return Verdict(
+        verdict.base_len,
+        verdict.target_token_ids[: num_tokens + 1],
+        verdict.target_probs[:num_tokens],
+        verdict.tail_mass[:num_tokens],
+    )
 
-    unavailable = ""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+class _Call:
+    """A stream to a service; see `link.Call`."""
 
-    async def propose(
-        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
-    ) -> tuple[Proposal, Cost]:
-        await self._peers.ask()
-        proposal = self._peers.proposal(len(committed))
-        if plan.num_draft_tokens < NUM_DRAFT_TOKENS:
-            proposal = proposal.first(plan.num_draft_tokens)
-        return proposal, _DRAFT_COST
+    def __init__(self, answer: Callable[[Any], Any], pass_s: float) -> None:
+        self._answer, self._pass_s = answer, pass_s
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
 
-    async def verify(
-        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
-    ) -> tuple[Verdict, Cost]:
-        await self._peers.ask()
-        return self._peers.verdict(proposal), _VERIFY_COST
+    async def send(self, request: Any) -> None:
+        self._requests.put_nowait(request)
 
-    def observe(self, done: Round) -> None:
-        """Learns nothing."""
+    async def read(self) -> Any:
+        """The answers to all requests that have come until a pass begins."""
+        while True:
+            asked = await self._requests.get()
+            while not self._requests.empty():
+                asked.MergeFrom(self._requests.get_nowait())
+            await asyncio.sleep(self._pass_s)
+            if asked.sequence_ids:
+                return self._answer(asked)
 
-    def close(self) -> None:
-        """Holds nothing."""
+    def cancel(self) -> None:
+        """Nothing is left."""
+
+
+class _Replica(Replica):
+    """A service of this process."""
+
+    def __init__(self, role: str, open_link: Callable[[], Link]) -> None:
+        super().__init__(role, "here")
+        self._make_link = open_link
+        self.mark_ready(_INFO)
+
+    def _open_link(self) -> Link:
+        return self._make_link()
+
+
+class _Pool(Pool):
+    """A single replica."""
+
+    info = _INFO
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica.role, "", lambda _: replica, Names(), is_needed=True)
+        self.add(replica)
 
 
 class Servicer(GenerationServicer):
-    """With `Peers` instead of the model services."""
+    """With `Peers` as the model services."""
 
     def __init__(self, peers: Peers, num_streams: int, *, with_text: bool) -> None:
-        info = ModelInfo(name="model", vocab_size=VOCAB_SIZE, context_len=1 << 20)
-        pool: Any = SimpleNamespace(info=info, unavailable="", replicas=())
+        verify: Any = _Pool(peers.replica("verify", verify_codec(VOCAB_SIZE)))
+        draft: Any = _Pool(peers.replica("draft", draft_codec(VOCAB_SIZE, "draft")))
         config = CoordinatorConfig(
             address="127.0.0.1:0", draft_address="127.0.0.1:1", num_outcomes="0", max_running=num_streams
         )
         self.config = config
         loaded = tokenizer.load(embedded.TARGET_DIR) if with_text else None
-        super().__init__(config, pool, pool, loaded, tracing.Tracing())
-        self._all = peers
-
-    @contextlib.contextmanager
-    def _peers(
-        self,
-        request: GenerationRequest,
-        planner: Planner,
-        remaining_s: Callable[[], float | None],
-        parent: tracing.Span,
-    ) -> Iterator[Any]:
-        sequence = _Sequence(self._all)
-        yield sequence, sequence
+        super().__init__(config, verify, draft, loaded, tracing.Tracing())
 
 
 class _Client:

@@ -26,7 +26,10 @@ class CallOutcome(enum.StrEnum):
     """The service, or the stream to it, failed during the call."""
 
 
-@dataclass(frozen=True, slots=True)
+_HITS = (CallOutcome.READY, CallOutcome.BEGUN)
+
+
+@dataclass(slots=True)
 class Cost:
     """What one call to a model service cost.
 
@@ -72,7 +75,7 @@ class Cost:
     @property
     def is_hit(self) -> bool:
         """The proposal was there before the call, or begun."""
-        return self.outcome in (CallOutcome.READY, CallOutcome.BEGUN)
+        return self.outcome in _HITS
 
     @property
     def timed_out(self) -> bool:
@@ -85,7 +88,7 @@ class Cost:
         return self.outcome in (CallOutcome.UNAVAILABLE, CallOutcome.LOST)
 
 
-def split(wall_ns: int, timings: Timings, **fields: Any) -> Cost:
+def split(outcome: CallOutcome, wall_ns: int, timings: Timings, *about: Any) -> Cost:
     """Where the time of an answered call went.
 
     The service's clock may run a little faster than ours, and its figures come from elsewhere: each is
@@ -93,21 +96,11 @@ def split(wall_ns: int, timings: Timings, **fields: Any) -> Cost:
 
     Args:
         timings: of the answer: durations by the service's own clock.
-        fields: others of the cost.
+        about: the cost's other fields, from `request_bytes` on.
     """
-    residence_ns = _limited(timings.residence_ns, wall_ns)
-    queue_ns = _limited(timings.queue_ns + timings.stall_ns, residence_ns)
-    forward_ns = _limited(timings.forward_ns, residence_ns - queue_ns)
-    return Cost(
-        wall_ns=wall_ns,
-        queue_ns=queue_ns,
-        forward_ns=forward_ns,
-        handling_ns=residence_ns - queue_ns - forward_ns,
-        network_ns=wall_ns - residence_ns,
-        ahead_ns=max(0, timings.ahead_ns),
-        **fields,
-    )
-
-
-def _limited(value: int, most: int) -> int:
-    return min(max(0, value), most)
+    queue_ns, forward_ns, residence_ns, stall_ns, ahead_ns = timings
+    residence_ns = min(max(0, residence_ns), wall_ns)
+    queue_ns = min(max(0, queue_ns + stall_ns), residence_ns)
+    forward_ns = min(max(0, forward_ns), residence_ns - queue_ns)
+    handling_ns, network_ns = residence_ns - queue_ns - forward_ns, wall_ns - residence_ns
+    return Cost(outcome, wall_ns, queue_ns, forward_ns, handling_ns, network_ns, 0, max(0, ahead_ns), *about)

@@ -37,13 +37,6 @@ class Credit:
         num_in_flight = self._num_sent - self._num_acknowledged
         return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
 
-    def has_room_after(self, num_tokens: int) -> bool:
-        """Whether a round may start after one that emits, and perhaps sends, so many tokens more."""
-        if not self._window:
-            return True
-        num_ahead = self._num_emitted + num_tokens - self._num_acknowledged
-        return num_ahead + self._round_len <= self._window or num_ahead <= MAX_UNACKNOWLEDGED_TOKENS
-
     def spend(self, *, num_emitted: int = 0, num_sent: int = 0) -> None:
         """Count tokens that a round emitted, and those that its message carries; call it before that is sent.
 

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from coordinator.begun import Begun
 from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
@@ -131,7 +130,7 @@ class Verifier(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round:
     """One draft → verify → commit cycle.
 
@@ -148,7 +147,7 @@ class Round:
 
     def __post_init__(self) -> None:
         drafted, outcome = self.proposal.token_ids, self.outcome
-        object.__setattr__(self, "token_ids", [*(drafted[i] for i in outcome.path), outcome.next_token])
+        self.token_ids = [*map(drafted.__getitem__, outcome.path), outcome.next_token]
 
     @property
     def is_from_text(self) -> bool:
@@ -181,8 +180,9 @@ class Round:
 class Turns(Protocol):
     """When rounds may start."""
 
-    def may_start(self, num_tokens: int) -> bool:
-        """Whether one may now, after one that commits so many tokens."""
+    @property
+    def may_start(self) -> bool:
+        """Whether one may now."""
         ...
 
     async def wait(self) -> None:
@@ -192,14 +192,6 @@ class Turns(Protocol):
 
 class Generation:
     """One sequence being generated.
-
-    A round's request leaves before the round before is handed on, so that text, counts and messages cost no
-    time while draft and target work:
-
-        request, wait ── rule, commit ── request ── (the round is taken) ── wait ── rule, commit ── ...
-
-    That is for rounds which cannot be the last: where the text may end the generation, or the next round has
-    to wait for its turn, the round is taken first.
 
     Attributes:
         committed: the prompt and everything emitted since.
@@ -225,8 +217,6 @@ class Generation:
         self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
         self._context_len = request.target.context_len
         self._end_len = request.prompt_len + params.max_tokens
-        self._end_ids = request.end_ids
-        self._text_may_end_it = bool(params.stop)
         self._params = params
         self._drafter = drafter
         self._verifier = verifier
@@ -242,43 +232,19 @@ class Generation:
     async def rounds(self) -> AsyncGenerator[Round, None]:
         """Rounds until `max_tokens` are emitted; at a stop condition the caller stops iterating.
 
-        To be closed by its caller: a request may be under way.
+        The next round's request leaves when the caller asks for it: what need not be done before, such as
+        text, is better left for later.
         """
-        next_round: Begun[Round] | None = None
-        try:
-            while len(self.committed) < self._end_len:
-                if next_round is None:
-                    if not self._turns.may_start(0):
-                        await self._turns.wait()
-                    started_ns = clock.stopwatch_ns()
-                    next_round = self._begin()
-                done, next_round = await next_round, None
-                ended_ns = self._ledger.switch(Stage.COORDINATOR)
-                self._drafter.observe(done)
-                if self._goes_on(done):
-                    self._planner.observe(done, ended_ns - started_ns)
-                    started_ns, next_round = ended_ns, self._begin()
-                    yield done
-                else:
-                    self._ledger.switch(Stage.EMIT)
-                    yield done
-                    ended_ns = self._ledger.switch(Stage.COORDINATOR)
-                    self._planner.observe(done, ended_ns - started_ns)
-        finally:
-            if next_round is not None:
-                next_round.close()
-
-    def _goes_on(self, done: Round) -> bool:
-        """Whether another round follows for certain, and may start now."""
-        return (
-            not self._text_may_end_it
-            and len(self.committed) < self._end_len
-            and self._end_ids.isdisjoint(done.token_ids)
-            and self._turns.may_start(len(done.token_ids))
-        )
-
-    def _begin(self) -> Begun[Round]:
-        return Begun(self._traced_cycle() if self._tracer.enabled else self._cycle(self._parent))
+        while len(self.committed) < self._end_len:
+            if not self._turns.may_start:
+                await self._turns.wait()
+            started_ns = clock.stopwatch_ns()
+            done = await (self._traced_cycle() if self._tracer.enabled else self._cycle(self._parent))
+            self._ledger.switch(Stage.EMIT)
+            yield done
+            ended_ns = self._ledger.switch(Stage.COORDINATOR)
+            self._drafter.observe(done)
+            self._planner.observe(done, ended_ns - started_ns)
 
     async def _traced_cycle(self) -> Round:
         with self._tracer.span("round", parent=self._parent.context) as span:

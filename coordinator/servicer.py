@@ -22,7 +22,7 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
-from coordinator.reader import CreditReader
+from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
@@ -85,6 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
         )
         self._num_finished = 0
+        self._writes = Writes()
         self.totals = Totals()
 
     @property
@@ -117,7 +118,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             async with (
-                CreditReader(context.write, credit, self._config.idle_timeout_s) as reader,
+                CreditReader(context.write, credit, self._config.idle_timeout_s, self._writes) as reader,
                 self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):
@@ -187,10 +188,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 call.count(len(response.chunk.tokens))
                 return response
 
-            async with contextlib.aclosing(generation.rounds()) as rounds:
-                while not session.ended and (done := await anext(rounds, None)) is not None:
-                    session.add(done)
-                    reader.send(take)
+            if not session.ended:  # as one may be that is resumed
+                async with contextlib.aclosing(generation.rounds()) as rounds:
+                    async for done in rounds:
+                        session.add(done)
+                        reader.send(take)
+                        if session.ended:
+                            break
             completion = session.completion(drafter.unavailable)
         last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
         reader.send(lambda: last)
@@ -305,9 +309,10 @@ class _Turns:
     ledger: Ledger
     peers: tuple[Drafter | RemoteVerifier, ...]
 
-    def may_start(self, num_tokens: int) -> bool:
+    @property
+    def may_start(self) -> bool:
         """See `generation.Turns`."""
-        return self.reader.is_ready(num_tokens)
+        return self.reader.is_ready
 
     async def wait(self) -> None:
         """A long wait is without the slot, and without sequences at the peers: their caches keep what was

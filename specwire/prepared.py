@@ -21,7 +21,7 @@ class Prepared(NamedTuple):
     origin: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrived:
     """A proposal, and the path that it was prepared for.
 
@@ -119,8 +119,13 @@ class PreparedProposals:
         """
         if not self._arrived:
             return None
-        agreeing = [each for each in self._arrived if each.agrees(committed)]
-        self._arrived = [each for each in agreeing if not each.is_reached(committed)]
-        usable = [each.rest(committed) for each in agreeing if each.is_reached(committed)]
-        longest = max(usable, key=lambda prepared: len(prepared.proposal.token_ids), default=None)
-        return longest if longest and longest.proposal.token_ids else None
+        arrived, self._arrived = self._arrived, []
+        longest, most = None, 0
+        for each in arrived:
+            if not each.agrees(committed):
+                continue
+            if not each.is_reached(committed):
+                self._arrived.append(each)
+            elif len((rest := each.rest(committed)).proposal.token_ids) > most:
+                longest, most = rest, len(rest.proposal.token_ids)
+        return longest

@@ -153,7 +153,8 @@ class SharedMeasurements:
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
-        if self.is_warming_up or self.follows:
+        has_no_choice = cap is None and len(self._outcome_options) == 1
+        if self.is_warming_up or self.follows or has_no_choice:
             return
         num_streams, caps, outcomes = self._levels()
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
@@ -113,8 +113,9 @@ class DraftSequence:
             SpecwireError: the sequence failed, or the answer does not follow the tokens.
             TimeoutError: nothing arrived in time.
         """
-        token_ids = committed[self.num_sent_tokens :]
-        self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
+        if self.error is not None:
+            raise self.error
+        token_ids = self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
         self._asked_id, self._asked_ns = self._num_requests, clock.stopwatch_ns()
         due_ns = self._asked_ns + timeout_s * 1e9
         while (found := self.prepared.take(committed)) is None:
@@ -137,13 +138,13 @@ class DraftSequence:
         answer = self._answer
         assert answer is not None
         return split(
+            CallOutcome.BEGUN if answer.begun_ahead else CallOutcome.ASKED,
             self._answered_ns - self._asked_ns,
             answer.timings,
-            outcome=CallOutcome.BEGUN if answer.begun_ahead else CallOutcome.ASKED,
-            request_bytes=self.request_bytes,
-            response_bytes=self._answer_bytes,
-            num_cached_tokens=answer.num_cached_tokens,
-            num_prefill_tokens=num_prefill_tokens,
+            self.request_bytes,
+            self._answer_bytes,
+            answer.num_cached_tokens,
+            num_prefill_tokens,
         )
 
     def _cost_of_pushed(self, origin: Origin, num_prefill_tokens: int) -> Cost:
@@ -156,14 +157,8 @@ class DraftSequence:
         age_ns = origin.request_age_ns if had_arrived else 0
         on_path_ns = min(origin.forward_ns, age_ns)
         timings = Timings(residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns)
-        return split(
-            clock.stopwatch_ns() - self._asked_ns,
-            timings,
-            outcome=CallOutcome.BEGUN,
-            request_bytes=self.request_bytes,
-            num_prefill_tokens=num_prefill_tokens,
-            prepared_by=origin.traceparent,
-        )
+        cost = split(CallOutcome.BEGUN, clock.stopwatch_ns() - self._asked_ns, timings, self.request_bytes)
+        return replace(cost, num_prefill_tokens=num_prefill_tokens, prepared_by=origin.traceparent)
 
     def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
@@ -177,21 +172,24 @@ class DraftSequence:
         max_depth: int,
         preparation: Preparation | None,
         traceparent: str,
-    ) -> None:
+    ) -> Sequence[int]:
+        """Send a request; returns the tokens that it commits."""
         base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
         self._num_requests += 1
+        token_ids = committed[base_len:]
         self._link.put(
             DraftOrder(
                 self._sequence_id,
                 self._num_requests,
                 base_len,
-                committed[base_len:],
+                token_ids,
                 num_draft_tokens,
                 max_depth,
                 preparation,
                 traceparent,
             )
         )
+        return token_ids
 
     def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""

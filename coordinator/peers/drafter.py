@@ -112,42 +112,36 @@ class RemoteDrafter:
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """See `generation.Drafter`."""
-        nothing = Proposal(len(committed))
         if plan.num_draft_tokens <= 0:
-            return nothing, Cost()
+            return Proposal(len(committed)), Cost()
         self._close_if_lost(parent)
         replica = self._current.replica if self._current else self._choose(committed)
         if replica is None or replica.info is None:
-            return nothing, Cost(outcome=CallOutcome.UNAVAILABLE)
+            return Proposal(len(committed)), Cost(outcome=CallOutcome.UNAVAILABLE)
         plan = _fitted(plan, replica.info, len(committed))
         if plan.num_draft_tokens <= 0:
-            return nothing, Cost()
+            return Proposal(len(committed)), Cost()
+        return self._at_hand(committed, plan) or await self._ask(replica, committed, plan, parent)
+
+    async def _ask(
+        self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost]:
+        """A proposal that is requested; no tokens where the draft is lost meanwhile."""
         started_ns = clock.stopwatch_ns()
         try:
-            return await self._propose_at(replica, committed, plan, parent)
+            if not self._tracer.enabled:
+                return await self._request(replica, committed, plan, parent.traceparent, started_ns)
+            with span_around(self._tracer, "draft", replica.address, parent) as span:
+                found = await self._request(replica, committed, plan, span.traceparent, started_ns)
+                describe(span, *found)
+            return found
         except SpecwireError as error:
             self._close_after(error, replica)
             lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
             parent.event("draft lost", lost)
             lost_ns = clock.stopwatch_ns() - started_ns
-            return nothing, Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
-
-    async def _propose_at(
-        self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
-    ) -> tuple[Proposal, Cost]:
-        """Raises:
-        SpecwireError: the sequence failed or the draft hangs.
-        """
-        prepared = self._take_prepared(committed, plan)
-        if prepared is not None:
-            return prepared
-        if self._is_late:
-            return Proposal(len(committed)), Cost()
-        with span_around(self._tracer, "draft", replica.address, parent) as span:
-            self._check_alive()
-            proposal, cost = await self._request(replica, committed, plan, span.traceparent)
-            describe(span, proposal, cost)
-        return proposal, cost
+            cost = Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
+            return Proposal(len(committed)), cost
 
     def observe(self, done: Round) -> None:
         """See `generation.Drafter`; what proposals cost is learnt from each call."""
@@ -177,16 +171,19 @@ class RemoteDrafter:
 
     # --- one proposal ---------------------------------------------------------------------------------
 
-    def _take_prepared(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
-        """A proposal that has arrived already, if any; the draft works on from it."""
+    def _at_hand(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
+        """What needs no request: a proposal that has arrived already, from which the draft works on; or no
+        tokens, while an earlier answer is late that may still arrive."""
         if self._current is None:
             return None
         sequence = self._current.sequence
         found = sequence.prepared.take(committed)
-        if found is None:
-            return None
-        proposal = plan.limit(found.proposal)
-        return proposal, self._continue_from(committed, proposal, plan, found)
+        if found is not None:
+            proposal = plan.limit(found.proposal)
+            return proposal, self._continue_from(committed, proposal, plan, found)
+        if sequence.error is None and 0 < sequence.late_s <= self._hung_after_s:
+            return Proposal(len(committed)), Cost()
+        return None
 
     def _continue_from(
         self, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
@@ -203,38 +200,21 @@ class RemoteDrafter:
     def _hung_after_s(self) -> float:
         return _HUNG_AFTER_WAITS * self._longest_wait_s
 
-    @property
-    def _is_late(self) -> bool:
-        """Whether an answer is late that may still arrive."""
-        sequence = self._current.sequence if self._current else None
-        return sequence is not None and sequence.error is None and 0 < sequence.late_s <= self._hung_after_s
-
-    def _check_alive(self) -> None:
+    async def _request(
+        self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str, started_ns: int
+    ) -> tuple[Proposal, Cost]:
         """Raises:
         SpecwireError: the sequence has failed, or its answer is so late that the draft counts as lost.
         """
         if self._current is None:
-            return
-        sequence = self._current.sequence
-        if sequence.error is not None:
-            raise sequence.error
-        if sequence.late_s > self._hung_after_s:
-            raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
-
-    async def _request(
-        self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str
-    ) -> tuple[Proposal, Cost]:
-        """Raises:
-        SpecwireError: the sequence failed.
-        """
-        if self._current is None:
             self._current = self._open_at(replica, committed)
         sequence = self._current.sequence
+        if sequence.late_s > self._hung_after_s:
+            raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
         expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         # A replica that has not answered since it was lost is sent the request, and not waited for.
         patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
-        started_ns = clock.stopwatch_ns()
         try:
             found, cost = await sequence.request(
                 committed,

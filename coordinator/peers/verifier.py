@@ -63,44 +63,35 @@ class _VerifySequence:
         self._ahead = PreparedProposals(_MAX_AHEAD)
         self._sequence_id = link.open(opening, self, timeout_s)
 
-    async def exchange(
-        self, committed: Sequence[int], proposal: Proposal, traceparent: str
-    ) -> tuple[VerifyAnswer, Cost]:
-        """Send one request and wait for its answer; answers to earlier requests are dropped.
-
-        Raises:
-            SpecwireError: as the peer raised it, or for a failure of the transport.
-        """
-        base_len = self.num_sent_tokens
-        order = VerifyOrder(
+    def order(self, committed: Sequence[int], proposal: Proposal, traceparent: str) -> VerifyOrder:
+        """A request; answers to earlier ones are dropped."""
+        base_len, supports = self.num_sent_tokens, proposal.supports
+        self._early.clear()
+        return VerifyOrder(
             self._sequence_id,
             self._num_requests + 1,
             base_len,
             committed[base_len:],
             proposal.token_ids,
             proposal.parents,
-            [support.token_ids for support in proposal.supports],
+            [support.token_ids for support in supports] if supports else (),
             traceparent,
-            [support.probs for support in proposal.supports] if self._last_ahead_id else (),
+            [support.probs for support in supports] if self._last_ahead_id else (),
         )
-        self._early.clear()
-        return await self._ask(order, committed)
 
-    async def confirm(
-        self, committed: Sequence[int], ahead_id: int, traceparent: str
-    ) -> tuple[VerifyAnswer, Cost]:
-        """Ask for the round that the peer began by itself, and wait for its answer, which may be there.
-
-        Raises:
-            SpecwireError: as for `exchange`.
-        """
+    def confirmation(self, committed: Sequence[int], ahead_id: int, traceparent: str) -> VerifyOrder:
+        """A request for the round that the peer began by itself; its answer may be there."""
         request_id, base_len = self._num_requests + 1, len(committed)
-        order = VerifyOrder(
+        return VerifyOrder(
             self._sequence_id, request_id, base_len, (), traceparent=traceparent, ahead_id=ahead_id
         )
-        return await self._ask(order, committed)
 
-    async def _ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
+    async def ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            SpecwireError: as the peer raised it, or for a failure of the transport.
+        """
         if self._error is not None:
             raise self._error
         self._num_requests, self.num_sent_tokens = order.request_id, len(committed)
@@ -112,13 +103,14 @@ class _VerifySequence:
             found = await self._answer
         answer, num_bytes = found
         cost = split(
+            CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
             clock.stopwatch_ns() - started_ns,
             _as_asked(answer.timings) if answer.ahead_id else answer.timings,
-            outcome=CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
-            request_bytes=self.request_bytes,
-            response_bytes=num_bytes,
-            num_cached_tokens=answer.num_cached_tokens,
-            load=answer.load,
+            self.request_bytes,
+            num_bytes,
+            answer.num_cached_tokens,
+            0,
+            answer.load,
         )
         return answer, cost
 
@@ -268,9 +260,12 @@ class RemoteVerifier:
     async def _attempt(
         self, replica: Replica, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
     ) -> tuple[Verdict, Cost]:
-        with span_around(self._tracer, "verify", replica.address, parent) as span:
-            verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
-            describe(span, proposal, cost)
+        if self._tracer.enabled:
+            with span_around(self._tracer, "verify", replica.address, parent) as span:
+                verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
+                describe(span, proposal, cost)
+        else:
+            verdict, cost = await self._ask(replica, committed, proposal, parent.traceparent)
         self._has_begun = True
         replica.mark_proven()
         return verdict, cost
@@ -303,9 +298,10 @@ class RemoteVerifier:
         begun, continuation = self._begun, self._continuation
         self._begun = self._continuation = None
         if begun is proposal and continuation is not None:
-            answer, cost = await self._sequence.confirm(committed, continuation.ahead_id, traceparent)
+            order = self._sequence.confirmation(committed, continuation.ahead_id, traceparent)
         else:
-            answer, cost = await self._sequence.exchange(committed, proposal, traceparent)
+            order = self._sequence.order(committed, proposal, traceparent)
+        answer, cost = await self._sequence.ask(order, committed)
         try:
             check_verdict(answer.verdict, proposal)
         except InternalError as error:  # another replica may give a valid answer

@@ -1,4 +1,4 @@
-"""The order of work in a generation: what the peers wait for first, and nothing after the end."""
+"""The order of work in a generation: rounds are taken one by one, and nothing is asked for after the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.begun import Begun
 from coordinator.cost import Cost
 from coordinator.generation import Generation, Plan, Round
 from coordinator.ledger import Ledger
@@ -38,11 +37,7 @@ class Peers:
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         self.events.append(f"ask {len(committed)}")
-        try:
-            await asyncio.sleep(0)
-        except GeneratorExit:
-            self.events.append("given up")
-            raise
+        await asyncio.sleep(0)
         return Proposal(len(committed), [len(committed)] * plan.num_draft_tokens), Cost()
 
     async def verify(
@@ -66,11 +61,13 @@ class Peers:
     def close(self) -> None:
         """Holds nothing."""
 
-    def may_start(self, num_tokens: int) -> bool:
-        return self.may_go_on or num_tokens == 0
+    @property
+    def may_start(self) -> bool:
+        return self.may_go_on or not self.events
 
     async def wait(self) -> None:
-        raise AssertionError("a round may always start")
+        self.events.append("wait")
+        self.may_go_on = True
 
 
 def generation(peers: Peers, **params: Any) -> Generation:
@@ -109,65 +106,28 @@ async def taken(peers: Peers, most: int = 100, **params: Any) -> list[list[int]]
     return found
 
 
-async def test_the_next_request_leaves_before_a_round_is_taken() -> None:
+async def test_a_round_is_asked_for_when_the_one_before_was_taken() -> None:
     peers = Peers()
     assert await taken(peers, max_tokens=5) == [[3, 4], [5, 6], [7]]
-    assert peers.events == ["ask 3", "ask 5", "take 3", "ask 7", "take 5", "take 7"]
+    assert peers.events == ["ask 3", "take 3", "ask 5", "take 5", "ask 7", "take 7"]
 
 
-@pytest.mark.parametrize("params", [{"stop": "x"}, {"stop_token_ids": (3, 5)}])
-async def test_nothing_is_asked_for_after_what_may_be_the_end(params: dict[str, Any]) -> None:
-    """A text that has to be looked at first, or a token that ends the generation."""
+async def test_nothing_is_asked_for_after_the_last_round_that_is_taken() -> None:
+    """Be it for a stop string, a token that ends the generation, or a client that hung up."""
     peers = Peers()
-    assert await taken(peers, most=2, **params) == [[3, 4], [5, 6]]
+    assert await taken(peers, most=2, max_tokens=100) == [[3, 4], [5, 6]]
     assert peers.events == ["ask 3", "take 3", "ask 5", "take 5"]
 
 
-async def test_without_a_turn_the_round_is_taken_first() -> None:
+async def test_each_round_waits_for_its_turn() -> None:
     peers = Peers()
     peers.may_go_on = False
     await taken(peers, max_tokens=4)
-    assert peers.events == ["ask 3", "take 3", "ask 5", "take 5"]
-
-
-async def test_a_request_under_way_is_given_up_with_the_generation() -> None:
-    peers = Peers()
-    await taken(peers, most=1, max_tokens=8)
-    assert peers.events == ["ask 3", "ask 5", "take 3", "given up"]
+    assert peers.events == ["ask 3", "take 3", "wait", "ask 5", "take 5"]
 
 
 async def test_a_round_is_taken_before_the_failure_of_the_next() -> None:
     peers = Peers(fails_at=5)
     with pytest.raises(ServiceUnavailableError):
         await taken(peers, max_tokens=8)
-    assert peers.events == ["ask 3", "ask 5", "take 3"]
-
-
-async def test_what_has_begun_takes_a_cancellation_where_it_waits() -> None:
-    noted: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            noted.append("ended")
-
-    async def main() -> None:
-        begun = Begun(wait())
-        await asyncio.sleep(0)
-        await begun
-
-    task = asyncio.create_task(main())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert noted == ["ended"]
-
-
-async def test_what_ends_at_once_is_there() -> None:
-    async def answer() -> int:
-        return 7
-
-    assert await Begun(answer()) == 7
+    assert peers.events == ["ask 3", "take 3", "ask 5"]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from coordinator.credit import Credit
-from coordinator.reader import CreditReader
+from coordinator.reader import CreditReader, Writes
 from specwire.errors import InvalidRequestError, StreamIdleError
 
 IDLE_S = 0.05
@@ -29,7 +29,7 @@ class Wire:
 
 
 def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> CreditReader:
-    return CreditReader(wire.write, Credit(window, 5), idle_timeout_s)
+    return CreditReader(wire.write, Credit(window, 5), idle_timeout_s, Writes())
 
 
 async def settle() -> None:
@@ -85,14 +85,27 @@ async def test_what_comes_while_a_message_is_written_is_one_message_then() -> No
     await settle()
     for _ in range(7):
         finish_round()
-    assert client.is_ready(0)
+    assert client.is_ready
     finish_round()
-    assert not client.is_ready(0)
+    assert not client.is_ready
     assert await is_held(client)
     wire.held.set()
     await client.ready()
     await settle()
     assert wire.written == [1, 8]
+
+
+async def test_what_the_next_round_asks_for_leaves_before_a_message_is_made() -> None:
+    """A link sends in the turn after a request is put: `Writes` are a turn later, of all streams together."""
+    wire, writes = Wire(), Writes()
+    events: list[str] = []
+    loop = asyncio.get_running_loop()
+    for name in ("one", "other"):
+        client = CreditReader(wire.write, Credit(0, 5), 60.0, writes)
+        client.send(partial(events.append, f"message of {name}"))
+        loop.call_soon(events.append, f"request of {name}")
+    await settle()
+    assert events == ["request of one", "request of other", "message of one", "message of other"]
 
 
 async def test_a_pause_ends_with_an_acknowledgement() -> None:
@@ -120,7 +133,7 @@ async def test_a_write_that_fails_ends_the_generation() -> None:
         raise ZeroDivisionError
 
     async def generate() -> None:
-        async with CreditReader(write, Credit(0, 5), 60.0) as client:
+        async with CreditReader(write, Credit(0, 5), 60.0, Writes()) as client:
             client.send(partial(int, 0))
             client.send(partial(int, 1))
             await client.ready()
