@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from specwire import parent
 from specwire.cli import fronts
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the generation failed or a service was lost, 2 invalid flags, variables or
         models, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
     """
+    parent.end_with_it()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])

@@ -1,13 +1,12 @@
 """The three services of this machine as child processes: `specwire up`, `specwire demo`, tests, benchmarks.
 
-Children end with their parent, even if it is killed (PR_SET_PDEATHSIG). They are stopped in an order in which
-no process loses a service that it uses.
+Children end with their parent, even if it is killed (`specwire.parent`). They are stopped in an order in
+which no process loses a service that it uses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -19,11 +18,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Self
 
+from specwire import parent
 from specwire.config.fields import split_address
 from specwire.config.flags import env_name, flag_name, flag_words
 from specwire.config.services import EMBEDDED, NO_DRAFT, ListenConfig, StackConfig, UpConfig, VerifyConfig
@@ -36,15 +36,12 @@ log = logging.getLogger(__name__)
 READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Roles in the order of their ports."""
-_PR_SET_PDEATHSIG = 1
 _STOP_MARGIN_S = 5.0
 _STACKS_S = 0.5
 _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STABLE_S = 60.0
 """A process that ran for this long is restarted without a longer pause."""
-# Loaded here, since a child must do as little as possible between fork and exec.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Service:
@@ -72,26 +69,19 @@ class Service:
         self._model_flag = model_flag
         self._error = ""
         self._is_terminated = False
-        variables = _waiting(module) | _inherited() | dict(environ or {})
-        self.process = self._start([module, *flags], variables, pass_fds)
-        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
-        self._forwarder.start()
-
-    @staticmethod
-    def _start(
-        module_and_flags: list[str], environ: dict[str, str], pass_fds: Sequence[int]
-    ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", *module_and_flags],
+        variables = _waiting(module) | _inherited() | parent.environment() | dict(environ or {})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # a selector does not see buffered lines
-            env=environ,
+            env=variables,
             pass_fds=pass_fds,
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
-            preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509
         )
+        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder.start()
 
     def ready(self, timeout_s: float) -> str:
         """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
@@ -500,15 +490,3 @@ def check_free(name: str, address: str) -> None:
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(f"{flag_name(name)} {address}: cannot be bound ({problem})") from None
-
-
-def _ending_with(parent_pid: int) -> Callable[[], None]:
-    """A function for the child, between fork and exec: the kernel is to end it with its parent."""
-
-    def prepare() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent_pid:  # the parent has ended already, and no signal would follow
-                os._exit(1)
-
-    return prepare

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from specwire import parent
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, private
 from specwire.telemetry import logs, stacks
@@ -61,6 +62,7 @@ def end_at_once_by_signals() -> None:
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2."""
+    parent.end_with_it()
     stacks.show_on_signal()
     try:
         with asyncio.Runner(loop_factory=private.Loop) as runner:

@@ -7,9 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -26,33 +24,6 @@ _COMMANDS = {
     "front": ("specwire.cli", "http"),
 }
 _MODELS = {"verify": "emulated:step_ms=10", "draft": "emulated:step_ms=1,alpha=0.8"}
-
-
-class Restarted(Service):
-    """Started while threads of gRPC run, which a child that is forked and runs Python before it becomes the
-    service may trip over: so this one asks for itself to die with us."""
-
-    @staticmethod
-    def _start(
-        module_and_flags: list[str], environ: dict[str, str], pass_fds: Sequence[int]
-    ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _DIE_WITH_PARENT, *module_and_flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=environ,
-            pass_fds=pass_fds,
-        )
-
-
-_DIE_WITH_PARENT = """
-import ctypes, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-del sys.argv[0]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 
 
 class Fleet:
@@ -92,10 +63,10 @@ class Fleet:
             "front": self.fronts,
         }[role]
 
-    def _service(self, role: str, address: str = "127.0.0.1:0", start: type[Service] = Service) -> Service:
+    def _service(self, role: str, address: str = "127.0.0.1:0") -> Service:
         module, *words = _COMMANDS[role]
         flags = {"address": address, "grace_s": GRACE_S, **self._flags(role)}
-        return start(module, [*words, *flag_list(flags)])
+        return Service(module, [*words, *flag_list(flags)])
 
     def _flags(self, role: str) -> dict[str, object]:
         if role == "coordinator":
@@ -121,7 +92,7 @@ class Fleet:
             assert service.process.wait(2 * GRACE_S) == (0 if fault == "drain" else -signal.SIGKILL)
         finally:
             service.kill()
-            self.group(role)[index] = self._service(role, service.address, Restarted)
+            self.group(role)[index] = self._service(role, service.address)
 
     async def complete(self) -> None:
         """Wait for those that were started again."""
