@@ -20,6 +20,7 @@ from specwire.cli.timeline import command as timeline
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.flags import add_flags, read_config
+from specwire.config.heads import TrainHeadsConfig
 from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_proxy(commands)
     _add_token(commands)
     _add_http(commands)
+    _add_train_heads(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -167,6 +169,11 @@ def _add_token(commands: Any) -> None:
 def _add_http(commands: Any) -> None:
     about = "serve OpenAI's API and a page in front of a coordinator"
     _add_command(commands, "http", about, HttpConfig).set_defaults(run=_http)
+
+
+def _add_train_heads(commands: Any) -> None:
+    about = "train heads with which a target drafts for itself"
+    _add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +281,13 @@ def _proxy(args: argparse.Namespace) -> int:
 
     asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
     return 0
+
+
+def _train_heads(args: argparse.Namespace) -> int:
+    from specwire.cli import train_heads
+
+    _end_on_signals()
+    return train_heads.run(read_config(TrainHeadsConfig, args, os.environ))
 
 
 def _http(args: argparse.Namespace) -> int:
