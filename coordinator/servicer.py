@@ -248,8 +248,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
         if checked.draft.uses_heads:
             has_trees = self._verify.info.trees
-            return _planner(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
-        model = _planner(
+            return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+        model = planner_of(
             self._shapes,
             num_draft_tokens if checked.draft.uses_model else 0,
             checked.max_depth,
@@ -354,7 +354,7 @@ async def acknowledged(
         receiving.cancel()
 
 
-def _planner(
+def planner_of(
     shapes: SharedShapes, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
 ) -> Planner:
     """Of a draft model, or of the target's heads."""

@@ -467,7 +467,7 @@ class Continuation(NamedTuple):
     """How the verify service goes on by itself after a verdict.
 
     Attributes:
-        ahead_id: of the proposal that it judges next, under 0 for one of its own; 0 if it waits for a request.
+        ahead_id: of the proposal that it judges next, under 0 for one of its own; 0 if it waits.
         outcome: of the round, by the same rule.
     """
 

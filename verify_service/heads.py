@@ -1,11 +1,11 @@
 """What a target proposes by itself after its own verdicts, with its heads (`specwire.engine.heads`).
 
-    verdict ─▶ rule ─▶ outcome ─▶ state of the last accepted token, next token ─▶ heads, depth by depth ─▶ proposal
+    verdict ─▶ rule ─▶ outcome ─▶ state of the last accepted token, next token ─▶ heads ─▶ proposal
 
 On the engine thread, right after a pass. The coordinator comes to the same outcome or drops the proposal.
-Where tokens are matched a proposal may be a tree that grows best first, and heads draw with the noise that the
-target will draw with. Under rejection sampling it is a chain of their likeliest tokens: a function of committed
-tokens alone, hence a draft that is certain of them.
+Where tokens are matched a proposal may be a tree that grows best first, and heads draw with the noise that
+the target will draw with. Under rejection sampling it is a chain of their likeliest tokens: a function of
+committed tokens alone, hence a draft that is certain of them.
 """
 
 from __future__ import annotations
@@ -156,14 +156,15 @@ class HeadsDrafts:
         """Set outcome and proposal of each.
 
         Args:
-            judged: sequences that are drafted for, whose tokens end with those that the verdict is about, each
-                with the first of its rows.
+            judged: sequences that are drafted for, whose tokens end with those that the verdict is about,
+                each with the first of its rows.
             states: [num_rows, state_size], of a step.
 
         A defect here costs proposals, never a verdict: it is logged.
         """
         try:
-            growing, picked = [], []
+            growing: list[_Growing] = []
+            picked: list[int] = []
             for sequence, drafting, row, verdict in judged:
                 found = self._begin(sequence, drafting, verdict)
                 if found is not None:
@@ -251,7 +252,7 @@ def _row_of(outcome: Outcome | None) -> int:
 
 
 def _with_noise(scores: Tensor, rows: Rows) -> Tensor:
-    """Scores [num_rows, vocab_size] with the target's noise under Gumbel coupling: nodes of a depth share it."""
+    """Scores [num_rows, vocab_size], under Gumbel coupling with the target's noise, which depths share."""
     noisy = rows.having(GUMBEL)
     if noisy is None:
         return scores

@@ -10,6 +10,7 @@ from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
+from specwire.engine.heads import model as heads
 from specwire.engine.streams import Limits
 from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
@@ -53,8 +54,6 @@ def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
     """Raises:
     ModelLoadError: naming the flag and the reason.
     """
-    from specwire.engine.heads import model as heads  # loads transformers, as emulated devices never do
-
     try:
         loaded = heads.load(Path(directory), getattr(service.runner, "model", None), service.info)
     except ModelLoadError as error:

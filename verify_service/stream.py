@@ -48,7 +48,7 @@ from verify_service.verifier import VerifyJob
 log = logging.getLogger(__name__)
 
 _MAX_UNASKED = 2
-"""Rounds with proposals of its own that a sequence is ahead of its coordinator, whose client may stop reading."""
+"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
 
 
 @dataclass(slots=True, eq=False)

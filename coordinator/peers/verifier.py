@@ -384,7 +384,7 @@ class RemoteVerifier:
     # --- proposals that the target makes by itself ----------------------------------------------------
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """What the target is to propose after verdicts, from the next request on; see `drafts.heads.Target`."""
+        """See `drafts.heads.Target`; holds from the next request on."""
         self._wanted = Wanted(num_draft_tokens, max_depth)
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:

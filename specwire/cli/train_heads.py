@@ -13,9 +13,8 @@ def run(config: TrainHeadsConfig) -> int:
     from specwire.engine.heads.training import train  # loads torch
 
     made = train(config, _bar)
-    print(
-        f"{made.num_heads} heads for {made.target}: specwire up --target {config.target} --draft heads:{config.out}"
-    )
+    use = f"specwire up --target {config.target} --draft heads:{config.out}"
+    print(f"{made.num_heads} heads for {made.target}: {use}")
     return 0
 
 
@@ -23,7 +22,7 @@ def run(config: TrainHeadsConfig) -> int:
 def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """On standard error; without tqdm a line when it is done."""
     try:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         yield lambda num: None
         print(f"{title}: done")

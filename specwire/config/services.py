@@ -144,7 +144,6 @@ def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> N
 
 def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
     if heads:
-        check(Path(heads).is_dir(), name, heads, "no such directory")
         check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
         problem = "is served with --tensor-parallel-size 1 only"
         check(num_devices == 1, name, heads, problem)
@@ -255,6 +254,8 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_heads = self.model.startswith(HEADS_PREFIX)
+        check(not is_heads, "model", self.model, "is no model: heads are the verify service's flag --heads")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -507,25 +508,20 @@ class StackConfig(CheckedConfig):
             check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
 
     def _check_heads(self) -> None:
-        given, named = heads_draft(self.speculative_config), self.draft.startswith(HEADS_PREFIX)
-        check(self.draft not in (HEADS, MEDUSA), "draft", self.draft, f"needs a directory: {HEADS_PREFIX}DIR")
-        if not (given or named):
+        draft, given = self.draft, heads_draft(self.speculative_config)
+        is_named = draft.startswith(HEADS_PREFIX)
+        check(draft not in (HEADS, MEDUSA), "draft", draft, f"needs a directory: {HEADS_PREFIX}DIR")
+        if not (given or is_named):
             return
-        alone = named or self.draft in (EMBEDDED, NO_DRAFT)
-        check(alone, "draft", self.draft, f"besides the {HEADS} of --speculative-config")
-        agrees = not named or given is not None or not self.speculative_config
-        check(agrees, "draft", self.draft, "names another method than --speculative-config")
-        one = not (named and given is not None and given.model)
-        check(one, "draft", self.draft, "and model in --speculative-config both name heads")
+        agrees = given is not None or not self.speculative_config
+        check(agrees, "draft", draft, "names another method than --speculative-config")
+        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
+        check(alone, "draft", draft, "is a second draft beside the heads of --speculative-config")
+        name = "draft" if is_named else "speculative_config"
         check(
-            self.heads != "",
-            "speculative_config",
-            self.speculative_config,
-            "needs model, the heads' directory",
+            Path(self.heads).is_dir() and self.heads != "", name, getattr(self, name), "no directory of heads"
         )
-        _check_heads(
-            "draft" if named else "speculative_config", self.heads, self.target, self.tensor_parallel_size
-        )
+        _check_heads(name, self.heads, self.target, self.tensor_parallel_size)
 
     @property
     def heads(self) -> str:

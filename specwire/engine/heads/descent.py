@@ -14,7 +14,7 @@ from torch import Tensor
 from specwire.engine.heads.files import replace_file
 from specwire.engine.heads.fit import Inputs
 from specwire.engine.heads.model import Head
-from specwire.engine.heads.states import Advance
+from specwire.engine.heads.states import Advance, Kept
 
 _BATCH = 256
 _RATE, _WARMUP_STEPS = 5e-4, 20
@@ -23,26 +23,20 @@ _FILE = "steps.pt"
 
 
 def descend(
-    inputs: Inputs,
-    heads: Sequence[Head],
-    output: Any,
-    num_steps: int,
-    directory: Path,
-    name: str,
-    advance: Advance,
+    inputs: Inputs, heads: Sequence[Head], output: Any, *, num_steps: int, kept: Kept, advance: Advance
 ) -> list[Head]:
     """Heads after so many steps of AdamW, those before an interruption included.
 
     Args:
         output: the target's module from states to logits; it does not change.
-        directory: for what is kept in case of an interruption.
-        name: of what is trained; steps under another one are not used.
+        kept: what an interrupted training has left; steps under another name are not used.
         advance: told of steps.
     """
     weights = [Head(*(weight.clone().requires_grad_() for weight in head)) for head in heads]
     parameters = [weight for head in weights for weight in head]
     optimizer = torch.optim.AdamW(parameters, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    num_done = _restore(directory / _FILE, name, parameters, optimizer)
+    path, name = kept.directory / _FILE, kept.name
+    num_done = _restore(path, name, parameters, optimizer)
     advance(num_done)
     for step in range(num_done, num_steps):
         for group in optimizer.param_groups:
@@ -55,7 +49,7 @@ def descend(
         optimizer.step()
         advance(1)
         if (step + 1) % _SAVE_STEPS == 0:
-            _save(directory / _FILE, name, step + 1, parameters, optimizer)
+            _save(path, name, step + 1, parameters, optimizer)
     return [Head(*(weight.detach() for weight in head)) for head in weights]
 
 

@@ -1,10 +1,10 @@
 """Heads in closed form: ridge regression of the target's next state on the last one and the next token.
 
-One head after another, each on the states that the heads before it give, as it will be used. Beside the inputs
-themselves, a head combines random nonlinear features of them, which the regression weights.
+One head after another, each on the states that the heads before it give, as it will be used. Beside the
+inputs themselves, a head combines random nonlinear features of them, which the regression weights.
 
-Regression on states or on logits is the same: logits are a linear function of states, and the least squares of
-each are minimised by the same weights.
+Regression on states or on logits is the same: logits are a linear function of states, and the least squares
+of each are minimised by the same weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Inputs:
 
     def chunks(self) -> Iterator[Tensor]:
         """The indices of some states after others."""
-        return iter(self.index.split(_CHUNK))
+        return iter(torch.split(self.index, _CHUNK))
 
     def embeddings(self, index: Tensor, depth: int) -> Tensor:
         """Float32 [n, embedding_size], of the token that head number `depth` is given."""

@@ -22,7 +22,6 @@ from torch import Tensor
 from specwire.core import ModelInfo
 from specwire.engine.heads import files
 from specwire.engine.heads.files import HeadsConfig
-from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
 
 
@@ -73,6 +72,8 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, model: Any) -> Self:
         """Of a transformers causal language model."""
+        from specwire.engine.model.runner import num_embeddings  # loads transformers
+
         return cls(model.get_input_embeddings(), model.get_output_embeddings(), num_embeddings(model))
 
 

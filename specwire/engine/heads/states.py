@@ -28,6 +28,18 @@ Advance = Callable[[int], None]
 """Told of so many more units of work that are done."""
 
 
+class Kept(NamedTuple):
+    """What is kept in case of an interruption.
+
+    Attributes:
+        directory: of the files.
+        name: of what is trained; what is there under another one is not used.
+    """
+
+    directory: Path
+    name: str
+
+
 class Text(NamedTuple):
     """Tokens with the target's states.
 
@@ -54,14 +66,14 @@ class Text(NamedTuple):
 
 
 @torch.inference_mode()
-def run_text(model: Any, token_ids: IntArray, directory: Path, name: str, advance: Advance) -> Text:
-    """The states of a text, of which those that are in the directory already are not computed again.
+def run_text(model: Any, token_ids: IntArray, kept: Kept, advance: Advance) -> Text:
+    """The states of a text, of which those that are kept already are not computed again.
 
     Args:
-        name: of model and text; states under another one are not used.
         advance: told of tokens.
     """
     state_size = model.get_output_embeddings().weight.shape[1]
+    directory, name = kept
     num_done = _num_done(directory / _PROGRESS, name)
     shape = len(token_ids), state_size
     mode: Any = "r+" if num_done else "w+"

@@ -21,13 +21,16 @@ from specwire.engine.heads.descent import descend
 from specwire.engine.heads.files import HeadsConfig
 from specwire.engine.heads.fit import Inputs, fit
 from specwire.engine.heads.model import Head, Target
-from specwire.engine.heads.states import WINDOW, run_text
+from specwire.engine.heads.states import WINDOW, Kept, run_text
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import errors_naming, load_weights, read_config
 from specwire.errors import ConfigError
 
 _PARTIAL = "training"
 """What is kept in case of an interruption, in the heads' directory; removed at the end."""
+
+_CHARS = 16
+"""Of the text that are encoded for each token that is wanted."""
 
 Bar = Callable[[str, int], Any]
 """Shows progress: given a title and how much there is to do, a context manager with an `Advance`."""
@@ -50,17 +53,18 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     out = Path(config.out)
     partial = out / _PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
-    name = _name(fingerprint, token_ids)
+    kept = Kept(partial, _name(fingerprint, token_ids))
     with bar("states", len(token_ids)) as advance:
-        text = run_text(model, token_ids, partial, name, advance)
+        text = run_text(model, token_ids, kept, advance)
     inputs = Inputs(text, target.embedding, config.num_heads)
     num_features = config.num_features or 4 * text.states.shape[1]
-    name = f"{name} {config.num_heads} {num_features}"
-    heads = _fitted(inputs, config.num_heads, num_features, partial, name, bar)
+    kept = Kept(partial, f"{kept.name} {config.num_heads} {num_features}")
+    heads = _fitted(inputs, config.num_heads, num_features, kept, bar)
     if config.steps:
+        kept = Kept(partial, f"{kept.name} {config.steps}")
         with bar("steps", config.steps) as advance:
-            name = f"{name} {config.steps}"
-            heads = descend(inputs, heads, target.output, config.steps, partial, name, advance)
+            num_steps, output = config.steps, target.output
+            heads = descend(inputs, heads, output, num_steps=num_steps, kept=kept, advance=advance)
     made = HeadsConfig(
         target=Path(config.target).name,
         target_fingerprint=fingerprint,
@@ -69,9 +73,8 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
         embedding_size=heads[0].up.shape[1] - text.states.shape[1],
         num_features=num_features,
     )
-    files.save(
-        out, made, {key: weight for i, head in enumerate(heads) for key, weight in head.named(i).items()}
-    )
+    weights = [head.named(number) for number, head in enumerate(heads)]
+    files.save(out, made, {name: weight for named in weights for name, weight in named.items()})
     shutil.rmtree(partial)
     return made
 
@@ -85,7 +88,7 @@ def _token_ids(config: TrainHeadsConfig, source: str) -> IntArray:
         text = Path(config.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {config.text}: {error}") from None
-    token_ids = np.array(loaded.encode(text)[: config.tokens], np.int64)
+    token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
     if len(token_ids) < WINDOW:
         raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {WINDOW}")
     return token_ids
@@ -101,11 +104,9 @@ def _load(source: str) -> Any:
     return model
 
 
-def _fitted(
-    inputs: Inputs, num_heads: int, num_features: int, directory: Path, name: str, bar: Bar
-) -> list[Head]:
-    """All heads in closed form; those that are in the directory already are not fitted again."""
-    path = directory / "heads.pt"
+def _fitted(inputs: Inputs, num_heads: int, num_features: int, kept: Kept, bar: Bar) -> list[Head]:
+    """All heads in closed form; those that are kept already are not fitted again."""
+    path, name = kept.directory / "heads.pt", kept.name
     heads: list[Head] = []
     if path.is_file():
         found = torch.load(path)
