@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator import metrics, spans
@@ -297,6 +297,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
             verify_replicas=map(_replica_status, self._verify.replicas),
             draft_replicas=map(_replica_status, self._draft.replicas),
+            by_source=[
+                generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
+            ],
         )
 
 

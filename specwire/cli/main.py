@@ -67,6 +67,8 @@ examples:
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        emulate a network in front of a service
   specwire token alice --tokens tokens.txt              make a bearer token for a client
   specwire timeline --live                              draw a timeline of one generation
+  specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
+  specwire drafts                                       what drafts there are, and what they have brought
 
 Every flag that names a variable can be set through it; the flag wins.
 """
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_token(commands)
     _add_http(commands)
     _add_train_heads(commands)
+    _add_drafts(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -174,6 +177,11 @@ def _add_http(commands: Any) -> None:
 def _add_train_heads(commands: Any) -> None:
     about = "train heads with which a target drafts for itself"
     _add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
+
+
+def _add_drafts(commands: Any) -> None:
+    about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
+    _add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -280,6 +288,13 @@ def _proxy(args: argparse.Namespace) -> int:
     from specwire.testing import delay_proxy
 
     asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
+    return 0
+
+
+def _drafts(args: argparse.Namespace) -> int:
+    from specwire.cli import drafts
+
+    print(drafts.show(read_config(ClientConfig, args, os.environ), colour=sys.stdout.isatty()))
     return 0
 
 
