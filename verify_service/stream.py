@@ -120,6 +120,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         spans = self._spans_of(message.trace_headers.items())
+        context_len = self.service.info.context_len
+        if not 0 <= message.end_len <= context_len:
+            raise InvalidRequestError("end_len", message.end_len, f"must lie in [0, {context_len}]")
         ahead = Ahead(tokens.params) if message.may_go_on else None
         return _State(spans, ahead, end_len=message.end_len if self.service.info.drafts else 0)
 

@@ -159,6 +159,15 @@ RANGES: dict[str, tuple[Any, str]] = {
     "VerifyRequest.base_lens": (verifying(base_len=-1), "base_len"),
     "VerifyRequest.num_tokens": (with_columns(verifying(), num_tokens=[2**31 - 1]), "token_ids"),
     "VerifyRequest.num_draft_tokens": (with_columns(verifying(), num_draft_tokens=[-1]), "num_draft_tokens"),
+    "VerifyRequest.num_next_draft_tokens": (
+        with_columns(verifying(), num_next_draft_tokens=[65]),
+        "num_next_draft_tokens",
+    ),
+    "VerifyRequest.next_max_depths": (
+        with_columns(verifying(), next_max_depths=[-1]),
+        "next_max_depths",
+    ),
+    "OpenSequence.end_len": (verifying(opening(end_len=2**30)), "end_len"),
 }
 
 #: Any value will do, or its own test has it.
