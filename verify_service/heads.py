@@ -36,6 +36,8 @@ _SHARPNESS = 2.0
 """Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
 _NUM_EXPANDED = 8
 """Most nodes of a tree that a step of the heads expands."""
+_MOST_NOISE = 1 << 24
+"""Numbers that are computed at once; 12 bytes each, for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +200,13 @@ class HeadsDrafts:
 
     def _grow(self, growing: list[_Growing], states: Tensor) -> None:
         """Expand open nodes, of all sequences together, until there are none."""
+        noise = _Noise(growing, self._heads.vocab_size, states.device)
         while growing:
             # Heads differ by depth; nodes of a depth lie together.
             nodes = [_Node(each, node) for each in growing for node in each.open]
             nodes.sort(key=lambda node: node.depth)
             states = torch.cat([states, self._advanced(nodes, states)])
-            self._add_candidates(nodes, states[-len(nodes) :])
+            self._add_candidates(nodes, states[-len(nodes) :], noise)
             for row, (of, node) in enumerate(nodes, len(states) - len(nodes)):
                 of.rows[node] = row
             for each in growing:
@@ -223,11 +226,11 @@ class HeadsDrafts:
         ]
         return torch.cat(parts).to(states.dtype)
 
-    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor) -> None:
+    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor, noise: _Noise) -> None:
         """The likeliest tokens after each node become its children."""
         rows = Rows.of([node.sampled() for node in nodes])
         scores = sampling.apply_warps(sampling.apply_history(self._heads.logits(states), rows), rows)
-        scores = _SHARPNESS * _with_noise(scores, rows)
+        scores = _SHARPNESS * noise.added(scores, rows)
         top = scores.topk(min(max(node.of.num_ranked for node in nodes), scores.shape[1]), dim=-1)
         shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         is_there = (top.values > float("-inf")) & shares.isfinite()
@@ -251,17 +254,42 @@ def _row_of(outcome: Outcome | None) -> int:
     return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0
 
 
-def _with_noise(scores: Tensor, rows: Rows) -> Tensor:
-    """Scores [num_rows, vocab_size], under Gumbel coupling with the target's noise, which depths share."""
-    noisy = rows.having(GUMBEL)
-    if noisy is None:
-        return scores
-    keys = np.stack([rows.seeds[noisy], rows.positions[noisy]])
-    (seeds, positions), places = np.unique(keys, axis=1, return_inverse=True)
-    noise = random.gumbel_noise(seeds, positions, scores.shape[1], scores.device)
-    added = noise[to_device(places.reshape(-1), scores.device)]
-    if isinstance(noisy, slice):
-        return sampling.gumbel_scores(scores, added)
-    scores = scores.double()
-    scores[to_device(noisy, scores.device)] += added
-    return scores
+class _Noise:
+    """The target's noise under Gumbel coupling, at the positions of a step's proposals.
+
+    A call costs as much for some positions as for one, so it is computed for all of them at once, or for one
+    depth after another where vocabulary and batch are large. Nodes of a depth share it.
+    """
+
+    def __init__(self, growing: Sequence[_Growing], vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._places: dict[tuple[int, int], int] = {}
+        self._noise: Tensor
+        keys = [
+            (each.sequence.seed, len(each.committed) + depth)
+            for each in growing
+            if each.sequence.encoded.traits & GUMBEL
+            for depth in range(each.growth.max_depth)
+        ]
+        if keys and len(keys) * vocab_size <= _MOST_NOISE:
+            self._compute(keys)
+
+    def added(self, scores: Tensor, rows: Rows) -> Tensor:
+        """Scores [num_rows, vocab_size], with noise where tokens are coupled."""
+        noisy = rows.having(GUMBEL)
+        if noisy is None:
+            return scores
+        keys = list(zip(rows.seeds[noisy].tolist(), rows.positions[noisy].tolist(), strict=True))
+        if not self._places.keys() >= set(keys):
+            self._compute(list(dict.fromkeys(keys)))
+        places = np.array([self._places[key] for key in keys], np.int64)
+        noise = self._noise[to_device(places, self._device)]
+        if isinstance(noisy, slice):
+            return scores + noise
+        return scores.index_add(0, to_device(noisy, self._device), noise)
+
+    def _compute(self, keys: Sequence[tuple[int, int]]) -> None:
+        seeds, positions = zip(*keys, strict=True)
+        self._places = {key: place for place, key in enumerate(keys)}
+        # Single precision: what is proposed need not be exact.
+        self._noise = random.gumbel_noise(seeds, positions, self._vocab_size, self._device).float()

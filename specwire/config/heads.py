@@ -20,7 +20,7 @@ class TrainHeadsConfig(CheckedConfig):
     out: str = option("", "directory for the heads; a training that was interrupted there goes on")
     num_heads: int = option(4, "heads, one for each further token", check=between(1, MAX_HEADS))
     num_features: int = option(
-        0, "nonlinear features of each head; 0 for 4 times the target's hidden size", check=at_least(0)
+        0, "nonlinear features of each head; 0 for the target's hidden size", check=at_least(0)
     )
     tokens: int = option(131072, "most tokens of the text", check=at_least(1))
     steps: int = option(0, "gradient steps after the closed form", check=at_least(0))

@@ -57,7 +57,7 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     with bar("states", len(token_ids)) as advance:
         text = run_text(model, token_ids, kept, advance)
     inputs = Inputs(text, target.embedding, config.num_heads)
-    num_features = config.num_features or 4 * text.states.shape[1]
+    num_features = config.num_features or text.states.shape[1]
     kept = Kept(partial, f"{kept.name} {config.num_heads} {num_features}")
     heads = _fitted(inputs, config.num_heads, num_features, kept, bar)
     if config.steps:
