@@ -147,14 +147,13 @@ class Dictated(VerifyDecider):
 
     texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
 
-    @staticmethod
-    def apply(jobs: Sequence[Job], judged: Judged) -> None:
+    def apply(self, jobs: Sequence[Job], judged: Judged) -> None:
         """See `VerifyDecider`."""
         own, told = iter(judged.token_ids.tolist()), []
         for job in jobs:
             assert isinstance(job, VerifyJob)
             told += _told(job, list(islice(own, job.num_rows)))
-        VerifyDecider.apply(jobs, judged._replace(token_ids=np.array(told, np.int64)))
+        super().apply(jobs, judged._replace(token_ids=np.array(told, np.int64)))
 
 
 def _told(job: VerifyJob, own: Sequence[int]) -> list[int]:

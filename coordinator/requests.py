@@ -120,14 +120,15 @@ class RequestParser:
             ContextLengthError: prompt and `max_tokens` do not fit into the context.
             UnsupportedError: the target cannot do what is asked for.
         """
-        params = self._with_seed_and_rule(client_wire.generate_params(message))
+        given_params = client_wire.generate_params(message)
+        draft = self._drafts.choose(given_params.draft)
+        params = self._with_seed_and_rule(given_params, draft)
         credit_window = client_wire.opening_credit(message)
         client_wire.check_prompt_size(message, self._config.max_prompt_bytes)
         check_params(params, self._target, self._tokenizer)
         check_prompt(message, params, self._target, self._tokenizer)
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
-        draft = self._drafts.choose(params.draft)
         given = params.num_draft_tokens if draft.is_on else 0
         return CheckedRequest(
             message=message,
@@ -192,11 +193,16 @@ class RequestParser:
             return None
         return "" if self._config.suffix_shared else checked.params.cache_salt or None
 
-    def _with_seed_and_rule(self, params: SamplingParams) -> SamplingParams:
-        """A client that gives a seed expects the same text again, whatever the load."""
+    def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
+        """A client that gives a seed expects the same text again, whatever the load.
+
+        Heads are coupled: without noise that they share with the target, only their likeliest tokens could be
+        proposed, and no trees.
+        """
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            is_coupled = params.seed is not None or bool(params.max_depth) or self._draft_is_far()
+            asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
+            is_coupled = asks or self._draft_is_far()
             rule = Rule.GUMBEL if is_coupled else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, rule=rule)

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot, SlotSource
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
+from coordinator.drafts.heads import HeadsDrafter
 from coordinator.drafts.methods import TextDrafts
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
@@ -29,7 +30,6 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
-from specwire.core import Proposal
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -80,7 +80,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             else worker.admission
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
-        drafts = DraftChoices(config, lambda: draft.info.name if draft.info else "")
+        self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
+        drafts = DraftChoices(
+            config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
+        )
         self._parser = RequestParser(
             config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
         )
@@ -90,15 +93,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @property
     def shapes(self) -> SharedShapes:
-        """What the streams of this process learn together, or follow."""
-        return self._shapes
+        """What the streams of this process learn together, or follow: those that draft by default."""
+        return self._heads_shapes if self._config.uses_heads else self._shapes
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
             self.totals,
             self._admission,
-            self._shapes,
+            self.shapes,
             self._texts.earlier,
             self._verify,
             self._draft,
@@ -218,8 +221,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parent=parent,
             goes_on=self._config.verify_ahead and not request.draft.method,
             max_depth=planner.limit,
+            drafts=request.draft.uses_heads,
         )
-        drafter = self._drafter(request, remaining_s(), parent, verifier.prepare)
+        drafter = self._drafter(request, remaining_s(), parent, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
@@ -228,9 +232,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: GenerationRequest,
         deadline_s: float | None,
         parent: Span,
-        on_prepared: Callable[[Sequence[int], Proposal], None],
+        verifier: RemoteVerifier,
     ) -> Drafter:
-        """The draft service, a text, or both."""
+        """The target itself, the draft service, a text, or both of these."""
+        if request.draft.uses_heads:
+            return HeadsDrafter(verifier)
         model = RemoteDrafter(
             self._draft,
             request,
@@ -238,27 +244,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             deadline_s=deadline_s,
             tracer=self._tracer,
             parent=parent,
-            on_prepared=on_prepared,
+            on_prepared=verifier.prepare,
         )
         return self._texts.drafter(request, model) if request.draft.method else model
 
     def _planner(self, checked: CheckedRequest) -> Planner:
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
-        model = self._model_planner(num_draft_tokens if checked.draft.uses_model else 0, checked.max_depth)
+        if checked.draft.uses_heads:
+            has_trees = self._verify.info.trees
+            return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+        model = planner_of(
+            self._shapes,
+            num_draft_tokens if checked.draft.uses_model else 0,
+            checked.max_depth,
+            has_trees=self._draft_has_trees(),
+        )
         if not method:
             return model
         most = self._texts.config(method).num_speculative_tokens
         return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
-
-    def _model_planner(self, num_draft_tokens: int | None, max_depth: int | None) -> Planner:
-        if num_draft_tokens is None and max_depth is None and self._draft_has_trees():
-            return AdaptiveShape(self._shapes)
-        if num_draft_tokens is None and not max_depth:
-            return AdaptiveLength(self._shapes.chains)
-        if max_depth:
-            num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
-            return FixedLength(num_nodes, self._shapes.of_fixed(num_nodes), max_depth)
-        return FixedLength(num_draft_tokens or 0, self._shapes.chains)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info
@@ -297,6 +301,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
             verify_replicas=map(_replica_status, self._verify.replicas),
             draft_replicas=map(_replica_status, self._draft.replicas),
+            by_source=[
+                generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
+            ],
         )
 
 
@@ -353,6 +360,20 @@ async def acknowledged(
         yield
     finally:
         receiving.cancel()
+
+
+def planner_of(
+    shapes: SharedShapes, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
+) -> Planner:
+    """Of a draft model, or of the target's heads."""
+    if num_draft_tokens is None and max_depth is None and has_trees:
+        return AdaptiveShape(shapes)
+    if num_draft_tokens is None and not max_depth:
+        return AdaptiveLength(shapes.chains)
+    if max_depth:
+        num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
+        return FixedLength(num_nodes, shapes.of_fixed(num_nodes), max_depth)
+    return FixedLength(num_draft_tokens or 0, shapes.chains)
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:

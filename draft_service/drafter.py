@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.growth import TreeGrowth
 from specwire.config.services import DraftConfig
 from specwire.core import FloatArray, IntArray, Proposal, Support
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
+from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -300,6 +300,14 @@ class Support:
     probs: FloatArray
 
 
+_ONE = np.ones(1, dtype=np.float32)
+
+
+def certain(token_ids: Iterable[int]) -> list[Support]:
+    """Of each token, the distribution that has nothing else."""
+    return [Support(np.array([token_id]), _ONE) for token_id in token_ids]
+
+
 @dataclass(slots=True)
 class Proposal:
     """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.tree`).
@@ -463,7 +471,7 @@ class Continuation(NamedTuple):
     """How the verify service goes on by itself after a verdict.
 
     Attributes:
-        ahead_id: of the proposal that it judges next.
+        ahead_id: of the proposal that it judges next, under 0 for one of its own; 0 if it waits.
         outcome: of the round, by the same rule.
     """
 
@@ -490,6 +498,7 @@ class ModelInfo:
         batch_invariant: whether a token is computed bitwise the same in any batch.
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
+        drafts: whether a target proposes by itself.
     """
 
     name: str
@@ -506,6 +515,7 @@ class ModelInfo:
     batch_invariant: bool = False
     weights_fingerprint: str = ""
     trees: bool = False
+    drafts: bool = False
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

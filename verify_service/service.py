@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
+from specwire.engine.boot import ModelService
+from specwire.engine.heads import model as heads
 from specwire.engine.streams import Limits
+from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
+from verify_service.heads import HeadsDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -27,8 +32,11 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-verify")
         stack.callback(tracer.shutdown)
-        service = boot.start(config, "verify", VerifyDecider())
+        decider = VerifyDecider()
+        service = boot.start(config, "verify", decider)
         stack.callback(service.close)
+        if config.heads:
+            decider.drafts = _load_heads(config.heads, service)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
@@ -40,3 +48,14 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         address = await server.start()
         await stack.enter_async_context(service.watched(server.set_serving))
         yield address
+
+
+def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
+    """Raises:
+    ModelLoadError: naming the flag and the reason.
+    """
+    try:
+        loaded = heads.load(Path(directory), getattr(service.runner, "model", None), service.info)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--heads {error}") from None
+    return HeadsDrafts(loaded, may_be_tree=service.info.trees)

@@ -25,6 +25,7 @@ from specwire.core import (
     SamplingParams,
     Support,
     Verdict,
+    certain,
 )
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -42,9 +43,13 @@ from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import verify as verify_wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
+from verify_service.heads import NOTHING, Drafting, Wanted
 from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
+
+_MAX_UNASKED = 2
+"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +59,17 @@ class _State:
     Attributes:
         ahead: None if it may not go on by itself.
         begun: rounds that it began by itself, oldest first, and that the coordinator has not asked for yet.
+        end_len: most tokens that it may come to, if the service proposes for it by itself; else 0.
+        wanted: what is proposed after verdicts from now on.
+        num_own: proposals that the service went on with by itself and has made itself.
     """
 
     spans: SequenceSpans
     ahead: Ahead | None = None
     begun: list[_Round] = field(default_factory=list)
+    end_len: int = 0
+    wanted: Wanted = NOTHING
+    num_own: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +81,8 @@ class _Round:
         ahead_id: of its proposal, if it was begun here; else 0.
         received_ns: when its request arrived; None before one does, for a round that was begun here.
         span: around its request.
-        proposal: with what the rule needs; None if the sequence may not go on by itself.
-        continuation: how the sequence goes on after it.
+        proposal: with what the rule needs; None if it is not applied here.
+        continuation: how the sequence goes on after it, or what its own proposal follows.
         is_done: whether its verdict is on its way.
         has_failed: whether it failed before it was confirmed.
         job: of a round that was begun here, until it is done.
@@ -111,7 +122,11 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         spans = self._spans_of(message.trace_headers.items())
-        return _State(spans, Ahead(tokens.params) if message.may_go_on else None)
+        context_len = self.service.info.context_len
+        if not 0 <= message.end_len <= context_len:
+            raise InvalidRequestError("end_len", message.end_len, f"must lie in [0, {context_len}]")
+        ahead = Ahead(tokens.params) if message.may_go_on else None
+        return _State(spans, ahead, end_len=message.end_len if self.service.info.drafts else 0)
 
     def received(self, message: verify_pb2.VerifyRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -130,6 +145,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     raise InvalidRequestError(
                         "sequence_ids", order.sequence_id, "has a request without an answer"
                     )
+                sequence.state.wanted = _wanted(order)
                 if order.ahead_id:
                     self._confirm(sequence, order, received_ns)
                 else:
@@ -152,9 +168,11 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         state.begun.clear()
         span = state.spans.serving(order.traceparent)
         asked = job.tag = _Round(sequence, order.request_id, 0, received_ns, span)
+        if state.ahead is not None or state.end_len:
+            asked.proposal = _proposal_of(order, job)
         if state.ahead is not None:
             state.ahead.commit(order.base_len, order.token_ids)
-            asked.proposal = _proposal_of(order, job)
+        job.drafting = _drafting(asked)
         self.service.engine.submit(job, self._judged, extra_len=len(order.draft_token_ids))
         sequence.num_unanswered += 1
 
@@ -194,6 +212,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             worth=1.0,
             tag=begun,
         )
+        begun.job.drafting = _drafting(begun)
         num_drafted = len(following.proposal.token_ids)
         self.service.engine.submit(begun.job, self._judged, extra_len=num_drafted, background=True)
         sequence.state.begun.append(begun)
@@ -210,6 +229,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             draft_token_ids=before.draft_token_ids,
             parents=before.parents,
             supports=before.supports,
+            drafting=_drafting(begun),
             tag=begun,
         )
         self.service.engine.submit(begun.job, self._judged, extra_len=len(before.draft_token_ids))
@@ -268,7 +288,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     judged.sequence.num_unanswered -= 1
                     if judged.ahead_id:
                         judged.sequence.state.begun.remove(judged)
-                if judged.proposal is not None:
+                if job.drafting is not None:
+                    judged.continuation = self._go_on_with_own(judged.sequence, job.drafting, result)
+                elif judged.proposal is not None and judged.sequence.state.ahead is not None:
                     judged.continuation = self._go_on(judged.sequence, judged.proposal, result)
                 answered.append(job)
         self.answer(answered)
@@ -298,6 +320,25 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         except Exception:
             log.exception("going on failed")
             return None
+        return following.continuation
+
+    def _go_on_with_own(
+        self, sequence: OpenSequence[_State], drafting: Drafting, verdict: Verdict
+    ) -> Continuation | None:
+        """Begin what the service proposes itself, if it may; None if it proposes nothing."""
+        state, outcome, proposal = sequence.state, drafting.outcome, drafting.proposal
+        if outcome is None or proposal is None:
+            return None
+        if state.ahead is None or len(state.begun) >= _MAX_UNASKED:
+            return Continuation(0, outcome)
+        emitted = [*(drafting.judged.token_ids[node] for node in outcome.path), outcome.next_token]
+        following = Next(Continuation(-state.num_own - 1, outcome), emitted, proposal)
+        try:
+            self._begin(sequence, following, verdict.base_len)
+        except SpecwireError as error:  # such as the end of the context: the coordinator takes less of it
+            log.debug("sequence %d does not go on: %s", sequence.sequence_id, error)
+            return Continuation(0, outcome)
+        state.num_own += 1
         return following.continuation
 
     def _fail(self, job: VerifyJob, judged: _Round, error: SpecwireError) -> None:
@@ -340,15 +381,36 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             job.num_cached_tokens,
             judged.ahead_id,
             judged.continuation,
+            proposal=job.drafting.proposal if job.drafting else None,
         )
 
 
 def _proposal_of(order: VerifyOrder, job: VerifyJob) -> Proposal | None:
     """What the rule judges; None if the probabilities that it needs were not sent."""
-    if len(order.draft_probs) != len(job.supports):
+    if len(order.draft_probs) == len(job.supports):
+        supports = [*map(Support, job.supports, order.draft_probs)]
+    elif all(len(support) == 1 for support in job.supports):
+        supports = certain(order.draft_token_ids)
+    else:
         return None
-    supports = [*map(Support, job.supports, order.draft_probs)]
     return Proposal(job.committed_len, order.draft_token_ids, supports, parents=job.parents)
+
+
+def _wanted(order: VerifyOrder) -> Wanted:
+    """What is to be proposed after the verdict."""
+    num_tokens, max_depth = order.num_next_draft_tokens, order.next_max_depth
+    for name, value in (("num_next_draft_tokens", num_tokens), ("next_max_depths", max_depth)):
+        if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
+            raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
+    return Wanted(num_tokens, max_depth)
+
+
+def _drafting(judged: _Round) -> Drafting | None:
+    """What to propose after a round; None for a sequence that the service does not propose for at present."""
+    state = judged.sequence.state
+    if not (state.end_len and state.wanted.num_draft_tokens) or judged.proposal is None:
+        return None
+    return Drafting(judged.proposal, state.wanted, state.end_len)
 
 
 def _supports(order: VerifyOrder, params: SamplingParams, vocab_size: int) -> Sequence[IntArray]:

@@ -24,6 +24,7 @@ from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
+from verify_service.heads import Drafting, HeadsDrafts
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty((0, 0), dtype=np.float32)
@@ -37,6 +38,7 @@ class VerifyJob(Job):
     draft_token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
+    drafting: Drafting | None = None
 
     def start(self) -> None:
         super().start()
@@ -181,6 +183,7 @@ class Judged(NamedTuple):
         target_probs: float32 [num_sampled_rows, longest support], 0 beyond the row's own.
         tail_mass: float64 [num_sampled_rows].
         logprobs: of the cases that report them, by index.
+        states: of the rows, on the device, where heads read them.
     """
 
     is_finite: Sequence[bool]
@@ -188,19 +191,34 @@ class Judged(NamedTuple):
     target_probs: FloatArray
     tail_mass: npt.NDArray[np.float64]
     logprobs: dict[int, list[Logprobs]]
+    states: Tensor | None = None
 
 
 class VerifyDecider:
-    """Verdicts for all jobs of a step at once; a `device.Decider`."""
+    """Verdicts for all jobs of a step at once; a `device.Decider`.
+
+    Attributes:
+        drafts: what proposes after verdicts; None without heads. With them, each row of logits is followed by
+            its state.
+    """
+
+    def __init__(self) -> None:
+        self.drafts: HeadsDrafts | None = None
 
     @staticmethod
     def ask(jobs: Sequence[Job]) -> Cases:
         """One case for each job."""
         return Cases.of([job for job in jobs if isinstance(job, VerifyJob)])
 
-    @staticmethod
-    def decide(cases: Cases, logits: Tensor) -> Judged:
+    def decide(self, cases: Cases, logits: Tensor) -> Judged:
         """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
+        if self.drafts is None:
+            return self._judged(cases, logits)
+        logits, states = self.drafts.split(logits)
+        return self._judged(cases, logits)._replace(states=states)
+
+    @staticmethod
+    def _judged(cases: Cases, logits: Tensor) -> Judged:
         rows = cases.rows
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         judged = _evaluate(log_probs, cases)
@@ -210,9 +228,20 @@ class VerifyDecider:
             judged.logprobs[i] = _logprobs(case, logits[here], judged.token_ids[here].tolist())
         return judged
 
+    def apply(self, jobs: Sequence[Job], judged: Judged) -> None:
+        """Verdicts, then what is proposed after them."""
+        self._set_verdicts(jobs, judged)
+        if self.drafts is not None and judged.states is not None:
+            starts = [0, *accumulate(job.num_rows for job in jobs)]
+            drafted = [
+                (job.sequence, job.drafting, start, job.result)
+                for job, start in zip(jobs, starts, strict=False)
+                if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
+            ]
+            self.drafts.propose(drafted, judged.states)
+
     @staticmethod
-    def apply(jobs: Sequence[Job], judged: Judged) -> None:
-        """Verdicts."""
+    def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:
         token_ids, tail_mass = judged.token_ids.tolist(), judged.tail_mass.tolist()
         probs, support_len = [*judged.target_probs], judged.target_probs.shape[1]
         start = sampled = 0

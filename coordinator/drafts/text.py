@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from coordinator.cost import Cost
 from coordinator.drafts.rates import Rate, expected_tokens
 from coordinator.generation import Drafter, Plan, Round
 from coordinator.length.measurements import best_length
-from specwire.core import Proposal, Support, num_in_common
+from specwire.core import Proposal, certain, num_in_common
 from specwire.estimate.forecast import PRIOR_ACCEPTANCE
 from specwire.telemetry import tracing
 
@@ -152,14 +150,4 @@ class TextDrafter:
         return [least_ns + token_ns * (n + 1) for n in range(num_tokens + 1)]
 
     def _proposal(self, base_len: int, token_ids: list[int]) -> Proposal:
-        return Proposal(
-            base_len, token_ids, () if self._matches_tokens else _certain(token_ids), self._source
-        )
-
-
-_ONE = np.ones(1, dtype=np.float32)
-
-
-def _certain(token_ids: list[int]) -> list[Support]:
-    """Of each token, the distribution that has nothing else."""
-    return [Support(np.array([token_id]), _ONE) for token_id in token_ids]
+        return Proposal(base_len, token_ids, () if self._matches_tokens else certain(token_ids), self._source)

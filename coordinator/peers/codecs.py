@@ -23,7 +23,7 @@ def verify_codec(vocab_size: int, source: str = "") -> Codec:
     def decode(message: verify_pb2.VerifyResponse) -> Answers:
         rows = verify_wire.rows_from_proto(message)
         check_rows(rows, vocab_size)
-        for answer in verify_wire.answers_from_proto(message, rows):
+        for answer in verify_wire.answers_from_proto(message, rows, vocab_size):
             yield answer.sequence_id, answer
         yield from _errors(message)
 

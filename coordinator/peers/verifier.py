@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
@@ -16,7 +17,16 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
+from specwire.config.speculative import HEADS
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    Continuation,
+    Outcome,
+    Proposal,
+    Timings,
+    Verdict,
+    certain,
+)
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -44,6 +54,13 @@ _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
 
+class Wanted(NamedTuple):
+    """What the service is to propose by itself after a verdict; see `VerifyOrder`."""
+
+    num_draft_tokens: int = 0
+    max_depth: int = 0
+
+
 class _VerifySequence:
     """One sequence at a replica: sends one request at a time, and waits for its answer.
 
@@ -61,9 +78,12 @@ class _VerifySequence:
         self._answer: asyncio.Future[_Received] | None = None
         self._early: dict[int, _Received] = {}  # to rounds that were not asked for yet
         self._ahead = PreparedProposals(_MAX_AHEAD)
+        self._last_own_id = 0  # of the proposals that the peer makes itself, and goes on with
         self._sequence_id = link.open(opening, self, timeout_s)
 
-    def order(self, committed: Sequence[int], proposal: Proposal, traceparent: str) -> VerifyOrder:
+    def order(
+        self, committed: Sequence[int], proposal: Proposal, traceparent: str, wanted: Wanted
+    ) -> VerifyOrder:
         """A request; answers to earlier ones are dropped."""
         base_len, supports = self.num_sent_tokens, proposal.supports
         self._early.clear()
@@ -77,13 +97,24 @@ class _VerifySequence:
             [support.token_ids for support in supports] if supports else (),
             traceparent,
             [support.probs for support in supports] if self._last_ahead_id else (),
+            0,
+            *wanted,
         )
 
-    def confirmation(self, committed: Sequence[int], ahead_id: int, traceparent: str) -> VerifyOrder:
+    def confirmation(
+        self, committed: Sequence[int], ahead_id: int, traceparent: str, wanted: Wanted
+    ) -> VerifyOrder:
         """A request for the round that the peer began by itself; its answer may be there."""
         request_id, base_len = self._num_requests + 1, len(committed)
         return VerifyOrder(
-            self._sequence_id, request_id, base_len, (), traceparent=traceparent, ahead_id=ahead_id
+            self._sequence_id,
+            request_id,
+            base_len,
+            (),
+            traceparent=traceparent,
+            ahead_id=ahead_id,
+            num_next_draft_tokens=wanted.num_draft_tokens,
+            next_max_depth=wanted.max_depth,
         )
 
     async def ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
@@ -131,12 +162,14 @@ class _VerifySequence:
     def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
         """See `link.Receiver`."""
         asked, waiting = self._asked, self._answer
+        if answer.continuation is not None:
+            self._last_own_id = min(self._last_own_id, answer.continuation.ahead_id)
         is_asked = asked is not None and (
             answer.ahead_id == asked.ahead_id if answer.ahead_id else answer.request_id == asked.request_id
         )
         if is_asked and waiting is not None and not waiting.done():
             waiting.set_result((answer, num_bytes))
-        elif 0 < answer.ahead_id <= self._last_ahead_id:
+        elif self._last_own_id <= answer.ahead_id <= self._last_ahead_id and answer.ahead_id:
             self._early[answer.ahead_id] = answer, num_bytes
             if len(self._early) > _MAX_AHEAD:
                 self.failed(ServiceUnavailableError("the service answers what it was not asked"))
@@ -187,6 +220,7 @@ class RemoteVerifier:
         parent: tracing.Span,
         goes_on: bool = False,
         max_depth: int = MAX_NUM_DRAFT_TOKENS,
+        drafts: bool = False,
     ) -> None:
         """Opens nothing yet.
 
@@ -197,6 +231,7 @@ class RemoteVerifier:
             goes_on: whether the target may go on by itself with prepared proposals.
             max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
                 no longer round.
+            drafts: whether it is asked to propose by itself.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -208,9 +243,12 @@ class RemoteVerifier:
             request.prompt_len,
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
+            end_len=request.prompt_len + (request.params.max_tokens or 0) if drafts else 0,
         )
         self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
+        self._wanted = Wanted()
+        self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
         self._replica: Replica | None = None
@@ -295,18 +333,19 @@ class RemoteVerifier:
             self._sequence = _VerifySequence(replica.link(), self._opening, self._remaining_s())
             self._replica = replica
             self._pool.opened(replica, committed, self._params.cache_salt)
-        begun, continuation = self._begun, self._continuation
-        self._begun = self._continuation = None
+        begun, continuation, wanted = self._begun, self._continuation, self._wanted
+        self._begun = self._continuation = self._drafted = None
         if begun is proposal and continuation is not None:
-            order = self._sequence.confirmation(committed, continuation.ahead_id, traceparent)
+            order = self._sequence.confirmation(committed, continuation.ahead_id, traceparent, wanted)
         else:
-            order = self._sequence.order(committed, proposal, traceparent)
+            order = self._sequence.order(committed, proposal, traceparent, wanted)
         answer, cost = await self._sequence.ask(order, committed)
         try:
             check_verdict(answer.verdict, proposal)
         except InternalError as error:  # another replica may give a valid answer
             raise ServiceUnavailableError(f"the service sent {error}") from None
         self._continuation = answer.continuation
+        self._drafted = self._own(answer.proposal)
         return answer.verdict, cost
 
     # --- rounds that the target begins by itself ------------------------------------------------------
@@ -323,14 +362,18 @@ class RemoteVerifier:
         The target applies the same rule to the same numbers. If it comes to another outcome, ours holds: its
         round is dropped by our next request, and it is not trusted to go on by itself again.
         """
-        if self._sequence is None or not self._goes_on:
+        if self._sequence is None or not (self._goes_on or self._drafted):
             return None
-        self._begun = self._sequence.begun(committed, self._continuation)
-        theirs = self._continuation.outcome if self._continuation else outcome
+        continuation = self._continuation
+        if continuation is not None and continuation.ahead_id < 0 and self._goes_on:
+            self._begun = self._drafted
+        else:
+            self._begun = self._sequence.begun(committed, continuation)
+        theirs = continuation.outcome if continuation else outcome
         if list(theirs.path) == list(outcome.path) and theirs.next_token == outcome.next_token:
             return self._begun
         self._pool.num_disagreements += 1
-        self._goes_on, self._begun = False, None
+        self._goes_on, self._begun, self._drafted = False, None, None
         log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
         return None
 
@@ -339,4 +382,29 @@ class RemoteVerifier:
         if self._sequence is not None and self._replica is not None:
             self._sequence.close()
             self._pool.closed(self._replica)
-        self._sequence = self._replica = self._continuation = self._begun = None
+        self._sequence = self._replica = self._continuation = self._begun = self._drafted = None
+
+    # --- proposals that the target makes by itself ----------------------------------------------------
+
+    def want(self, num_draft_tokens: int, max_depth: int) -> None:
+        """See `drafts.heads.Target`; holds from the next request on."""
+        self._wanted = Wanted(num_draft_tokens, max_depth)
+
+    def drafted(self, committed: Sequence[int]) -> Proposal | None:
+        """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
+        found = self._drafted
+        return found if found is not None and found.base_len == len(committed) else None
+
+    def _own(self, proposal: Proposal | None) -> Proposal | None:
+        """The target's own proposal as the rule judges it: it is certain of each token.
+
+        Raises:
+            ServiceUnavailableError: none was asked for, or it is of another kind.
+        """
+        if proposal is None:
+            return None
+        matches = self._params.matches_tokens
+        if not self._opening.end_len or (proposal.parents and not matches):
+            raise ServiceUnavailableError("the service sent a proposal that was not asked for")
+        supports = () if matches else certain(proposal.token_ids)
+        return replace(proposal, supports=supports, source=HEADS)

@@ -8,6 +8,7 @@ from specwire.v1 import generation_pb2
 
 Status = generation_pb2.GetStatusResponse
 ReplicaStatus = generation_pb2.ReplicaStatus
+SourceTotals = generation_pb2.SourceTotals
 
 
 def merged_status(parts: Sequence[Status]) -> Status:
@@ -20,7 +21,19 @@ def merged_status(parts: Sequence[Status]) -> Status:
         draft_unavailable=_unavailable([part.draft_unavailable for part in parts]),
         verify_replicas=_replicas([each for part in parts for each in part.verify_replicas]),
         draft_replicas=_replicas([each for part in parts for each in part.draft_replicas]),
+        by_source=_totals([each for part in parts for each in part.by_source]),
     )
+
+
+def _totals(known: Sequence[SourceTotals]) -> list[SourceTotals]:
+    """By source, added up."""
+    found: dict[str, SourceTotals] = {}
+    for each in known:
+        total = found.setdefault(each.source, SourceTotals(source=each.source))
+        total.num_drafts += each.num_drafts
+        total.num_draft_tokens += each.num_draft_tokens
+        total.num_accepted_tokens += each.num_accepted_tokens
+    return list(found.values())
 
 
 def _replicas(known: Sequence[ReplicaStatus]) -> list[ReplicaStatus]:

@@ -21,6 +21,7 @@ from specwire.cli.timeline import command as timeline
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.flags import add_flags, read_config
+from specwire.config.heads import TrainHeadsConfig
 from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
@@ -68,6 +69,8 @@ examples:
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        emulate a network in front of a service
   specwire token alice --tokens tokens.txt              make a bearer token for a client
   specwire timeline --live                              draw a timeline of one generation
+  specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
+  specwire drafts                                       what drafts there are, and what they have brought
 
 Every flag that names a variable can be set through it; the flag wins.
 """
@@ -91,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_proxy(commands)
     _add_token(commands)
     _add_http(commands)
+    _add_train_heads(commands)
+    _add_drafts(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -169,6 +174,16 @@ def _add_token(commands: Any) -> None:
 def _add_http(commands: Any) -> None:
     about = "serve OpenAI's API and a page in front of a coordinator"
     _add_command(commands, "http", about, HttpConfig).set_defaults(run=_http)
+
+
+def _add_train_heads(commands: Any) -> None:
+    about = "train heads with which a target drafts for itself"
+    _add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
+
+
+def _add_drafts(commands: Any) -> None:
+    about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
+    _add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -276,6 +291,20 @@ def _proxy(args: argparse.Namespace) -> int:
 
     asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
     return 0
+
+
+def _drafts(args: argparse.Namespace) -> int:
+    from specwire.cli import drafts
+
+    print(drafts.show(read_config(ClientConfig, args, os.environ), colour=sys.stdout.isatty()))
+    return 0
+
+
+def _train_heads(args: argparse.Namespace) -> int:
+    from specwire.cli import train_heads
+
+    _end_on_signals()
+    return train_heads.run(read_config(TrainHeadsConfig, args, os.environ))
 
 
 def _http(args: argparse.Namespace) -> int:

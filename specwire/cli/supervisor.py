@@ -387,6 +387,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
         least_pass_ms=config.least_pass_ms,
+        heads=config.heads,
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )

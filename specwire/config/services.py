@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,12 @@ from specwire.config.fields import (
 )
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
+    HEADS,
+    MEDUSA,
     METHODS,
     SpeculativeConfig,
     check_speculative_config,
+    heads_draft,
     model_draft,
     parse_method,
     parse_speculative_config,
@@ -72,13 +75,15 @@ IDLE_TIMEOUT_HELP = (
     "longest time that a client may take no token that waits for it, in seconds; then its stream ends, "
     "and can be resumed"
 )
+HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
+HEADS_PREFIX = f"{HEADS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
-    "from both; none decodes plainly"
+    f"from both; {HEADS_PREFIX}DIR with heads of the target; none decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -135,6 +140,13 @@ def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> N
     check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
     placed = device in ("cpu", "cuda")
     check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
+
+
+def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
+    if heads:
+        check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
+        problem = "is served with --tensor-parallel-size 1 only"
+        check(num_devices == 1, name, heads, problem)
 
 
 def check_model(name: str, source: str) -> None:
@@ -242,6 +254,8 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_heads = self.model.startswith(HEADS_PREFIX)
+        check(not is_heads, "model", self.model, "is no model: heads are the verify service's flag --heads")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -264,6 +278,11 @@ class ModelServiceConfig(ServiceConfig):
     def num_pages(self) -> int:
         """Pages for `num_kv_tokens` tokens."""
         return self.num_kv_tokens // self.page_len
+
+    @property
+    def shows_states(self) -> bool:
+        """Whether hidden states are wanted beside logits."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,9 +311,16 @@ class VerifyConfig(ModelServiceConfig):
         "verify services to run, each with the whole model, on ports that count up from --address's",
         check=at_least(1),
     )
+    heads: str = option("", HEADS_HELP)
+
+    @property
+    def shows_states(self) -> bool:
+        """See `ModelServiceConfig`."""
+        return self.heads != ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_heads("heads", self.heads, self.model, self.tensor_parallel_size)
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -347,6 +373,9 @@ class CoordinatorConfig(ServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_said_once(self)
+        given = heads_draft(self.speculative_config)
+        model = given.model if given else ""
+        check(not model, "speculative_config", f"model={model!r}", "is the verify service's flag --heads")
         self._check_peers()
 
     @property
@@ -394,6 +423,11 @@ class CoordinatorConfig(ServiceConfig):
         """Drafts that need no model; None for none."""
         found = parse_speculative_config(self.speculative_config)
         return found if isinstance(found, SpeculativeConfig) else None
+
+    @property
+    def uses_heads(self) -> bool:
+        """Whether the target drafts with its heads for requests that do not say."""
+        return heads_draft(self.speculative_config) is not None
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -461,6 +495,7 @@ class StackConfig(CheckedConfig):
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
+        self._check_heads()
         if self.draft_model != NO_DRAFT:
             check_model("draft", self.draft_model)
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED
@@ -472,9 +507,35 @@ class StackConfig(CheckedConfig):
             _, port = split_address("metrics_address", self.metrics_address)
             check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
 
+    def _check_heads(self) -> None:
+        draft, given = self.draft, heads_draft(self.speculative_config)
+        is_named = draft.startswith(HEADS_PREFIX)
+        check(draft not in (HEADS, MEDUSA), "draft", draft, f"needs a directory: {HEADS_PREFIX}DIR")
+        if not (given or is_named):
+            return
+        agrees = given is not None or not self.speculative_config
+        check(agrees, "draft", draft, "names another method than --speculative-config")
+        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
+        check(alone, "draft", draft, "is a second draft beside the heads of --speculative-config")
+        name = "draft" if is_named else "speculative_config"
+        check(
+            Path(self.heads).is_dir() and self.heads != "", name, getattr(self, name), "no directory of heads"
+        )
+        _check_heads(name, self.heads, self.target, self.tensor_parallel_size)
+
+    @property
+    def heads(self) -> str:
+        """Directory of the target's heads; empty for none."""
+        if self.draft.startswith(HEADS_PREFIX):
+            return self.draft.removeprefix(HEADS_PREFIX)
+        given = heads_draft(self.speculative_config)
+        return given.model if given else ""
+
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
+        if self.heads:
+            return NO_DRAFT
         first, comma, rest = self.draft.partition(",")
         if first not in METHODS:
             return self.draft
@@ -483,6 +544,10 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
+        given = heads_draft(self.speculative_config)
+        if self.heads:
+            named = {name: value for name, value in asdict(given).items() if value} if given else {}
+            return json.dumps({"method": HEADS} | named | {"model": ""})
         method = self.draft.partition(",")[0]
         implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied

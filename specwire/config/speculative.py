@@ -13,6 +13,8 @@ from specwire.core import MAX_NUM_DRAFT_TOKENS
 NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft_model"
+HEADS, MEDUSA = "heads", "medusa"
+"""Heads of the target, by our name and by vLLM's."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -46,7 +48,7 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        known = ", ".join((*METHODS, DRAFT_MODEL))
+        known = ", ".join((*METHODS, DRAFT_MODEL, HEADS, MEDUSA))
         check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
@@ -90,10 +92,33 @@ class ModelDraftConfig:
             check(ok, _FLAG, f"{name}={value!r}", problem)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadsDraftConfig(ModelDraftConfig):
+    """How the target drafts with its heads, for requests that do not say.
+
+    Attributes:
+        method: `heads` or `medusa`.
+        model: directory of the heads; empty where the verify service is told by its own flag.
+    """
+
+    method: str = HEADS
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ConfigError: naming the key and its value.
+        """
+        super().__post_init__()
+        check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not the name of a directory")
+
+
+_CONFIGS = {DRAFT_MODEL: ModelDraftConfig, HEADS: HeadsDraftConfig, MEDUSA: HeadsDraftConfig}
+
+
 def _keys(method: object) -> tuple[str, ...]:
     """That a method has a use for; all of an unknown one."""
-    if method == DRAFT_MODEL:
-        return tuple(field.name for field in fields(ModelDraftConfig))
+    if isinstance(method, str) and method in _CONFIGS:
+        return tuple(field.name for field in fields(_CONFIGS[method]))
     if not isinstance(method, str) or method not in METHODS:
         return tuple(field.name for field in fields(SpeculativeConfig))
     return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
@@ -118,7 +143,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
     for key in given:
         problem = f"is not a key of method {method}; known are {', '.join(known)}"
         check(key in known, _FLAG, f"{key}={given[key]!r}", problem)
-    return ModelDraftConfig(**given) if method == DRAFT_MODEL else SpeculativeConfig(**given)
+    config = _CONFIGS.get(method, SpeculativeConfig) if isinstance(method, str) else SpeculativeConfig
+    return config(**given)
 
 
 def parse_method(text: str) -> str:
@@ -131,6 +157,12 @@ def model_draft(text: str) -> ModelDraftConfig:
     """What it says of the draft model; nothing where it is about another method. Errors likewise."""
     found = parse_speculative_config(text)
     return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
+
+
+def heads_draft(text: str) -> HeadsDraftConfig | None:
+    """What it says of heads; None where it is about another method. Errors likewise."""
+    found = parse_speculative_config(text)
+    return found if isinstance(found, HeadsDraftConfig) else None
 
 
 def check_speculative_config(_: str, value: str) -> None:

@@ -158,12 +158,13 @@ def _model_info(config: ModelServiceConfig, source: str, description: dict[str, 
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
         trees=not config.batch_invariant,
-        weights_fingerprint="" if is_emulated else weights_fingerprint(_directory(source)),
+        drafts=config.shows_states,
+        weights_fingerprint="" if is_emulated else weights_fingerprint(model_directory(source)),
         **description,  # type: ignore[arg-type]
     )
 
 
-def _directory(source: str) -> Path:
+def model_directory(source: str) -> Path:
     """The directory with the files of a loaded model."""
     if Path(source).is_dir():
         return Path(source)

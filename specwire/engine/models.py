@@ -47,6 +47,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         page_size=config.page_len,
         replay=_replay(config, device),
         batch_invariant=config.batch_invariant,
+        shows_states=config.shows_states,
     )
     runner.warm()
     return runner, describe(model, source)

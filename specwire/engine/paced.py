@@ -40,6 +40,11 @@ class PacedRunner:
     def on_loss(self, call: Callable[[], None]) -> None:
         self._runner.on_loss = call
 
+    @property
+    def model(self) -> Any:
+        """That of the runner, if it is in this process; else None."""
+        return getattr(self._runner, "model", None)
+
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
         return self._runner.new_sequence()

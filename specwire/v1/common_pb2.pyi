@@ -20,6 +20,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_TREES: _ClassVar[Capability]
     CAPABILITY_PREPARED_OUTCOMES: _ClassVar[Capability]
     CAPABILITY_BATCH_INVARIANT: _ClassVar[Capability]
+    CAPABILITY_DRAFTS: _ClassVar[Capability]
 RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
@@ -28,6 +29,7 @@ CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability
 CAPABILITY_BATCH_INVARIANT: Capability
+CAPABILITY_DRAFTS: Capability
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs")
@@ -63,7 +65,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on")
+    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on", "end_len")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,7 @@ class OpenSequence(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
     MAY_GO_ON_FIELD_NUMBER: _ClassVar[int]
+    END_LEN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     sampling: SamplingParams
     prompt_len: int
@@ -87,7 +90,8 @@ class OpenSequence(_message.Message):
     timeout_ms: int
     trace_headers: _containers.ScalarMap[str, str]
     may_go_on: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., may_go_on: _Optional[bool] = ...) -> None: ...
+    end_len: int
+    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., may_go_on: _Optional[bool] = ..., end_len: _Optional[int] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("sequence_id", "reason", "message", "fields")

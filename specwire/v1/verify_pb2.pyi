@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "draft_token_ids", "parent_indices", "support_lens", "support_token_ids", "traceparents", "support_probs", "ahead_ids", "ahead")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "draft_token_ids", "parent_indices", "support_lens", "support_token_ids", "traceparents", "support_probs", "ahead_ids", "ahead", "num_next_draft_tokens", "next_max_depths")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,8 @@ class VerifyRequest(_message.Message):
     SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_IDS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
     open: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSequence]
     close: _containers.RepeatedScalarFieldContainer[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -41,7 +43,9 @@ class VerifyRequest(_message.Message):
     support_probs: bytes
     ahead_ids: _containers.RepeatedScalarFieldContainer[int]
     ahead: AheadProposals
-    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., support_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., support_probs: _Optional[bytes] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., ahead: _Optional[_Union[AheadProposals, _Mapping]] = ...) -> None: ...
+    num_next_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    next_max_depths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., support_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., support_probs: _Optional[bytes] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., ahead: _Optional[_Union[AheadProposals, _Mapping]] = ..., num_next_draft_tokens: _Optional[_Iterable[int]] = ..., next_max_depths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AheadProposals(_message.Message):
     __slots__ = ("sequence_ids", "ahead_ids", "base_lens", "path_lens", "path_token_ids", "proposals")
@@ -60,7 +64,7 @@ class AheadProposals(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., path_lens: _Optional[_Iterable[int]] = ..., path_token_ids: _Optional[bytes] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("incarnation", "load", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "num_rows", "target_token_ids", "support_lens", "target_probs", "tail_mass", "has_logprobs", "logprobs", "ahead_ids", "continuations", "num_arrived_bytes")
+    __slots__ = ("incarnation", "load", "errors", "sequence_ids", "request_ids", "base_lens", "timings", "num_cached_tokens", "num_rows", "target_token_ids", "support_lens", "target_probs", "tail_mass", "has_logprobs", "logprobs", "ahead_ids", "continuations", "num_arrived_bytes", "next")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +83,7 @@ class VerifyResponse(_message.Message):
     AHEAD_IDS_FIELD_NUMBER: _ClassVar[int]
     CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_ARRIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     load: _common_pb2.Load
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceError]
@@ -97,7 +102,8 @@ class VerifyResponse(_message.Message):
     ahead_ids: _containers.RepeatedScalarFieldContainer[int]
     continuations: Continuations
     num_arrived_bytes: int
-    def __init__(self, incarnation: _Optional[str] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., target_token_ids: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., target_probs: _Optional[bytes] = ..., tail_mass: _Optional[bytes] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., continuations: _Optional[_Union[Continuations, _Mapping]] = ..., num_arrived_bytes: _Optional[int] = ...) -> None: ...
+    next: _common_pb2.Proposals
+    def __init__(self, incarnation: _Optional[str] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SequenceError, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., target_token_ids: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., target_probs: _Optional[bytes] = ..., tail_mass: _Optional[bytes] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., continuations: _Optional[_Union[Continuations, _Mapping]] = ..., num_arrived_bytes: _Optional[int] = ..., next: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
 
 class Continuations(_message.Message):
     __slots__ = ("ahead_ids", "num_accepted", "path", "next_token_ids")

@@ -114,6 +114,7 @@ def open_sequence(
     trace_headers: Iterable[tuple[str, str]] = (),
     *,
     may_go_on: bool = False,
+    end_len: int = 0,
 ) -> common_pb2.OpenSequence:
     """What opens a sequence; the caller fills in its id and its deadline."""
     return common_pb2.OpenSequence(
@@ -123,6 +124,7 @@ def open_sequence(
         cache_salt=params.cache_salt,
         trace_headers=dict(trace_headers),
         may_go_on=may_go_on,
+        end_len=end_len,
     )
 
 
@@ -162,6 +164,7 @@ _CAPABILITIES = {
     "prepares_outcomes": common_pb2.CAPABILITY_PREPARED_OUTCOMES,
     "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,
     "trees": common_pb2.CAPABILITY_TREES,
+    "drafts": common_pb2.CAPABILITY_DRAFTS,
 }
 _MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in _CAPABILITIES]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ MAX_AHEAD_OF_MESSAGE = 1 << 16
 """Proposals ahead, of all sequences."""
 _NO_IDS: IntArray = np.empty(0, np.int64)
 _NO_PROBS: FloatArray = np.empty(0, np.float32)
+_NO_ACCOUNT = Continuation(0, Outcome((), 0))
 
 
 class VerifyOrder(NamedTuple):
@@ -46,6 +48,8 @@ class VerifyOrder(NamedTuple):
         draft_probs: float32 on each support, if the receiver may go on by itself; else empty.
         ahead_id: of the proposal, if the receiver has announced that it went on with it; the request has no
             draft tokens then. Else 0.
+        num_next_draft_tokens: that the receiver proposes after the verdict, as a tree if a depth is given.
+        next_max_depth: longest path of that tree; 0 for a chain.
     """
 
     sequence_id: int
@@ -58,6 +62,8 @@ class VerifyOrder(NamedTuple):
     traceparent: str = ""
     draft_probs: Sequence[FloatArray] = ()
     ahead_id: int = 0
+    num_next_draft_tokens: int = 0
+    next_max_depth: int = 0
 
 
 class AheadOrder(NamedTuple):
@@ -85,8 +91,9 @@ class VerifyAnswer(NamedTuple):
     Attributes:
         num_cached_tokens: found in the prefix cache instead of being computed.
         ahead_id: of the proposal that it is about, where the service went on by itself; else 0.
-        continuation: how the service goes on by itself; None if it does not.
+        continuation: how the service goes on by itself; None if it does not, and proposes nothing.
         load: of the service, as it reports it.
+        proposal: of the service's own, after the outcome of the continuation; None if it has none.
     """
 
     sequence_id: int
@@ -97,6 +104,7 @@ class VerifyAnswer(NamedTuple):
     ahead_id: int = 0
     continuation: Continuation | None = None
     load: Load = Load()
+    proposal: Proposal | None = None
 
 
 def request_to_proto(
@@ -117,7 +125,8 @@ def request_to_proto(
 
 def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
     columns_of = zip(*orders, strict=True)
-    ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces, probs, ahead_ids = columns_of
+    ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces, *others = columns_of
+    probs, ahead_ids, num_next, next_depths = others
     num_draft_tokens = [*map(len, drafts)]
     message.sequence_ids.extend(ids)
     message.request_ids.extend(request_ids)
@@ -134,6 +143,10 @@ def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrde
     message.traceparents.extend(columns.traceparents_to(traces))
     if any(ahead_ids):
         message.ahead_ids.extend(ahead_ids)
+    if any(num_next):
+        message.num_next_draft_tokens.extend(num_next)
+    if any(next_depths):
+        message.next_max_depths.extend(next_depths)
 
 
 def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
@@ -236,16 +249,21 @@ def orders_from_proto(message: verify_pb2.VerifyRequest) -> list[VerifyOrder]:
             supports,
             columns.traceparents_of(message, num),
             probs,
-            _ahead_ids_of(message, num),
+            _column_or_zeros(message, "ahead_ids", num),
+            _column_or_zeros(message, "num_next_draft_tokens", num),
+            _column_or_zeros(message, "next_max_depths", num),
         )
     )
 
 
-def _ahead_ids_of(message: verify_pb2.VerifyRequest | verify_pb2.VerifyResponse, num: int) -> Sequence[int]:
-    if not message.ahead_ids:
+def _column_or_zeros(
+    message: verify_pb2.VerifyRequest | verify_pb2.VerifyResponse, name: str, num: int
+) -> Sequence[int]:
+    found: Sequence[int] = getattr(message, name)
+    if not found:
         return [0] * num
-    columns.check_lengths(message, num, "ahead_ids")
-    return message.ahead_ids
+    columns.check_lengths(message, num, name)
+    return found
 
 
 def _split_supports(
@@ -294,10 +312,11 @@ def response_to_proto(
     if any(answer.ahead_id for answer in answers):
         message.ahead_ids.extend([answer.ahead_id for answer in answers])
     if any(answer.continuation for answer in answers):
-        nothing = Continuation(0, Outcome((), 0))
-        message.continuations.CopyFrom(
-            _continuations_to_proto([answer.continuation or nothing for answer in answers])
-        )
+        accounts = [answer.continuation or _NO_ACCOUNT for answer in answers]
+        message.continuations.CopyFrom(_continuations_to_proto(accounts))
+    if any(answer.proposal for answer in answers):
+        own = [replace(answer.proposal or Proposal(0), supports=()) for answer in answers]
+        message.next.CopyFrom(proposals.to_proto(own, [len(each.token_ids) for each in own], 0))
     return message
 
 
@@ -310,17 +329,37 @@ def _continuations_to_proto(continuations: Sequence[Continuation]) -> verify_pb2
     )
 
 
-def _continuations_from_proto(message: verify_pb2.VerifyResponse, num: int) -> Sequence[Continuation | None]:
+def _continuations_from_proto(message: verify_pb2.VerifyResponse, num: int) -> Sequence[Continuation]:
+    """Those of all answers; none if there is none for any."""
     if not message.HasField("continuations"):
-        return [None] * num
+        return []
     found = message.continuations
     columns.check_lengths(found, num, "ahead_ids", "num_accepted", "next_token_ids")
     counts, total = columns.counts_of("num_accepted", found.num_accepted)
     paths = columns.split(columns.unpack("path", found.path, total, "<i1").tolist(), counts)
     return [
-        Continuation(ahead_id, Outcome(path, next_token)) if ahead_id else None
+        Continuation(ahead_id, Outcome(path, next_token))
         for ahead_id, path, next_token in zip(found.ahead_ids, paths, found.next_token_ids, strict=True)
     ]
+
+
+def _next_from_proto(
+    message: verify_pb2.VerifyResponse, continuations: Sequence[Continuation], vocab_size: int
+) -> Sequence[Proposal | None]:
+    """What the service proposes by itself after each answer; None where it proposes nothing."""
+    num = len(message.sequence_ids)
+    if not message.HasField("next"):
+        return [None] * num
+    columns.check_lengths(message.continuations, num, "ahead_ids")
+    found = proposals.columns_from_proto(message.next, num)
+    if any(found.has_supports):
+        raise InvalidRequestError("has_supports", True, "must be false for the service's own proposals")
+    proposals.check(found, vocab_size)
+    base_lens = [
+        base_len + each.outcome.num_accepted + 1
+        for base_len, each in zip(message.base_lens, continuations, strict=True)
+    ]
+    return [each if each.token_ids else None for each in proposals.split(found, base_lens)]
 
 
 def _add_probs(message: verify_pb2.VerifyResponse, verdicts: Sequence[Verdict]) -> None:
@@ -370,14 +409,20 @@ def rows_from_proto(message: verify_pb2.VerifyResponse) -> Rows:
     )
 
 
-def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows) -> list[VerifyAnswer]:
+def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_size: int) -> list[VerifyAnswer]:
     """The answers of a message.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other.
+        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
     """
     num = len(message.sequence_ids)
     columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "num_rows")
+    accounts = _continuations_from_proto(message, num)
+    own = _next_from_proto(message, accounts, vocab_size)
+    continuations = (
+        account if account.ahead_id or proposal else None
+        for account, proposal in zip(accounts or [_NO_ACCOUNT] * num, own, strict=True)
+    )
     verdicts = map(
         Verdict,
         message.base_lens,
@@ -393,9 +438,10 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows) -> list[V
             verdicts,
             columns.timings_from_proto(message.timings, num),
             message.num_cached_tokens,
-            _ahead_ids_of(message, num),
-            _continuations_from_proto(message, num),
+            _column_or_zeros(message, "ahead_ids", num),
+            continuations,
             repeat(wire.load_from_proto(message.load)),
+            own,
         )
     )
 

@@ -209,6 +209,15 @@ RANGES: dict[str, tuple[Any, str]] = {
     "AheadProposals.path_lens (each)": (ahead_with(path_lens=[-1]), "path_lens"),
     "Proposals.num_tokens (each)": (ahead(token_ids=[]), "num_tokens"),
     "Proposals.support_len": (ahead_with(support_len=-1), "support_len"),
+    "VerifyRequest.num_next_draft_tokens": (
+        with_columns(verifying(), num_next_draft_tokens=[65]),
+        "num_next_draft_tokens",
+    ),
+    "VerifyRequest.next_max_depths": (
+        with_columns(verifying(), next_max_depths=[-1]),
+        "next_max_depths",
+    ),
+    "OpenSequence.end_len": (verifying(opening(end_len=2**30)), "end_len"),
 }
 
 #: Any value will do, or its own test has it.

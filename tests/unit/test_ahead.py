@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -271,7 +272,7 @@ class TestColumns:
         ]
         sent = wire.response_to_proto(answers, [], Load(), "me")
         message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
-        found = wire.answers_from_proto(message, wire.rows_from_proto(message))
+        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
         assert [each.ahead_id for each in found] == [0, 11, 0]
         for one, other in zip(found, answers, strict=True):
             if other.continuation is None:
@@ -283,4 +284,41 @@ class TestColumns:
             assert one.continuation.outcome.next_token == other.continuation.outcome.next_token
         message.continuations.num_accepted[0] = 3
         with pytest.raises(InvalidRequestError, match="path"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message))
+            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+
+    def test_proposals_of_the_service_itself(self) -> None:
+        """They follow the outcome, whether the service goes on with them or waits."""
+        tree, chain = Proposal(6, [7, 8, 9], parents=[-1, -1, 0]), Proposal(4, [5])
+        answers = [
+            VerifyAnswer(1, 4, Verdict(3, [8, 9, 1]), Timings(), 0, 0, account(-2, [0, 1], 2), proposal=tree),
+            VerifyAnswer(2, 5, Verdict(3, [8]), Timings(), 0, 0, account(0, [], 8), proposal=chain),
+            VerifyAnswer(3, 6, Verdict(3, [8]), Timings(), 0),
+        ]
+        sent = wire.response_to_proto(answers, [], Load(), "me")
+        message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
+        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        assert [each.proposal for each in found] == [tree, replace(chain, parents=[]), None]
+        assert [each.continuation and each.continuation.ahead_id for each in found] == [-2, 0, None]
+        with pytest.raises(InvalidRequestError, match="token_ids"):
+            wire.answers_from_proto(message, wire.rows_from_proto(message), 9)
+        message.next.has_supports.extend([True, False, False])
+        with pytest.raises(InvalidRequestError, match=r"has_supports|support"):
+            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        message.ClearField("continuations")
+        with pytest.raises(InvalidRequestError, match="ahead_ids"):
+            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+
+    def test_what_the_service_is_to_propose(self) -> None:
+        orders = [
+            VerifyOrder(1, 4, 3, [1], num_next_draft_tokens=16, next_max_depth=4),
+            VerifyOrder(2, 5, 3, [1], num_next_draft_tokens=3),
+        ]
+        found = wire.orders_from_proto(received(*orders))
+        assert [(each.num_next_draft_tokens, each.next_max_depth) for each in found] == [(16, 4), (3, 0)]
+        plain = received(VerifyOrder(2, 5, 3, [1]))
+        assert not plain.num_next_draft_tokens
+        assert not plain.next_max_depths
+
+
+def account(ahead_id: int, path: Sequence[int], next_token: int) -> Continuation:
+    return Continuation(ahead_id, Outcome(path, next_token))

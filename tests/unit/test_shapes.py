@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
 from coordinator.length.shapes import CHAIN, SHAPES, AdaptiveShape, SharedShapes
-from coordinator.servicer import GenerationServicer
+from coordinator.servicer import planner_of
 from specwire.core import Load, Outcome, Proposal, Verdict
 
 ALPHA = 0.7
@@ -110,8 +108,7 @@ def test_before_costs_are_known_there_are_chains() -> None:
 
 def planner(num_draft_tokens: int | None, max_depth: int | None, *, draft_has_trees: bool = True) -> Planner:
     """The servicer's, for a request that was checked."""
-    servicer: Any = SimpleNamespace(_shapes=SharedShapes(lambda: 1), _draft_has_trees=lambda: draft_has_trees)
-    return GenerationServicer._model_planner(servicer, num_draft_tokens, max_depth)
+    return planner_of(SharedShapes(lambda: 1), num_draft_tokens, max_depth, has_trees=draft_has_trees)
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ class TestModelServices:
             VerifyAnswer(2, 9, Verdict(3, [7]), Timings(), 0, 3, Continuation(4, Outcome([0], 5)), load),
         ]
         message = over_the_wire(verify_wire.response_to_proto(answers, [], load, "i"))
-        got = verify_wire.answers_from_proto(message, verify_wire.rows_from_proto(message))
+        got = verify_wire.answers_from_proto(message, verify_wire.rows_from_proto(message), 64)
         assert [each._replace(verdict=judged) for each in got] == [
             each._replace(verdict=judged) for each in answers
         ]

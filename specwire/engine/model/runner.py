@@ -25,6 +25,7 @@ from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
@@ -53,6 +54,7 @@ class ModelRunner:
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
             other rows, and of whether it was decoded, verified or prefilled. A CPU needs no replay.
+        shows_states: return the hidden state behind each row of logits too, beside it.
 
     Raises:
         ModelLoadError: the model's attention cannot be served by the engine.
@@ -74,6 +76,7 @@ class ModelRunner:
         page_size: int = 16,
         replay: Replay | None = None,
         batch_invariant: bool = False,
+        shows_states: bool = False,
     ) -> None:
         self.model = model.eval()
         self.device: torch.device = model.device
@@ -84,7 +87,10 @@ class ModelRunner:
         attention.register()
         if model.config._attn_implementation != attention.ATTENTION_NAME:
             model.set_attn_implementation(attention.ATTENTION_NAME)
+        self._states: States | None = None
         probe = self._probe()
+        if shows_states:
+            self._states = States(model)
         self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size)
@@ -217,7 +223,8 @@ class ModelRunner:
             feeds: sequences of this runner, each at most once.
 
         Returns:
-            float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
+            float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor. With
+            states beside them, [sum of num_rows, vocab_size + state_size].
 
         Raises:
             InvalidRequestError, ContextLengthError, ResourceExhaustedError: see `Packer.packed`. After any
@@ -309,6 +316,8 @@ class ModelRunner:
             **keywords,
         )
         logits: Tensor = output.logits[0]
+        if self._states is not None:
+            logits = self._states.beside(logits)
         return logits if rows is None or keywords else logits[rows]
 
 

@@ -21,6 +21,7 @@ class TreeGrowth:
     """Nodes found so far, in the order in which they were found: parents come before their children.
 
     Attributes:
+        max_depth: longest path, in nodes.
         token_ids, parents, depths, worths: by node; -1 is the prefix.
         expanded: the nodes that were expanded, in order, the prefix not among them.
     """
@@ -32,7 +33,7 @@ class TreeGrowth:
         calibration: of this kind of streams.
         """
         self._size = size
-        self._max_depth = max_depth
+        self.max_depth = max_depth
         self._calibration = calibration
         self._shares: dict[int, tuple[int, Sequence[float]]] = {}
         self.token_ids: list[int] = []
@@ -97,7 +98,7 @@ class TreeGrowth:
         known = set(self.expanded)
         room = min(width, MAX_TREE_NODES - len(known))
         open_nodes = [
-            node for node in self.best() if node not in known and self.depths[node] + 1 < self._max_depth
+            node for node in self.best() if node not in known and self.depths[node] + 1 < self.max_depth
         ]
         self.expanded += open_nodes[:room]
         return open_nodes[:room]

@@ -1,0 +1,183 @@
+"""`python -m benchmarks.heads`: what heads of the embedded target bring, beside plain decoding and the draft.
+
+Heads are trained on the files that the embedded pair was trained on, in closed form; prompts are from those
+that were held out. First tokens a pass by shape; then tokens/s with shapes that the coordinator chooses, once
+with the target's own passes and once with passes of a larger target (`--least-pass-ms`), where plain
+decoding, heads and the embedded draft take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.bars import Bar, Report, machine
+from benchmarks.embedded import corpus
+from benchmarks.trees import KINDS, Shape, _generate_all, _table, _windows
+from specwire import Client, SamplingParams
+from specwire.cli.supervisor import Stack
+from specwire.config.heads import TrainHeadsConfig
+from specwire.config.services import UpConfig
+from specwire.engine.heads import training
+
+SHAPES = (Shape(2), Shape(4), Shape(8, 3), Shape(16, 4), Shape(32, 6))
+LEAST_TOKENS, LEAST_RATIO = 1.5, 0.98
+PACED_MS = 20.0
+SETTLING_TOKENS = 1500
+_TEXT_CHARS = 1_000_000
+
+
+class Found(NamedTuple):
+    """Bars, Markdown and data of a part."""
+
+    bars: list[Bar]
+    text: str
+    data: Any
+
+
+def train(out: Path) -> float:
+    """Heads of the embedded target; returns how long that took, in seconds."""
+    documents, _ = corpus.split(corpus.read_library())
+    random.Random(0).shuffle(documents)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as text:
+        text.write("\n".join(document.text for document in documents)[:_TEXT_CHARS])
+        text.flush()
+        started_s = time.monotonic()
+        training.train(TrainHeadsConfig(text=text.name, out=str(out)), _quiet)
+    return time.monotonic() - started_s
+
+
+@contextlib.contextmanager
+def _quiet(title: str, total: int) -> Iterator[Any]:
+    yield lambda num: None
+    print(title, flush=True)
+
+
+def config(heads: Path, **settings: Any) -> UpConfig:
+    """Of a stack with heads."""
+    return UpConfig(draft=f"heads:{heads}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
+
+
+def tokens(heads: Path, num_prompts: int, num_tokens: int) -> Found:
+    """Tokens a pass of each shape, and whether the texts are those of plain decoding."""
+    prompts, rows, num_equal, num_texts = _windows(num_prompts), [], 0, 0
+    best: dict[str, float] = {}
+    with Stack(config(heads)) as stack:
+        for kind, params in KINDS.items():
+            params = replace(params, max_tokens=num_tokens)  # noqa: PLW2901
+            plain = asyncio.run(_generate_all(stack.address, prompts, replace(params, num_draft_tokens=0)))
+            row = []
+            for shape in SHAPES:
+                done = asyncio.run(_generate_all(stack.address, prompts, shape.of(params)))
+                num_rounds = sum(each.speculation.num_rounds for each in done)
+                row.append(sum(len(each.token_ids) for each in done) / num_rounds)
+                num_equal += sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True))
+                num_texts += len(done)
+            best[kind] = max(row)
+            rows.append([kind, *row])
+            print(*rows[-1], flush=True)
+    bars = [
+        Bar(what="tokens a pass, greedy", measured=best["greedy"], limit=LEAST_TOKENS, at_least=True),
+        Bar(what="texts unlike those of plain decoding", measured=num_texts - num_equal, limit=0),
+    ]
+    about = (
+        f"{num_prompts} prompts, {num_tokens} tokens each, the first pass included; Gumbel at temperature 1."
+    )
+    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{_table(['', *map(str, SHAPES)], rows)}", rows)
+
+
+def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> Found:
+    """Tokens/s of greedy decoding, in turns."""
+    draft = UpConfig(
+        dtype="float32",
+        draft_dtype="float32",
+        address="127.0.0.1:0",
+        num_threads=1,
+        least_pass_ms=least_pass_ms,
+    )
+    configs = {"heads": config(heads, least_pass_ms=least_pass_ms), "embedded draft": draft}
+    params = replace(KINDS["greedy"], max_tokens=num_tokens)
+    prompts = _windows(num_runs)
+    found: dict[str, list[float]] = {name: [] for name in ("plain", *configs)}
+    with ExitStack() as running:
+        clients = {
+            name: running.enter_context(Client(running.enter_context(Stack(each)).address))
+            for name, each in configs.items()
+        }
+        for client in clients.values():
+            _settle(client, params)
+        for prompt in prompts:
+            found["plain"].append(_rate(clients["heads"], replace(params, num_draft_tokens=0), prompt))
+            for name, client in clients.items():
+                found[name].append(_rate(client, params, prompt))
+    ratios = {name: median(map(_ratio, found[name], found["plain"])) for name in configs}
+    passes = f"passes of {least_pass_ms:g} ms" if least_pass_ms else "the target's own passes"
+    what = f"tokens/s over plain decoding, {passes}"
+    bars = [Bar(what=what, measured=ratios["heads"], limit=LEAST_RATIO, at_least=True)]
+    rows = [[name, median(each), ratios.get(name, 1.0)] for name, each in found.items()]
+    print(*rows, flush=True)
+    about = (
+        f"One stream, greedy, {passes}, shapes chosen; {num_runs} runs of {num_tokens} tokens in turns, "
+        f"after {SETTLING_TOKENS} tokens. Medians."
+    )
+    text = f"## Tokens/s, {passes}\n\n{about}\n\n{_table(['', 'tokens/s', 'times plain'], rows)}"
+    return Found(bars, text, found)
+
+
+def _settle(client: Client, params: SamplingParams) -> None:
+    per_run = params.max_tokens or 1
+    for prompt in _windows(-(-SETTLING_TOKENS // per_run)):
+        _rate(client, params, prompt)
+
+
+def _rate(client: Client, params: SamplingParams, prompt: Sequence[int]) -> float:
+    done = client.generate(params=params, prompt_token_ids=prompt)
+    return len(done.token_ids) / done.timing.total_ms * 1e3
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other
+
+
+def main() -> None:
+    """Train, measure, and write the report."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.heads", description=__doc__)
+    parser.add_argument("--heads", type=Path, help="directory of heads; trained if not given")
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--num-tokens", type=int, default=128, help="of each generation")
+    parser.add_argument("--num-runs", type=int, default=8, help="of tokens/s")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    args = parser.parse_args()
+    facts = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        heads = args.heads or Path(folder) / "heads"
+        trained = f" Trained in {train(heads):.0f} s." if args.heads is None else ""
+        parts = [
+            tokens(heads, args.num_prompts, args.num_tokens),
+            rates(heads, args.num_tokens, args.num_runs, 0.0),
+            rates(heads, args.num_tokens, args.num_runs, PACED_MS),
+        ]
+    result = Report(
+        name="heads",
+        title="Heads",
+        machine=facts,
+        about=f"Heads of the embedded target, in float32.{trained}",
+        bars=[bar for part in parts for bar in part.bars],
+        details="\n\n".join(part.text for part in parts),
+        data={"parts": [part.data for part in parts]},
+    )
+    print(result.write(args.out))
+
+
+if __name__ == "__main__":
+    main()

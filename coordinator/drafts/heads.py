@@ -1,0 +1,56 @@
+"""Proposals that the target makes itself, with its heads: they arrive with the verdict before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan, Round
+from specwire.core import Proposal
+from specwire.telemetry import tracing
+
+
+class Target(Protocol):
+    """A target that proposes by itself."""
+
+    def want(self, num_draft_tokens: int, max_depth: int) -> None:
+        """What it is to propose after verdicts from now on; nothing for 0 draft tokens."""
+        ...
+
+    def drafted(self, committed: Sequence[int]) -> Proposal | None:
+        """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
+        ...
+
+
+class HeadsDrafter:
+    """Takes what the last verdict brought: no wait, no message of its own.
+
+    The first round of a sequence has no proposal, nor has one after the target was lost.
+    """
+
+    unavailable = ""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
+        """See `generation.Drafter`."""
+        self._target.want(plan.num_draft_tokens, plan.max_depth)
+        return Cost(outcome=CallOutcome.READY)
+
+    async def propose(
+        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost]:
+        """See `generation.Drafter`."""
+        self._target.want(plan.num_draft_tokens, plan.max_depth)
+        found = self._target.drafted(committed) if plan.num_draft_tokens else None
+        if found is None:
+            return Proposal(len(committed)), Cost()
+        return plan.limit(found), Cost(outcome=CallOutcome.READY)
+
+    def observe(self, done: Round) -> None:
+        """See `generation.Drafter`; the target has learnt from it."""
+
+    def close(self) -> None:
+        """See `generation.Drafter`; there is nothing to release."""

@@ -1,0 +1,96 @@
+"""`specwire drafts`: the kinds of drafts, what each needs, and what it has brought on a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from specwire.cli.terminal import dim
+from specwire.client.client import Client
+from specwire.config.client import ClientConfig
+from specwire.config.speculative import COUNTS, HEADS, NGRAM, SUFFIX
+from specwire.core import ModelInfo
+from specwire.v1 import generation_pb2
+
+_MODEL = "model"
+_NEEDS = {
+    _MODEL: "a draft service: --draft DIR",
+    HEADS: "heads of the target: --draft heads:DIR",
+    NGRAM: "nothing",
+    SUFFIX: "nothing",
+    **dict.fromkeys(COUNTS, "nothing, or a text file"),
+}
+
+
+class Line(NamedTuple):
+    """One kind of draft; all of it in words."""
+
+    name: str
+    here: str
+    needs: str
+    rounds: str
+    draft_tokens: str
+    accepted: str
+    tokens_a_pass: str
+
+
+_HEAD = Line("draft", "here", "needs", "rounds", "draft tokens", "accepted", "tokens a pass")
+
+
+def show(settings: ClientConfig, *, colour: bool) -> str:
+    """The table.
+
+    Raises:
+        SpecwireError: the server does not answer.
+    """
+    with Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client:
+        target, draft = client.get_model_info()
+        status = client.get_status()
+    found = lines(target, draft, {each.source: each for each in status.by_source})
+    return table([_HEAD, *found], colour)
+
+
+def lines(
+    target: ModelInfo, draft: ModelInfo | None, totals: Mapping[str, generation_pb2.SourceTotals]
+) -> list[Line]:
+    """Of each kind, and of draft models that were there before.
+
+    Args:
+        draft: the model behind the draft service; None without one.
+        totals: by source, of those that have proposed.
+    """
+    is_there = {_MODEL: draft is not None, HEADS: target.drafts}
+    sources = {_MODEL: draft.name if draft else ""}
+    others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
+    return [
+        *(
+            _line(name, needs, totals.get(sources.get(name, name)), is_there=is_there.get(name, True))
+            for name, needs in _NEEDS.items()
+        ),
+        *(_line(name, _NEEDS[_MODEL], totals[name], is_there=False) for name in sorted(others)),
+    ]
+
+
+def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
+    here = "yes" if is_there else "no"
+    if brought is None:
+        return Line(name, here, needs, "0", "", "", "")
+    share = brought.num_accepted_tokens / max(1, brought.num_draft_tokens)
+    tokens = 1 + brought.num_accepted_tokens / max(1, brought.num_drafts)
+    accepted = f"{brought.num_accepted_tokens} ({share:.0%})"
+    num_drafts, num_draft_tokens = str(brought.num_drafts), str(brought.num_draft_tokens)
+    return Line(name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
+
+
+def table(rows: Sequence[Line], colour: bool) -> str:
+    """Aligned columns under their names; figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    num_words = _HEAD.index("needs") + 1
+    texts = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < num_words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join([dim(texts[0], colour), *texts[1:]])

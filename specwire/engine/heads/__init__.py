@@ -1,0 +1,1 @@
+"""Draft heads: what makes a target propose by itself; their files, and their training."""
