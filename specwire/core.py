@@ -490,6 +490,10 @@ class ModelInfo:
         batch_invariant: whether a token is computed bitwise the same in any batch.
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
+        target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
+            proposes; empty for one that proposes its own tokens.
+        shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
+            and of those of a sample text.
     """
 
     name: str
@@ -506,6 +510,9 @@ class ModelInfo:
     batch_invariant: bool = False
     weights_fingerprint: str = ""
     trees: bool = False
+    target_tokenizer_fingerprint: str = ""
+    shared_vocab: float = 0.0
+    shared_text: float = 0.0
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
