@@ -85,9 +85,9 @@ def tokens(num_prompts: int, num_tokens: int) -> Part:
             found[kind] = {}
             for shape in (*chains, *trees):
                 done = asyncio.run(
-                    _generate_all(stack.address, prompts, replace(shape.of(params), max_tokens=num_tokens))
+                    generate_all(stack.address, prompts, replace(shape.of(params), max_tokens=num_tokens))
                 )
-                found[kind][shape] = _tokens_a_round(done)
+                found[kind][shape] = tokens_a_round(done)
                 print(kind, shape, f"{found[kind][shape]:.2f}", flush=True)
     bars, rows = [], []
     for kind, by_shape in found.items():
@@ -118,7 +118,7 @@ def _windows(count: int) -> list[list[int]]:
     return windows.cut(loaded, count)
 
 
-async def _generate_all(
+async def generate_all(
     address: str, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[Completion]:
     free = asyncio.Semaphore(NUM_STREAMS)
@@ -131,7 +131,7 @@ async def _generate_all(
         return await asyncio.gather(*(generate(client, *each) for each in enumerate(prompts)))
 
 
-def _tokens_a_round(done: Sequence[Completion]) -> float:
+def tokens_a_round(done: Sequence[Completion]) -> float:
     """Accepted tokens and the one after them, a round with a draft."""
     accepted = sum(each.speculation.num_accepted_tokens for each in done)
     return 1 + accepted / sum(sum(each.speculation.acceptance_histogram) for each in done)

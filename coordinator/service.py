@@ -42,7 +42,13 @@ async def serving(
         verify = VerifyPool(config.verify_address, names, credentials)
         stack.push_async_callback(verify.close)
         await verify.connect(config.connect_timeout_s)
-        draft = DraftPool(config.draft_address, names, credentials, verify.info)
+        draft = DraftPool(
+            config.draft_address,
+            names,
+            credentials,
+            verify.info,
+            use_heterogeneous_vocab=config.use_heterogeneous_vocab,
+        )
         stack.push_async_callback(draft.close)
         await draft.connect()
         loaded = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)

@@ -5,16 +5,21 @@ Knows no grpc.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.scores import SharedScores
+from draft_service.translation import Committed
+from draft_service.vocabulary import SharedVocabulary
 from specwire.config.services import DraftConfig
-from specwire.core import FloatArray, IntArray, Proposal, Support
+from specwire.core import FloatArray, IntArray, Proposal, Support, num_in_common
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
@@ -47,6 +52,9 @@ class DraftJob(Job):
     Attributes:
         vocab_limit: token ids from here on are never drafted; 0 for no limit.
         num_candidates: likeliest tokens to record at each position, besides the drafted one.
+        committed: of a draft with another vocabulary, all tokens up to the draft, in the target's vocabulary,
+            as is all that a job takes and gives. The sequence has the draft's own tokens.
+        own_len: tokens of the sequence before the drafted ones.
         num_usable: draft tokens before the first logits that were not finite; None where all were finite.
         candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
@@ -54,27 +62,75 @@ class DraftJob(Job):
     num_draft_tokens: int = 0
     vocab_limit: int = 0
     num_candidates: int = 0
+    committed: Committed | None = None
+    own_len: int = field(init=False, default=0)
     num_usable: int | None = None
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
     candidates: list[list[int]] = field(default_factory=list)
 
     def start(self) -> None:
-        super().start()
+        if self.committed is None:
+            super().start()
+        else:
+            self._commit(self.committed)
+        self.own_len = len(self.sequence.tokens)
         self.num_rows = 1 if self.num_draft_tokens else 0
+
+    def _commit(self, committed: Committed) -> None:
+        """In the draft's own tokens; those that the sequence, or its parent, holds stay in the cache."""
+        if self.sequence.params.matches_tokens:
+            self._keep(*committed.own(self.num_draft_tokens))
+            return
+        # How many tokens the next pass runs must not depend on drafted tokens that were not judged, which
+        # the tokens of the text that is committed instead may begin with: all drafted ones are run again.
+        num_kept, own_ids = committed.own_judged(self.num_draft_tokens)
+        del self.sequence.tokens[num_kept:]
+        self._keep(num_kept, own_ids)
+
+    def _keep(self, num_kept: int, own_ids: Sequence[int]) -> None:
+        """Roll the sequence back to so many of its own tokens, or of its parent's, and append others."""
+        sequence, parent = self.sequence, self.parent
+        if parent is not None:
+            num_shared = num_in_common(parent.chain[num_kept:], own_ids)
+            num_kept, own_ids = num_kept + num_shared, own_ids[num_shared:]
+            sequence.fork_from(parent, num_kept)
+        sequence.rebase(num_kept, own_ids)
+
+    @property
+    def before(self) -> Sequence[int]:
+        """All tokens before the drafted ones."""
+        if self.committed is None:
+            return self.sequence.tokens[: self.own_len]
+        return list(self.committed.target_ids)
+
+    def own_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Drafted tokens as the sequence has them."""
+        return token_ids if self.committed is None else self.committed.shared.to_draft(token_ids)
 
     @property
     def num_ranked(self) -> int:
         """Likeliest tokens that it needs of each row."""
         return self.num_candidates + 1 if self.num_candidates else 0
 
+    @property
+    def position(self) -> int:
+        """Of the next token, where the sequence has no tree."""
+        if self.committed is None:
+            return len(self.sequence.tokens)
+        return self.committed_len + len(self.drafted)
+
     def positions(self) -> list[int]:
         """Of the tokens that are drawn after each of the last `num_rows` that were run."""
-        return [len(self.sequence.tokens)]
+        return [self.position]
 
     def histories(self) -> list[Sequence[int]]:
         """The tokens before each of them."""
-        return [self.sequence.tokens]
+        return [self.sequence.tokens if self.committed is None else [*self.before, *self.drafted]]
+
+    def free_rows(self) -> list[IntArray | None]:
+        """Of a job that drafts text: the draft's own tokens that each row may choose; None for any."""
+        return []
 
     def rows(self) -> list[Row]:
         """How to sample each of them, where the columns of `Rows` are not enough."""
@@ -95,7 +151,7 @@ class DraftJob(Job):
             token_id = 0
             if self.num_usable is None:
                 self.num_usable = len(drafted)
-        self.sequence.tokens.append(token_id)
+        self.sequence.tokens += self.own_ids((token_id,))
         drafted.append(token_id)
         if self.num_candidates:
             others = [other for other in drawn.ranked[row] if other != token_id]
@@ -196,6 +252,7 @@ class LeavesJob(DraftJob):
 
     def start(self) -> None:
         """Nothing is committed: the sequence goes on as it is."""
+        self.own_len = len(self.sequence.tokens)
         self.growth.expanded += self.leaves
         self.num_rows = len(self.leaves)
         _append_nodes(self, self.growth, self.leaves)
@@ -226,8 +283,7 @@ def _positions_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) ->
 
 def _histories(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Sequence[int]]:
     """All tokens up to each node, on its own path."""
-    before = job.sequence.tokens[: job.committed_len]
-    return [[*before, *growth.path_to(node)] for node in nodes]
+    return [[*job.before, *growth.path_to(node)] for node in nodes]
 
 
 def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, first: int) -> None:
@@ -239,9 +295,9 @@ def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, firs
 def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
     """To the sequence, which holds the expanded nodes in the order of their expansion."""
     sequence, places = job.sequence, {node: place for place, node in enumerate(growth.expanded)}
-    sequence.tokens.extend(growth.token_ids[node] for node in nodes)
+    sequence.tokens += job.own_ids([growth.token_ids[node] for node in nodes])
     parents = [places.get(growth.parents[node], -1) for node in nodes]
-    before = sequence.tree or TokenTree(job.committed_len, ())
+    before = sequence.tree or TokenTree(job.own_len, ())
     sequence.tree = before.extended(parents)
 
 
@@ -254,18 +310,21 @@ class Drawn(NamedTuple):
         ranked: likeliest tokens, best first; the drawn one may be among them. Empty if none are wanted.
         shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
             empty if none are.
+        own_ids: by row of jobs that draft text, the likeliest of the draft's own tokens that it may choose.
     """
 
     token_ids: list[int]
     supports: Sequence[Support | None] = ()
     ranked: Sequence[list[int]] = ()
     shares: Sequence[list[float]] = ()
+    own_ids: Mapping[int, int] = MappingProxyType({})
 
     def and_then(self, other: Drawn, order: Sequence[int]) -> Drawn:
         """The rows of both, in this order."""
-        columns: Any = zip(self._filled(), other._filled(), strict=True)
+        columns: Any = zip(self._filled()[:-1], other._filled()[:-1], strict=True)
         both = ([*ours, *theirs] for ours, theirs in columns)
-        return Drawn(*([column[i] for i in order] for column in both))
+        ordered: Any = ([column[i] for i in order] for column in both)
+        return Drawn(*ordered)
 
     def _filled(self) -> Drawn:
         num = len(self.token_ids)
@@ -283,17 +342,28 @@ class Question(NamedTuple):
     Attributes:
         limits: [num_rows], token ids from here on are excluded, 0 for no limit; empty without any.
         num_ranked: likeliest tokens wanted of each row.
+        free: rows whose likeliest of all the draft's own tokens is wanted, too; or the likeliest of these.
     """
 
     rows: Rows
     limits: Sequence[int]
     num_ranked: int
+    free: Mapping[int, IntArray | None] = MappingProxyType({})
 
 
 class DraftDecider:
-    """Draws draft tokens for all jobs of a step at once."""
+    """Draws draft tokens for all jobs of a step at once.
 
-    def __init__(self, config: DraftConfig) -> None:
+    Of a draft with another vocabulary, the logits become scores of the target's tokens first. From there on
+    all tokens are the target's: biases, penalties, noise, supports. So the draft samples from exactly the
+    distribution that is sent.
+    """
+
+    def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
+        """Args:
+        shared: with the target, of a draft with another vocabulary.
+        """
+        self._scores = SharedScores(shared) if shared else None
         self._support_mass = config.support_mass
         self._max_support = config.max_support
 
@@ -310,17 +380,33 @@ class DraftDecider:
         rows = Rows(
             encoded,
             num_rows,
-            [len(sequence.tokens) for sequence in sequences],
+            [job.position for job in drafts],
             [job.committed_len for job in drafts],
             {i: drafts[i].positions() for i, each in enumerate(sequences) if each.tree is not None},
             edited,
         )
         limits = [job.vocab_limit for job in drafts]
         num_ranked = max((job.num_ranked for job in drafts), default=0)
-        return Question(rows, np.repeat(limits, num_rows).tolist() if any(limits) else (), num_ranked)
+        each_limit = np.repeat(limits, num_rows).tolist() if any(limits) else ()
+        return Question(rows, each_limit, num_ranked, self._free(drafts) if self._scores else {})
+
+    @staticmethod
+    def _free(jobs: Sequence[DraftJob]) -> Mapping[int, IntArray | None]:
+        starts = accumulate((job.num_rows for job in jobs), initial=0)
+        return {
+            row: ids
+            for start, job in zip(starts, jobs, strict=False)
+            for row, ids in enumerate(job.free_rows(), start)
+        }
 
     def decide(self, question: Question, logits: Tensor) -> Drawn:
         """One draft token for each row of the logits [num_rows, vocab_size]."""
+        if self._scores is None:
+            return self._drawn(question, logits)
+        own_ids = self._scores.likeliest(logits, question.free)
+        return self._drawn(question, self._scores.of_target(logits))._replace(own_ids=own_ids)
+
+    def _drawn(self, question: Question, logits: Tensor) -> Drawn:
         rows = question.rows
         logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)

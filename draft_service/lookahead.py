@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
+from draft_service.strings import StringJob
+from draft_service.translation import Committed, Transcript
 from specwire.core import MAX_TREE_NODES, Preparation, Proposal
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
@@ -37,6 +39,7 @@ from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
 from specwire.estimate.calibration import NUM_RANKS
 from specwire.estimate.forecast import Forecast
+from specwire.rule.columns import EDITED
 from specwire.telemetry.tracing import Span
 from specwire.wire.draft import DraftOrder
 
@@ -189,6 +192,7 @@ class Lookahead:
         sequence: it lives longer than this.
         vocab_limit: token ids from here on are never proposed; 0 for no limit.
         forecast: of this sequence's rounds.
+        transcript: of a draft with another vocabulary than the target.
         sink: gets the results of all jobs, to pass each on to `settle`; the tag of a job is the id of the
             sequence, and the branch that it is for.
         answer: called with every request that was served.
@@ -207,6 +211,7 @@ class Lookahead:
         forecast: Forecast,
         sink: Sink,
         answer: Callable[[Request], None],
+        transcript: Transcript | None = None,
     ) -> None:
         self.requests: deque[Request] = deque()
         self._engine = engine
@@ -216,6 +221,7 @@ class Lookahead:
         self._forecast = forecast
         self._sink = sink
         self._answer = answer
+        self._transcript = transcript
         self._root: Branch | None = None
         self._branches: list[Branch] = []
         self._preparation: Preparation | None = None  # for the root; None while a request is served
@@ -311,12 +317,17 @@ class Lookahead:
         return self._follow(path)
 
     def _draft_unprepared(self, order: DraftOrder) -> Branch:
-        """Draft on the sequence itself, where nothing was prepared for these tokens."""
+        """Draft on the sequence itself, where nothing was prepared for these tokens.
+
+        Raises:
+            SpecwireError: it cannot be run at all.
+        """
         branch = Branch(
             self._job(
                 self._sequence,
                 order.base_len,
                 order.token_ids,
+                committed=self._committed(order),
                 num_draft_tokens=order.num_draft_tokens,
                 max_depth=order.max_depth,
                 num_candidates=NUM_RANKS if order.prepare or order.max_depth else 0,
@@ -332,14 +343,29 @@ class Lookahead:
         token_ids: Sequence[int],
         *,
         max_depth: int,
+        committed: Committed | None,
         **fields: Any,
     ) -> DraftJob:
         """Drafts a tree, or a chain if its depth is 0; other arguments as of `DraftJob`."""
-        fields["vocab_limit"] = self._vocab_limit
+        fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
         if not (max_depth and fields["num_draft_tokens"]):
-            return DraftJob(sequence, base_len, token_ids, **fields)
+            is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
+            kind = StringJob if is_text else DraftJob
+            return kind(sequence, base_len, token_ids, **fields)
         fields |= {"max_depth": max_depth, "calibration": self._forecast.calibration}
         return TreeJob(sequence, base_len, token_ids, **fields)
+
+    def _committed(self, order: DraftOrder) -> Committed | None:
+        """All tokens that a request commits, where the draft has another vocabulary."""
+        if self._transcript is None:
+            return None
+        root = self._root
+        drafted = root.proposal.token_ids if root and root.proposal and not root.proposal.parents else ()
+        return self._transcript.commit(order.base_len, order.token_ids, drafted)
+
+    def _followed(self, path: Sequence[int]) -> Committed | None:
+        """The root's committed tokens and others after them; None as above."""
+        return self._transcript.followed(path) if self._transcript else None
 
     def _submit(self, branch: Branch, job: DraftJob, extra_len: int, *, background: bool = False) -> None:
         """Raises:
@@ -368,6 +394,8 @@ class Lookahead:
         self._branches = kept
         if found is not None:
             self._engine.replace_with_fork(self._sequence, found.job.sequence)
+            if self._transcript is not None:
+                self._transcript.follow(found.path)
             path_len, worth = len(found.path), found.worth
             for branch in (found, *kept):
                 branch.move_to_root(path_len, worth)
@@ -458,6 +486,7 @@ class Lookahead:
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
             worth=sum(worths),
+            committed=self._followed((*branch.path, *branch.proposal.token_ids)),
         )
         self._submit_peek(branch, job, worths)
 
@@ -473,6 +502,7 @@ class Lookahead:
             vocab_limit=self._vocab_limit,
             num_candidates=NUM_RANKS,
             worth=sum(worths),
+            committed=self._followed(branch.path),
             growth=tree.growth,
             leaves=leaves,
         )
@@ -490,23 +520,30 @@ class Lookahead:
         token_ids = parent.take_outcome().token_ids
         # What a fork shares of a tree is its prefix: the path in it is run again.
         num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
+        path = (*parent.path, *token_ids)
         job = self._job(
             self._engine.open_fork(self._sequence),
             parent.job.committed_len + num_shared,
             token_ids[num_shared:],
             num_draft_tokens=preparation.num_draft_tokens,
             max_depth=preparation.max_depth,
+            committed=self._followed(path),
             num_candidates=NUM_RANKS,
             parent=self._sequence_of(parent),
             worth=worth,
         )
-        branch = Branch(job, (*parent.path, *token_ids), worth)
+        branch = Branch(job, path, worth)
         try:
             self._submit(branch, job, preparation.num_draft_tokens, background=True)
         except SpecwireError:  # the end of the context, or of the service
             self._close([branch])
         else:
             self._branches.append(branch)
+
+
+def _is_plain(sequence: TokenSequence) -> bool:
+    """Greedy, and neither biases nor penalties change the logits of single tokens."""
+    return sequence.params.greedy and not sequence.encoded.traits & EDITED
 
 
 def _of_tree(job: TreeJob, least: float) -> list[Likely]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from draft_service import pairing
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
@@ -27,8 +28,13 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
-        service = boot.start(config, "draft", DraftDecider(config))
+        shared = pairing.shared_vocabulary(config)
+        service = boot.start(
+            config, "draft", DraftDecider(config, shared), vocab_size=shared.target_size if shared else None
+        )
         stack.callback(service.close)
+        if shared is not None:
+            service = pairing.described(service, shared)
         group = engine_metrics.group(service, "draft")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "draft"))
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
@@ -41,6 +47,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
                 max_support=config.max_support,
                 trace_detail=config.trace_detail,
                 limits=Limits(server.drain),
+                shared=shared,
             ),
             server.grpc,
         )

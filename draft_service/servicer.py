@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_service.lookahead import Branch, Lookahead, Request
+from draft_service.translation import Transcript
+from draft_service.vocabulary import SharedVocabulary
 from specwire.core import Proposal, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -45,13 +47,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_support: int,
         trace_detail: bool = False,
         limits: Limits | None = None,
+        shared: SharedVocabulary | None = None,
     ) -> None:
         self._service = service
         self._tracer = tracer
         self._trace_detail = trace_detail
         self._limits = limits or Limits()
         self._settings = _Settings(
-            max_outcomes, min(max_support, service.info.vocab_size), defaultdict(SharedForecast), self._spans
+            max_outcomes,
+            min(max_support, service.info.vocab_size),
+            defaultdict(SharedForecast),
+            self._spans,
+            shared,
         )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
@@ -86,12 +93,14 @@ class _Settings:
         support_len: length that all supports are padded to.
         forecasts: learnt from sequences that sample in the same way.
         spans_of: makes the spans of a sequence.
+        shared: of a draft with another vocabulary than the target.
     """
 
     max_outcomes: int
     support_len: int
     forecasts: defaultdict[str, SharedForecast]
     spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
+    shared: SharedVocabulary | None
 
 
 @dataclass(eq=False, slots=True)
@@ -152,8 +161,13 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             forecast=Forecast(self._settings.forecasts[_kind(tokens.params)]),
             sink=self._settle,
             answer=self._answered,
+            transcript=self._transcript(),
         )
         return _Drafting(lookahead, self._settings.spans_of(message))
+
+    def _transcript(self) -> Transcript | None:
+        shared = self._settings.shared
+        return Transcript(shared, self.service.info.context_len) if shared else None
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -182,6 +196,10 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         self._check_depth("max_depth", order.max_depth, params)
         if order.prepare is None:
             return order
+        if self._settings.shared and not params.matches_tokens:
+            # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
+            # own tokens they are. See "Lateness" in docs/exactness.md.
+            return order._replace(prepare=None)
         most = self._settings.max_outcomes
         if not most:
             raise UnsupportedError("prepare", "set", "this service prepares no outcomes")

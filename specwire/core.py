@@ -499,6 +499,10 @@ class ModelInfo:
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
+        target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
+            proposes; empty for one that proposes its own tokens.
+        shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
+            and of those of a sample text.
     """
 
     name: str
@@ -516,6 +520,9 @@ class ModelInfo:
     weights_fingerprint: str = ""
     trees: bool = False
     drafts: bool = False
+    target_tokenizer_fingerprint: str = ""
+    shared_vocab: float = 0.0
+    shared_text: float = 0.0
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

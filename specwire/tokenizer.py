@@ -65,6 +65,28 @@ class Tokenizer:
         added = self._backend.added_tokens_decoder
         return frozenset(self._backend.all_special_ids) | {i for i, token in added.items() if token.special}
 
+    @property
+    def eos_id(self) -> int | None:
+        """The end token; None without one."""
+        eos_id: int | None = self._backend.eos_token_id
+        return eos_id
+
+    @property
+    def table(self) -> Mapping[str, int]:
+        """Token → id, including added tokens."""
+        return self._table
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Added tokens, special or not: they are written as they are, not in the tokenizer's alphabet."""
+        return frozenset(self._backend.added_tokens_decoder)
+
+    @cached_property
+    def decoder(self) -> Mapping[str, Any]:
+        """How tokens become text, as in `tokenizer.json`; empty where that is not known."""
+        decoder = self._fast.decoder if self._fast is not None else None
+        return json.loads(decoder.__getstate__()) if decoder is not None else {}
+
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that are equal if and only if the token → id tables of two tokenizers are equal.

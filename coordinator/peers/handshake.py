@@ -33,10 +33,11 @@ _NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """The service does not implement health checks, or has as many watches of its health as it allows."""
 
 
-def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
+def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: bool = False) -> None:
     """Refuse a draft whose token ids do not mean the same as the target's.
 
-    Vocabularies of one family may be padded to different sizes, but the tokenizers must be the same.
+    Vocabularies of one family may be padded to different sizes, but the tokenizers must be the same. A draft
+    with another one has to propose this target's tokens, and to be wanted.
 
     Raises:
         HandshakeError: naming both.
@@ -44,15 +45,27 @@ def check_pair(target: ModelInfo, draft: ModelInfo) -> None:
     names = f"target {target.name!r} and draft {draft.name!r}"
     if target.tokenizer_fingerprint and draft.tokenizer_fingerprint:
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
-            raise HandshakeError(
-                f"{names} have different tokenizers "
-                f"({target.tokenizer_fingerprint} and {draft.tokenizer_fingerprint})"
-            )
+            _check_translates(names, target, draft, is_wanted=use_heterogeneous_vocab)
     elif target.vocab_size != draft.vocab_size:
         raise HandshakeError(
             f"{names} have vocabularies of {target.vocab_size} and {draft.vocab_size} tokens, "
             "and no tokenizers to compare"
         )
+
+
+def _check_translates(names: str, target: ModelInfo, draft: ModelInfo, *, is_wanted: bool) -> None:
+    """Raises:
+    HandshakeError: the draft does not propose this target's tokens, or it is not wanted.
+    """
+    ours, theirs = target.tokenizer_fingerprint, draft.tokenizer_fingerprint
+    problem = f"{names} have different tokenizers ({ours} and {theirs})"
+    if not is_wanted:
+        flag = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
+        raise HandshakeError(f"{problem}; --speculative-config '{flag}' uses such a draft")
+    if draft.target_tokenizer_fingerprint != ours:
+        proposed = draft.target_tokenizer_fingerprint or theirs
+        needed = "its --target-tokenizer has to name the target's"
+        raise HandshakeError(f"{problem}, and the draft proposes tokens of {proposed}: {needed}")
 
 
 def check_version(info: ModelInfo) -> None:
@@ -326,13 +339,22 @@ class VerifyPool(Pool):
 class DraftPool(Pool):
     """The replicas of the draft service; generations run without them, and use those that appear."""
 
-    def __init__(self, addresses: str, names: Names, credentials: Credentials, target: ModelInfo) -> None:
+    def __init__(
+        self,
+        addresses: str,
+        names: Names,
+        credentials: Credentials,
+        target: ModelInfo,
+        *,
+        use_heterogeneous_vocab: bool = False,
+    ) -> None:
         """As `Pool`.
 
         Args:
             target: what the drafts must be compatible with.
+            use_heterogeneous_vocab: use those with another tokenizer that propose the target's tokens.
         """
-        check = functools.partial(check_pair, target)
+        check = functools.partial(check_pair, target, use_heterogeneous_vocab=use_heterogeneous_vocab)
 
         def make(address: str) -> Replica:
             return RemoteReplica(DRAFT, address, credentials, check, lambda: target)

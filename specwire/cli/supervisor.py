@@ -410,6 +410,7 @@ def _draft_flags(config: StackConfig) -> list[str]:
         dtype=config.draft_dtype,
         device=config.draft_device,
         num_threads=config.draft_num_threads,
+        target_tokenizer=config.target_tokenizer,
         metrics_address=metrics_address(config, "draft"),
         **_shared(config),
     )

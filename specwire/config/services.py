@@ -76,6 +76,9 @@ IDLE_TIMEOUT_HELP = (
     "and can be resumed"
 )
 HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
+TARGET_TOKENIZER_HELP = (
+    "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
+)
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
@@ -294,10 +297,13 @@ class DraftConfig(ModelServiceConfig):
         256, "most tokens in a sent draft distribution; a smaller one is sent whole", check=at_least(1)
     )
     max_outcomes: int = option(32, "most outcomes of a stream's round to work ahead on; 0 for none")
+    target_tokenizer: str = option("", TARGET_TOKENIZER_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
+        alone = not self.target_tokenizer or self.tensor_parallel_size == 1
+        check(alone, "target_tokenizer", self.target_tokenizer, "is served on one device only")
         most = MAX_NUM_OUTCOMES
         check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
 
@@ -419,6 +425,11 @@ class CoordinatorConfig(ServiceConfig):
         return parse_max_depth(self.max_depth)
 
     @property
+    def use_heterogeneous_vocab(self) -> bool:
+        """Whether to use a draft whose tokenizer is not the target's."""
+        return model_draft(self.speculative_config).use_heterogeneous_vocab
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """Drafts that need no model; None for none."""
         found = parse_speculative_config(self.speculative_config)
@@ -498,8 +509,9 @@ class StackConfig(CheckedConfig):
         self._check_heads()
         if self.draft_model != NO_DRAFT:
             check_model("draft", self.draft_model)
-            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED
-            check(fits, "draft", self.draft, f"does not fit --target {self.target}; name a draft, or none")
+            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
+            problem = f"does not fit --target {self.target}; name a draft, or none"
+            check(bool(fits), "draft", self.draft, problem)
         _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
@@ -540,6 +552,11 @@ class StackConfig(CheckedConfig):
         if first not in METHODS:
             return self.draft
         return rest if comma else NO_DRAFT
+
+    @property
+    def target_tokenizer(self) -> str:
+        """`target_tokenizer` of the draft service."""
+        return self.target if model_draft(self.speculative_config).use_heterogeneous_vocab else ""
 
     @property
     def coordinator_speculation(self) -> str:

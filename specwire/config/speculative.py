@@ -75,11 +75,13 @@ class ModelDraftConfig:
         method: `draft_model`.
         num_speculative_tokens: draft tokens a round; None finds out what pays.
         max_depth: longest path of a tree of so many; 0 for chains, None finds out what pays.
+        use_heterogeneous_vocab: use a draft whose tokenizer is not the target's.
     """
 
     method: str = DRAFT_MODEL
     num_speculative_tokens: int | None = None
     max_depth: int | None = None
+    use_heterogeneous_vocab: bool = False
 
     def __post_init__(self) -> None:
         """Raises:
@@ -90,6 +92,8 @@ class ModelDraftConfig:
             ok = value is None or (type(value) is int and low <= value <= MAX_NUM_DRAFT_TOKENS)
             problem = f"must be a whole number in [{low}, {MAX_NUM_DRAFT_TOKENS}]"
             check(ok, _FLAG, f"{name}={value!r}", problem)
+        given = self.use_heterogeneous_vocab
+        check(isinstance(given, bool), _FLAG, f"use_heterogeneous_vocab={given!r}", "must be true or false")
 
 
 @dataclass(frozen=True, kw_only=True)

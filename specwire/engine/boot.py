@@ -90,13 +90,18 @@ class ModelService:
             watching.cancel()
 
 
-def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelService:
+def start(
+    config: ModelServiceConfig, role: str, decider: Decider, *, vocab_size: int | None = None
+) -> ModelService:
     """Load the model, check it, and start the engine.
+
+    Args:
+        vocab_size: token ids of requests are below it; None for the model's own.
 
     Raises:
         ModelLoadError: naming the flag, the model and the reason.
     """
-    source = _resolve(config.model, role)
+    source = resolve(config.model, role)
     thread = ComputeThread(role)
     try:
         runner, description = thread.call(lambda: _make_runner(config, source))
@@ -116,6 +121,7 @@ def start(config: ModelServiceConfig, role: str, decider: Decider) -> ModelServi
         thread=thread,
         prefix_sharing=config.prefix_sharing,
         step_timeout_s=config.step_timeout_s,
+        vocab_size=vocab_size,
     )
     runner.on_loss = engine.check_device
     return ModelService(engine, runner, info, config.max_sequences)
@@ -141,7 +147,8 @@ def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str,
     return runner, model.describe()
 
 
-def _resolve(model: str, role: str) -> str:
+def resolve(model: str, role: str) -> str:
+    """Where the model is loaded from."""
     if model != EMBEDDED:
         return model
     return str(embedded.DRAFT_DIR if role == "draft" else embedded.TARGET_DIR)

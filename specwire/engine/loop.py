@@ -66,14 +66,17 @@ class Engine:
         thread: ComputeThread,
         prefix_sharing: bool = True,
         step_timeout_s: float = 60.0,
+        vocab_size: int | None = None,
     ) -> None:
         """Starts to run.
 
         Args:
+            vocab_size: token ids that jobs and parameters name are below it; None for the model's own.
             step_timeout_s: time limit of a step while the cost of steps is unknown.
         """
         self._runner = runner
         self._context_len = context_len
+        self._vocab_size = vocab_size or runner.vocab_size
         self._step_timeout_s = step_timeout_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gathered: list[Callable[[], None]] | None = None  # event loop only
@@ -113,7 +116,7 @@ class Engine:
             InvalidRequestError: for a parameter that names a token outside the vocabulary.
         """
         for token_id in params.logit_bias:
-            check_token(f"logit_bias[{token_id}]", token_id, self._runner.vocab_size)
+            check_token(f"logit_bias[{token_id}]", token_id, self._vocab_size)
         return self._open(params, prompt_len)
 
     def open_fork(self, sequence: TokenSequence) -> TokenSequence:
@@ -151,7 +154,7 @@ class Engine:
         Raises:
             SpecwireError: it cannot be run at all.
         """
-        check_job(job, extra_len, context_len=self._context_len, vocab_size=self._runner.vocab_size)
+        check_job(job, extra_len, context_len=self._context_len, vocab_size=self._vocab_size)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
         self._watchdog.check()

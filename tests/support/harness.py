@@ -192,8 +192,8 @@ def started_services() -> Iterator[dict[str, boot.ModelService]]:
     services: dict[str, boot.ModelService] = {}
     start = boot.start
 
-    def noted(config: Any, role: str, decider: Any) -> boot.ModelService:
-        services[role] = start(config, role, decider)
+    def noted(config: Any, role: str, decider: Any, **options: Any) -> boot.ModelService:
+        services[role] = start(config, role, decider, **options)
         return services[role]
 
     with mock.patch.object(boot, "start", noted):

@@ -308,8 +308,20 @@ class TestSpeculativeConfig:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         config = CoordinatorConfig(speculative_config=given)
         assert (config.fixed_draft_tokens, config.fixed_max_depth, config.speculation) == (32, 6, None)
+        assert not config.use_heterogeneous_vocab
         open_ended = CoordinatorConfig(speculative_config='{"method": "draft_model"}')
         assert (open_ended.fixed_draft_tokens, open_ended.fixed_max_depth) == (None, None)
+
+    def test_a_draft_with_another_vocabulary(self) -> None:
+        """`up` tells the draft service the target's tokenizer, and the embedded draft fits any target."""
+        given = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
+        assert CoordinatorConfig(speculative_config=given).use_heterogeneous_vocab
+        assert UpConfig(target="org/model", speculative_config=given).target_tokenizer == "org/model"
+        assert UpConfig(draft="none").target_tokenizer == ""
+        with pytest.raises(ConfigError, match="--draft embedded: does not fit --target org/model"):
+            UpConfig(target="org/model")
+        with pytest.raises(ConfigError, match="use_heterogeneous_vocab='yes': must be true or false"):
+            UpConfig(speculative_config=given.replace("true", '"yes"'))
 
     @pytest.mark.parametrize(
         ("fields", "problem"),

@@ -1,0 +1,251 @@
+"""A draft with another vocabulary than the target: the target's distribution, and the text of plain decoding.
+
+Distributions are tested as in `test_wire_distributions.py`, on a pair that shares ten of sixteen tokens.
+Texts are those of the embedded target with its draft, whose tables are rearranged for a tokenizer learnt
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import vocabularies as pairs
+from benchmarks.embedded import corpus
+from draft_service.drafter import DraftDecider, Question
+from draft_service.scores import SharedScores
+from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
+from specwire.rule.columns import Places
+from specwire.testing.delay_proxy import Link
+from tests.support.harness import LocalStack, local_stack
+from tests.support.markov_distribution import PROMPT, fit_p_value
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
+from tests.support.tiny_models import save
+from tests.support.vocabularies import letters, save_tokenizer
+
+TARGET_LETTERS = string.ascii_lowercase[:MARKOV_VOCAB_SIZE]
+DRAFT_LETTERS = "jqbsdrhuftalvcno"
+"""Ten of the target's sixteen, at other places, and six others."""
+CONFIG = json.dumps({"method": "draft_model", "use_heterogeneous_vocab": True})
+NUM_STREAMS, LENGTH = 64, 50
+
+
+@pytest.fixture(scope="module")
+def logits() -> Tensor:
+    return markov_logits(markov_model())
+
+
+def save_markov_pair(directory: Path) -> tuple[Path, Path]:
+    """A target and a draft whose next token depends on the last alone."""
+    target, draft = (
+        save(markov_model(), directory / "target"),
+        save(markov_model(0.6, 1), directory / "draft"),
+    )
+    assert len({*TARGET_LETTERS} & {*DRAFT_LETTERS}) == 10
+    for tokens, model in ((TARGET_LETTERS, target), (DRAFT_LETTERS, draft)):
+        save_tokenizer(letters(tokens), model)
+    return target, draft
+
+
+class TestDistributions:
+    """χ² over the wire, with a draft that lacks six of the target's sixteen tokens."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def address(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        """Of real processes."""
+        target, draft = save_markov_pair(tmp_path_factory.mktemp("letters"))
+        config = UpConfig(
+            target=str(target),
+            draft=str(draft),
+            dtype="float32",
+            draft_dtype="float32",
+            address="127.0.0.1:0",
+            num_draft_tokens="3",
+            num_outcomes="8",
+            num_threads=1,
+            speculative_config=CONFIG,
+        )
+        with Stack(config) as stack:
+            yield stack.address
+
+    @pytest.mark.parametrize("rule", list(Rule))
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"temperature": 0.8, "top_p": 0.9, "logit_bias": {2: 1.5, 7: -2.0, 15: 1.0}},
+            {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7, "max_tokens": 25},
+        ],
+        ids=["plain", "cold", "penalised"],
+    )
+    def test_every_rule_follows_the_target(
+        self, address: str, logits: Tensor, rule: Rule, settings: dict[str, Any]
+    ) -> None:
+        """And what is drafted is drawn from what the draft says: else more would be accepted, or less."""
+        done, params = sample(address, {"rule": rule, "max_tokens": LENGTH, **settings})
+        assert fit_p_value(done, logits, params) > FALSE_ALARM_RATE / 9
+        speculations = [each.speculation for each in done]
+        drafted = sum(each.num_draft_tokens for each in speculations)
+        assert drafted > sum(len(each.token_ids) for each in done) / 2
+        assert 0.05 * drafted < sum(each.num_accepted_tokens for each in speculations) < 0.9 * drafted
+        assert not any(each.draft_unavailable for each in speculations)
+
+    def test_tokens_that_are_left_out_after_the_draw_are_caught(
+        self, tmp_path: Path, logits: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Control: the draft samples of all its tokens, and says the likeliest shared one for those that the
+        target lacks, while its supports say what they would if those had been left out before."""
+        lost: list[Tensor] = []
+        of_target, draw = SharedScores.of_target, DraftDecider._draw
+
+        def noted(self: SharedScores, own_logits: Tensor) -> Tensor:
+            scores = of_target(self, own_logits)
+            lost.append(1 - scores.exp().sum(dim=-1))
+            return scores
+
+        def too_late(self: DraftDecider, question: Question, scores: Tensor, places: Places | None) -> Any:
+            token_ids, ids, *others = draw(self, question, scores, places)
+            is_lost = torch.from_numpy(np.random.default_rng(len(lost)).random(len(ids))) < lost[-1]
+            return [torch.where(is_lost, ids[:, 0], token_ids), ids, *others]
+
+        monkeypatch.setattr(SharedScores, "of_target", noted)
+        monkeypatch.setattr(DraftDecider, "_draw", too_late)
+        target, draft = save_markov_pair(tmp_path)
+        with heterogeneous(target, draft) as stack:
+            settings = {"rule": Rule.REJECTION, "max_tokens": 2 * LENGTH}
+            done, params = sample(stack.address, settings)
+        assert fit_p_value(done, logits, params) < CLEARLY_WRONG
+
+    def test_nothing_is_prepared_where_tokens_are_sampled(self, address: str) -> None:
+        """The time of a branch would depend on tokens that are not judged yet."""
+        done, _ = sample(address, {"rule": Rule.REJECTION, "max_tokens": LENGTH})
+        assert sum(each.speculation.num_prepared for each in done) == 0
+
+
+def heterogeneous(target: Path | str, draft: Path | str, **given: Any) -> Any:
+    """Services in this process; `given` as of `local_stack`."""
+    given["draft_options"] = {"target_tokenizer": str(target)} | given.get("draft_options", {})
+    given["coordinator_options"] = {"speculative_config": CONFIG} | given.get("coordinator_options", {})
+    return local_stack(target, draft, **given)
+
+
+def sample(address: str, settings: dict[str, Any]) -> tuple[list[Completion], SamplingParams]:
+    """3,200 tokens, or half as many in short generations."""
+    params = SamplingParams(**settings, ignore_eos=True)
+
+    async def all_of_them() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            each = (replace(params, seed=seed) for seed in range(NUM_STREAMS))
+            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in each))
+
+    return asyncio.run(all_of_them()), params
+
+
+# --- texts ------------------------------------------------------------------------------------------------
+
+PROMPT_TEXT = "class Reader:\n    def __init__(self, path):\n        self."
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GUMBEL = SamplingParams(rule=Rule.GUMBEL, seed=3, max_tokens=64, ignore_eos=True, temperature=0.8)
+KINDS = pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        replace(GREEDY, repetition_penalty=1.2, logit_bias={400: 2.0}),
+        GUMBEL,
+        replace(GUMBEL, top_p=0.95, presence_penalty=0.4, logit_bias={400: 2.0}),
+    ],
+    ids=["greedy", "greedy, edited", "gumbel", "gumbel, edited"],
+)
+
+
+@pytest.fixture(scope="module")
+def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded draft with a tokenizer of its own, not trained."""
+    documents, _ = corpus.split(corpus.read_library())
+    tokenizer = pairs.learn_tokenizer(documents[::12], 1200)
+    model = pairs.with_tokenizer(embedded.DRAFT_DIR, tokenizer)
+    directory = tmp_path_factory.mktemp("other")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def stack(other_draft: Path) -> Iterator[LocalStack]:
+    with heterogeneous("embedded", other_draft, coordinator_options={"num_outcomes": "8"}) as running:
+        yield running
+
+
+def generate(client: Client, params: SamplingParams, prompt: str = PROMPT_TEXT) -> Completion:
+    return client.generate(prompt, params=params)
+
+
+@KINDS
+def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
+    expected = generate(stack.client, replace(params, num_draft_tokens=0))
+    for num in (1, 4, 9):
+        done = generate(stack.client, replace(params, num_draft_tokens=num))
+        assert done.token_ids == expected.token_ids
+        assert not done.speculation.draft_unavailable
+    assert done.speculation.num_accepted_tokens > 4
+    stack.assert_idle_within(2.0)
+
+
+@KINDS
+def test_trees(stack: LocalStack, params: SamplingParams) -> None:
+    """Their nodes are shared tokens."""
+    expected = generate(stack.client, replace(params, num_draft_tokens=0))
+    for num, depth in ((1, 1), (12, 4), (64, 8)):
+        done = generate(stack.client, replace(params, num_draft_tokens=num, max_depth=depth))
+        assert done.token_ids == expected.token_ids
+        assert not done.speculation.draft_unavailable
+    assert done.speculation.num_accepted_tokens > 4
+
+
+@pytest.mark.parametrize("max_depth", [0, 4])
+@pytest.mark.parametrize("params", [GREEDY, GUMBEL], ids=["greedy", "gumbel"])
+def test_prepared_outcomes(other_draft: Path, params: SamplingParams, max_depth: int) -> None:
+    """With time to work ahead, proposals are there before they are asked for."""
+    options = {"num_outcomes": "16"}
+    with heterogeneous(
+        "embedded", other_draft, coordinator_options=options, verify_link=Link(rtt_ms=200)
+    ) as running:
+        expected = generate(running.client, replace(params, num_draft_tokens=0))
+        done = generate(running.client, replace(params, num_draft_tokens=4, max_depth=max_depth))
+        assert done.token_ids == expected.token_ids
+        assert done.speculation.num_prepared > 1
+        running.assert_idle_within(2.0)
+
+
+def test_a_text_outside_of_the_drafts_vocabulary(stack: LocalStack) -> None:
+    """Characters that both spell in bytes, and special tokens in the middle of a text."""
+    for prompt in ("x = '你好,世界 👋🏽'\n", "a<|endoftext|>def f(x):\n    ", "\n\n        "):
+        for params in (GREEDY, GUMBEL):
+            expected = generate(stack.client, replace(params, num_draft_tokens=0), prompt)
+            done = generate(stack.client, params, prompt)
+            assert done.token_ids == expected.token_ids
+            assert not done.speculation.draft_unavailable
+
+
+def test_the_cache_is_rolled_back_as_far_as_needed(stack: LocalStack) -> None:
+    """A round runs its committed tokens, the few before them that are cut otherwise now, and its drafts."""
+    prompt = "\n".join(f"value_{i} = compute(value_{i + 1}, {i})" for i in range(60))
+    before = stack.status("draft").num_tokens
+    done = generate(stack.client, replace(GREEDY, max_tokens=100, num_draft_tokens=4), prompt)
+    num_run = stack.status("draft").num_tokens - before
+    rounds = done.speculation.num_rounds
+    assert num_run < done.usage.prompt_tokens * 1.5 + 100 + rounds * (4 + 8)

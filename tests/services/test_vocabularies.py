@@ -1,0 +1,118 @@
+"""Drafts whose tokenizer is not the target's: who is used, who is refused, and what the handshake says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specwire import ConfigError, HandshakeError, ModelLoadError, SamplingParams
+from specwire.config.services import DraftConfig
+from tests.support import vocabularies
+from tests.support.harness import local_stack
+from tests.support.pairs import save_target
+from tests.support.refusals import refused
+from tests.support.vocabularies import OTHER_TEXTS, save_tokenizer
+
+CONFIG = {"speculative_config": json.dumps({"method": "draft_model", "use_heterogeneous_vocab": True})}
+VOCAB_SIZE = 430
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Tiny random models with two tokenizers."""
+    directory = tmp_path_factory.mktemp("pair")
+    target = save_target(directory / "target", vocab_size=VOCAB_SIZE)
+    draft = save_target(directory / "draft", seed=4, vocab_size=VOCAB_SIZE)
+    save_tokenizer(vocabularies.byte_level(), target)
+    save_tokenizer(vocabularies.pieces(OTHER_TEXTS), draft)
+    return target, draft
+
+
+def test_what_is_shared_is_in_the_handshake(pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    options = {"target_tokenizer": str(target)}
+    with local_stack(target, draft, draft_options=options, coordinator_options=CONFIG) as stack:
+        theirs, ours = stack.client.get_model_info()
+        assert ours is not None
+        assert ours.target_tokenizer_fingerprint == theirs.tokenizer_fingerprint != ours.tokenizer_fingerprint
+        assert 0.2 < ours.shared_vocab < ours.shared_text < 1
+        assert theirs.target_tokenizer_fingerprint == ""
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        plain = stack.client.generate(
+            "Hello, 世界",
+            params=SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, num_draft_tokens=0),
+        )
+        done = stack.client.generate("Hello, 世界", params=params)
+        assert done.token_ids == plain.token_ids
+        assert done.speculation.num_draft_tokens > 0
+        assert not done.speculation.draft_unavailable
+
+
+def test_a_draft_with_the_same_tokenizer_needs_no_translation(pair: tuple[Path, Path]) -> None:
+    target, _ = pair
+    options = {"target_tokenizer": str(target)}
+    with local_stack(target, target, draft_options=options, coordinator_options=CONFIG) as stack:
+        _, ours = stack.client.get_model_info()
+        assert ours is not None
+        assert ours.target_tokenizer_fingerprint == ""
+
+
+class TestRefusals:
+    """By name, and with the flag that would help."""
+
+    def test_without_the_key(self, pair: tuple[Path, Path]) -> None:
+        target, draft = pair
+        for options in ({}, {"target_tokenizer": str(target)}):
+            with (
+                refused(
+                    HandshakeError, "'target'", "'draft'", "different tokenizers", "use_heterogeneous_vocab"
+                ),
+                local_stack(target, draft, draft_options=options),
+            ):
+                pass
+
+    def test_a_draft_for_another_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        target, draft = pair
+        other = save_target(tmp_path / "other", vocab_size=VOCAB_SIZE)
+        save_tokenizer(vocabularies.byte_level(["entirely other words\n"]), other)
+        for options in ({}, {"target_tokenizer": str(other)}):
+            with (
+                refused(HandshakeError, "'target'", "'draft'", "--target-tokenizer has to name the target's"),
+                local_stack(target, draft, draft_options=options, coordinator_options=CONFIG),
+            ):
+                pass
+
+    def test_next_to_nothing_shared(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        draft = save_target(tmp_path / "letters", vocab_size=VOCAB_SIZE)
+        save_tokenizer(vocabularies.letters("XYZ"), draft)
+        with (
+            refused(
+                ModelLoadError, f"--target-tokenizer {pair[0]}", "letters", "% of those of a text", "10%"
+            ),
+            local_stack(pair[0], draft, draft_options={"target_tokenizer": str(pair[0])}),
+        ):
+            pass
+
+    def test_no_tokenizer(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        bare = save_target(tmp_path / "bare")
+        for target, draft, name in ((bare, pair[1], "--target-tokenizer"), (pair[0], bare, "--model")):
+            with (
+                refused(ModelLoadError, name, "bare", "has no tokenizer"),
+                local_stack(target, draft, draft_options={"target_tokenizer": str(target)}),
+            ):
+                pass
+
+    def test_more_tokens_than_the_model_has(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        narrow = save_target(tmp_path / "narrow", vocab_size=300)
+        save_tokenizer(vocabularies.byte_level(OTHER_TEXTS, 310), narrow)
+        with (
+            refused(ModelLoadError, "narrow", "300 tokens", "in its tokenizer"),
+            local_stack(pair[0], narrow, draft_options={"target_tokenizer": str(pair[0])}),
+        ):
+            pass
+
+    def test_several_devices(self) -> None:
+        with refused(ConfigError, "--target-tokenizer", "one device"):
+            DraftConfig(target_tokenizer="x", tensor_parallel_size=2)
