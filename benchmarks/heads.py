@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.embedded import corpus
-from benchmarks.trees import KINDS, Shape, _generate_all, _table, _windows
+from benchmarks.trees import KINDS, Shape, cut_prompts, generate_all, table
 from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.heads import TrainHeadsConfig
@@ -70,15 +70,15 @@ def config(heads: Path, **settings: Any) -> UpConfig:
 
 def tokens(heads: Path, num_prompts: int, num_tokens: int) -> Found:
     """Tokens a pass of each shape, and whether the texts are those of plain decoding."""
-    prompts, rows, num_equal, num_texts = _windows(num_prompts), [], 0, 0
+    prompts, rows, num_equal, num_texts = cut_prompts(num_prompts), [], 0, 0
     best: dict[str, float] = {}
     with Stack(config(heads)) as stack:
         for kind, params in KINDS.items():
             params = replace(params, max_tokens=num_tokens)  # noqa: PLW2901
-            plain = asyncio.run(_generate_all(stack.address, prompts, replace(params, num_draft_tokens=0)))
+            plain = asyncio.run(generate_all(stack.address, prompts, replace(params, num_draft_tokens=0)))
             row = []
             for shape in SHAPES:
-                done = asyncio.run(_generate_all(stack.address, prompts, shape.of(params)))
+                done = asyncio.run(generate_all(stack.address, prompts, shape.of(params)))
                 num_rounds = sum(each.speculation.num_rounds for each in done)
                 row.append(sum(len(each.token_ids) for each in done) / num_rounds)
                 num_equal += sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True))
@@ -93,7 +93,7 @@ def tokens(heads: Path, num_prompts: int, num_tokens: int) -> Found:
     about = (
         f"{num_prompts} prompts, {num_tokens} tokens each, the first pass included; Gumbel at temperature 1."
     )
-    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{_table(['', *map(str, SHAPES)], rows)}", rows)
+    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{table(['', *map(str, SHAPES)], rows)}", rows)
 
 
 def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> Found:
@@ -107,7 +107,7 @@ def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> 
     )
     configs = {"heads": config(heads, least_pass_ms=least_pass_ms), "embedded draft": draft}
     params = replace(KINDS["greedy"], max_tokens=num_tokens)
-    prompts = _windows(num_runs)
+    prompts = cut_prompts(num_runs)
     found: dict[str, list[float]] = {name: [] for name in ("plain", *configs)}
     with ExitStack() as running:
         clients = {
@@ -130,13 +130,13 @@ def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> 
         f"One stream, greedy, {passes}, shapes chosen; {num_runs} runs of {num_tokens} tokens in turns, "
         f"after {SETTLING_TOKENS} tokens. Medians."
     )
-    text = f"## Tokens/s, {passes}\n\n{about}\n\n{_table(['', 'tokens/s', 'times plain'], rows)}"
+    text = f"## Tokens/s, {passes}\n\n{about}\n\n{table(['', 'tokens/s', 'times plain'], rows)}"
     return Found(bars, text, found)
 
 
 def _settle(client: Client, params: SamplingParams) -> None:
     per_run = params.max_tokens or 1
-    for prompt in _windows(-(-SETTLING_TOKENS // per_run)):
+    for prompt in cut_prompts(-(-SETTLING_TOKENS // per_run)):
         _rate(client, params, prompt)
 
 

@@ -78,7 +78,7 @@ class Part:
 def tokens(num_prompts: int, num_tokens: int) -> Part:
     """The embedded pair, every shape on the same prompts."""
     chains, trees = _shapes()
-    prompts = _windows(num_prompts)
+    prompts = cut_prompts(num_prompts)
     found: dict[str, dict[Shape, float]] = {}
     with Stack(EMBEDDED) as stack:
         for kind, params in KINDS.items():
@@ -105,14 +105,14 @@ def tokens(num_prompts: int, num_tokens: int) -> Part:
         f"Embedded pair in float32, {num_prompts} prompts, {num_tokens} tokens each. Gumbel coupling at "
         f"temperature 1. Of each size the best of the depths {DEPTHS}."
     )
-    return Part(bars=bars, text=f"## Tokens a round\n\n{about}\n\n{_table(head, rows)}", data=data)
+    return Part(bars=bars, text=f"## Tokens a round\n\n{about}\n\n{table(head, rows)}", data=data)
 
 
 def _shapes() -> tuple[list[Shape], list[Shape]]:
     return [Shape(n) for n in CHAINS], [Shape(n, depth) for n, depths in DEPTHS.items() for depth in depths]
 
 
-def _windows(count: int) -> list[list[int]]:
+def cut_prompts(count: int) -> list[list[int]]:
     loaded = tokenizer.load(embedded.TARGET_DIR)
     assert loaded is not None
     return windows.cut(loaded, count)
@@ -158,7 +158,7 @@ def rates(num_tokens: int, num_runs: int) -> Part:
         f"chosen by the coordinator; `--max-depth auto` against `--max-depth 0`, {num_runs} times "
         f"{num_tokens} tokens of the same seeds in turns, after {SETTLING_TOKENS} tokens each. Medians."
     )
-    return Part(bars=bars, text=f"## Tokens a second\n\n{about}\n\n{_table(head, rows)}", data=rows)
+    return Part(bars=bars, text=f"## Tokens a second\n\n{about}\n\n{table(head, rows)}", data=rows)
 
 
 def _rates_of(alpha: float, rtt_ms: float, num_tokens: int, num_runs: int) -> tuple[list[float], list[float]]:
@@ -198,7 +198,7 @@ def _rate(client: Client, num_tokens: int, seed: int) -> float:
 def costs(num_tokens: int, num_runs: int) -> Part:
     """One stream of the embedded pair, shapes in turns; medians of the runs."""
     shapes = [Shape(COST_DEPTH), *(Shape(nodes, COST_DEPTH) for nodes in DEPTHS)]
-    prompts, params = _windows(num_runs + 1), replace(KINDS["greedy"], max_tokens=num_tokens)
+    prompts, params = cut_prompts(num_runs + 1), replace(KINDS["greedy"], max_tokens=num_tokens)
     runs: dict[Shape, list[Completion]] = {shape: [] for shape in shapes}
     with Stack(EMBEDDED) as stack, Client(stack.address) as client:
         for prompt in prompts:
@@ -209,7 +209,7 @@ def costs(num_tokens: int, num_runs: int) -> Part:
         f"Embedded pair in float32, one stream, greedy, {num_runs} times {num_tokens} tokens, in turns; the "
         "first run is not counted. Of all runs together."
     )
-    text = f"## The time of a round\n\n{about}\n\n{_table(['', *_PARTS], rows)}"
+    text = f"## The time of a round\n\n{about}\n\n{table(['', *_PARTS], rows)}"
     return Part(bars=[], text=text, data=rows)
 
 
@@ -230,7 +230,7 @@ def _a_round(done: Sequence[Completion]) -> list[float]:
 # --- the report -------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     lines += [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.peers.checks import check_proposal, check_verdict
 from coordinator.peers.codecs import draft_codec, verify_codec
-from coordinator.peers.verifier import _MAX_AHEAD, _VerifySequence
+from coordinator.peers.verifier import _MAX_AHEAD, Wanted, _VerifySequence
 from specwire import (
     Completion,
     InvalidRequestError,
@@ -344,7 +344,7 @@ async def test_a_service_that_answers_what_it_was_not_asked() -> None:
         sequence.prepare([1], Proposal(3, [4]))
         sequence.received(VerifyAnswer(1, 0, Verdict(3, [4]), Timings(), 0, ahead_id), 1)
     with pytest.raises(ServiceUnavailableError, match="answers what it was not asked"):
-        await sequence.ask(sequence.order([1, 2, 3], Proposal(3), ""), [1, 2, 3])
+        await sequence.ask(sequence.order([1, 2, 3], Proposal(3), "", Wanted()), [1, 2, 3])
 
 
 def beyond(message: Any) -> None:
