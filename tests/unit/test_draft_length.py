@@ -192,15 +192,16 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
 
 
 def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
-    """As on a processor that both share. A proposal takes a third of a pass: outcomes are prepared at first."""
+    """As on a processor that both share. A proposal takes a third of a pass, so at first they are prepared."""
     shared = SharedMeasurements(lambda: 1, num_outcomes=None)
     stream, outcomes = AdaptiveLength(shared), []
-    for _ in range(60):
+    for _ in range(80):
         plan = stream.plan()
         outcomes.append(plan.num_outcomes)
-        num = plan.num_draft_tokens
-        draft, verify = (0, 180_000_000) if plan.num_outcomes else (2_500_000 * num, 60_000_000)
-        draft_cost = Cost(CallOutcome.ASKED, wall_ns=draft, forward_ns=draft, num_prefill_tokens=1)
+        num, prepared = plan.num_draft_tokens, plan.num_outcomes > 0
+        draft, verify = (0, 180_000_000) if prepared else (2_500_000 * num, 60_000_000)
+        outcome = CallOutcome.READY if prepared else CallOutcome.ASKED
+        draft_cost = Cost(outcome, wall_ns=draft, forward_ns=draft, num_prefill_tokens=1)
         verify_cost = Cost(wall_ns=verify, forward_ns=verify, load=Load(0, 1, verify, 0, 0))
         accepted = Outcome(range(num), 0)
         done = Round(Proposal(0, [0] * num), Verdict(0, []), accepted, draft_cost, verify_cost)
