@@ -192,12 +192,12 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
 
 
 def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
-    """As on a processor that both share. A proposal takes a third of a pass, so at first they are prepared."""
+    """As on a processor that both share. A proposal takes a third of a pass, so they are prepared."""
     shared = SharedMeasurements(lambda: 1, num_outcomes=None)
-    stream, outcomes = AdaptiveLength(shared), []
-    for _ in range(80):
+    stream, plans = AdaptiveLength(shared), []
+    for _ in range(60):
         plan = stream.plan()
-        outcomes.append(plan.num_outcomes)
+        plans.append(plan)
         num, prepared = plan.num_draft_tokens, plan.num_outcomes > 0
         draft, verify = (0, 180_000_000) if prepared else (2_500_000 * num, 60_000_000)
         outcome = CallOutcome.READY if prepared else CallOutcome.ASKED
@@ -206,9 +206,8 @@ def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
         accepted = Outcome(range(num), 0)
         done = Round(Proposal(0, [0] * num), Verdict(0, []), accepted, draft_cost, verify_cost)
         stream.observe(done, draft + verify)
-    assert max(outcomes) > 0
-    assert sum(map(bool, outcomes)) <= 20
-    assert not any(outcomes[-10:])
+    assert any(plan.num_outcomes for plan in plans)
+    assert all(plan.num_draft_tokens and not plan.num_outcomes for plan in plans[-10:])
     tree = SharedMeasurements(lambda: 1, num_outcomes=None, num_nodes=16, chains=shared)
     assert tree._first_outcomes() == 0
 
