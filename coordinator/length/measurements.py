@@ -7,12 +7,13 @@ measured ones. How much all streams may draft, and whether outcomes are prepared
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.generation import Round
 from coordinator.length.round_costs import RoundCosts
-from coordinator.length.trials import Level, Trials
+from coordinator.length.trials import Level, Rate, Trials
 from specwire.estimate.forecast import SharedAcceptance
 
 CAPS = (0, 2, 4, 8, 16)
@@ -41,7 +42,7 @@ Measured with the embedded pair: rejection sampling commits 1.08 times the token
 of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w passes for all others,
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
-_OWN = ("_num_streams", "follows")
+_OWN = ("_num_streams", "_chains", "follows")
 """What a process does not export."""
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
@@ -91,16 +92,24 @@ class SharedMeasurements:
         num_streams: that run now.
         num_outcomes: to prepare for; None finds out what pays.
         num_nodes: of a tree, whose depth is meant by draft tokens here; 0 for chains.
+        chains: for trees, the measurements of chains. As many outcomes are prepared at first as for them.
     """
 
     def __init__(
-        self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0, num_nodes: int = 0
+        self,
+        num_streams: Callable[[], int],
+        *,
+        num_outcomes: int | None = 0,
+        num_nodes: int = 0,
+        chains: SharedMeasurements | None = None,
     ) -> None:
         self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes)
-        self._num_streams = num_streams
+        self._num_streams, self._chains = num_streams, chains
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
+        self._warmup = Rate()
+        self._knows_outcomes = len(self._outcome_options) == 1
         self.is_warming_up, self.follows = True, False
         self._num_rounds = self._num_proposals = self._refresh_at = self._learn_at = 0
         self._entered: tuple[int, Level, Level] | None = None
@@ -147,14 +156,16 @@ class SharedMeasurements:
         self._learn_at = self._num_rounds + (self._num_streams() // _LEARNT_ROUNDS | 1)
         self.costs.add(done, prepares=self.num_outcomes > 0)
         if self.is_warming_up:
-            # To prepare takes work, which a draft that answers quickly need not do.
-            self._outcomes.first = self._outcome_options[-1 if self.costs.is_draft_slower(_SLOW_SHARE) else 0]
+            self._outcomes.first = self._first_outcomes()
             self._end_warmup()
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
         has_no_choice = cap is None and len(self._outcome_options) == 1
-        if self.is_warming_up or self.follows or has_no_choice:
+        if self.follows or has_no_choice:
+            return
+        if self.is_warming_up:
+            self._warmup.add(num_drafted, elapsed_ns, _WARMUP_PROPOSALS)
             return
         num_streams, caps, outcomes = self._levels()
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow
@@ -186,9 +197,13 @@ class SharedMeasurements:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether another cap or number of outcomes is tried at present."""
+        """Whether another cap or number of outcomes is tried at present, or the first one is still new."""
         num_streams = self._num_streams()
-        return self._caps.look(num_streams).on_trial or self._outcomes.look(num_streams).on_trial
+        return (
+            not self._knows_outcomes
+            or self._caps.look(num_streams).on_trial
+            or self._outcomes.look(num_streams).on_trial
+        )
 
     @property
     def chosen(self) -> Chosen:
@@ -213,6 +228,12 @@ class SharedMeasurements:
         vars(self.acceptance).update(vars(learnt["acceptance"]))
         vars(self).update({**learnt, "acceptance": self.acceptance})
 
+    def _first_outcomes(self) -> int:
+        """To prepare takes work, which a draft that answers quickly need not do."""
+        if self._chains is not None:
+            return self._chains.num_outcomes
+        return self._outcome_options[-1 if self.costs.is_draft_slower(_SLOW_SHARE) else 0]
+
     def _end_warmup(self) -> None:
         """If acceptance and costs are known well enough to choose by."""
         num_enough = _WARMUP_PROPOSALS
@@ -231,14 +252,26 @@ class SharedMeasurements:
             caps.begin_trial(num_streams, self._expected)
 
     def _decide_outcomes(self, outcomes: Level, num_streams: int) -> None:
+        self._knows_outcomes = True
         if outcomes.on_trial:
             keep = KEEP_RATIO_SLOW_DRAFT if self.costs.is_draft_slower(1.0) else KEEP_RATIO
             outcomes.end_trial(num_streams, self.refresh().tokens, adopt=1.0, keep=keep)
         else:
-            untried = outcomes.arms if outcomes.has_untried else ()
-            usual, hit_rate = self.costs.usual_length, self.costs.request_hits.rate
-            expected = {n: 1 / self.costs.round_ns(usual, hit_rate if n else None) for n in untried}
-            outcomes.begin_trial(num_streams, expected)
+            outcomes.begin_trial(num_streams, self._expected_by_outcomes(outcomes))
+
+    def _expected_by_outcomes(self, level: Level) -> dict[int, float]:
+        """Rates by number of outcomes, if one was never tried.
+
+        Nothing is prepared in the warm-up. If the rounds since then are slower all the same, the draft shares
+        a processor with the target, which no model of costs knows.
+        """
+        if not level.has_untried:
+            return {}
+        usual, hit_rate = self.costs.usual_length, self.costs.request_hits.rate
+        expected = {n: 1 / self.costs.round_ns(usual, hit_rate if n else None) for n in level.arms}
+        tokens = self.refresh().tokens
+        is_slower = level.arms[level.best].rate.tokens_per_ns(tokens) < self._warmup.tokens_per_ns(tokens)
+        return expected | {0: math.inf} if level.best and is_slower else expected
 
     def _round_times(self) -> list[float]:
         """[MAX_CHOSEN + 1]: modelled, and scaled to the measured times."""

@@ -47,11 +47,13 @@ class SharedShapes:
         """
         self._num_own_streams = num_streams
         self._num_followed_streams: int | None = None  # None where this process learns
-        self._measured = {
-            nodes: SharedMeasurements(self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes)
-            for nodes in SHAPES
+        self.chains = SharedMeasurements(self._num_streams, num_outcomes=num_outcomes)
+        self._measured = {CHAIN: self.chains} | {
+            nodes: SharedMeasurements(
+                self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes, chains=self.chains
+            )
+            for nodes in SHAPES[1:]
         }
-        self.chains = self._measured[CHAIN]
         self._trials = Trials(SHAPES, CHAIN)
 
     @property

@@ -289,9 +289,7 @@ class Engine:
             return
         self._queues.cancel_background(sequence, "the stream went on")
         sequence.replace_with_fork(fork)
-        for job in self._queues:
-            if job.sequence is fork:
-                job.sequence = sequence
+        self._queues.move(fork, sequence)
 
     def _close_sequence(self, sequence: TokenSequence) -> None:
         sequence.closed = True
@@ -330,14 +328,14 @@ class Engine:
         self._finish(step.jobs, started_ns, finished_ns)
 
     def _plan(self, now_ns: int) -> Step:
-        step = self._scheduler.plan(self._queues.foreground, now_ns)
+        step = self._scheduler.plan([*self._queues.foreground], now_ns)
         if self._queues.background:
             sequence_ns, token_ns = self._costs.rates
             usual_ns = self._costs.predict((len(step.jobs), step.num_tokens))
             spare_ns = _MAX_DELAY * usual_ns if step.jobs else usual_ns
             job_ns = sequence_ns + token_ns
             num_tokens = int(spare_ns / job_ns) if job_ns else step.budget
-            self._scheduler.fill(step, self._queues.background, num_tokens)
+            self._scheduler.fill(step, [*self._queues.background], num_tokens)
         return step
 
     def _limit_time(self, step: Step) -> None:
@@ -353,14 +351,12 @@ class Engine:
         done = [job for job in jobs if job.done]
         for job in done:
             job.finished_ns, job.batch_size = finished_ns, len(jobs)
-        background = set(self._queues.background)
-        answered = [job.sequence for job in done if job not in background]
+        answered = [job.sequence for job in done if job not in self._queues.background]
         self._num_waiting = len(self._queues.foreground) - len(answered)
         self._replies.resolve(done)
         self._replies.flush()
         self._gathering.expect(answered, min(forward_ns, int(self._costs.base)), finished_ns)
-        if done:
-            self._queues.remove_done()
+        self._queues.remove(done)
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:

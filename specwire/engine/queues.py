@@ -1,8 +1,12 @@
-"""Jobs that have started and not ended. Used by the engine thread alone; others may read lengths."""
+"""Jobs that have started and not ended. Used by the engine thread alone; others may read lengths.
+
+What concerns one job or one sequence visits no others: under load there are thousands of background jobs, and
+every round of every stream closes forks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.replies import Replies
@@ -16,13 +20,14 @@ class JobQueues:
         replies: informed of the jobs that fail here.
 
     Attributes:
-        foreground: jobs that a caller waits for.
-        background: jobs that work ahead on what may be requested.
+        foreground: jobs that a caller waits for, as keys.
+        background: jobs that work ahead on what may be requested, as keys.
     """
 
     def __init__(self, replies: Replies) -> None:
-        self.foreground: list[Job] = []
-        self.background: list[Job] = []
+        self.foreground: dict[Job, None] = {}
+        self.background: dict[Job, None] = {}
+        self._jobs_of: dict[TokenSequence, list[Job]] = {}
         self._replies = replies
 
     def __iter__(self) -> Iterator[Job]:
@@ -34,43 +39,53 @@ class JobQueues:
 
     def add(self, job: Job, *, background: bool) -> None:
         """A job that has started."""
-        (self.background if background else self.foreground).append(job)
+        (self.background if background else self.foreground)[job] = None
+        self._jobs_of.setdefault(job.sequence, []).append(job)
 
     def promote(self, job: Job) -> None:
         """Move a background job to the foreground."""
         if job in self.background:
-            self.background.remove(job)
-            self.foreground.append(job)
+            del self.background[job]
+            self.foreground[job] = None
+
+    def move(self, sequence: TokenSequence, to: TokenSequence) -> None:
+        """Make the jobs of a sequence those of another."""
+        if jobs := self._jobs_of.pop(sequence, None):
+            for job in jobs:
+                job.sequence = to
+            self._jobs_of.setdefault(to, []).extend(jobs)
 
     def cancel(self, sequence: TokenSequence, reason: str) -> None:
         """Fail all jobs of a sequence."""
-        self.foreground = self._without(self.foreground, sequence, reason)
-        self.cancel_background(sequence, reason)
+        self._fail([*self._jobs_of.get(sequence, ())], RequestCancelledError(reason))
 
     def cancel_background(self, sequence: TokenSequence, reason: str) -> None:
         """Fail the background jobs of a sequence."""
-        if self.background:
-            self.background = self._without(self.background, sequence, reason)
+        if jobs := self._jobs_of.get(sequence):
+            self._fail([job for job in jobs if job in self.background], RequestCancelledError(reason))
 
     def fail_background(self, error: Exception) -> None:
         """Fail all background jobs."""
-        for job in self.background:
-            self._replies.fail(job, error)
-        self.background = []
+        self._fail([*self.background], error)
 
     def fail_all(self, error: Exception) -> None:
         """Fail every job."""
-        for job in self:
-            self._replies.fail(job, error)
-        self.foreground, self.background = [], []
+        self._fail([*self], error)
 
     def remove_done(self) -> None:
         """Drop the jobs that have a result."""
-        self.foreground = [job for job in self.foreground if not job.done]
-        self.background = [job for job in self.background if not job.done]
+        self.remove([job for job in self if job.done])
 
-    def _without(self, jobs: list[Job], sequence: TokenSequence, reason: str) -> list[Job]:
+    def remove(self, jobs: Iterable[Job]) -> None:
+        """Drop these."""
         for job in jobs:
-            if job.sequence is sequence:
-                self._replies.fail(job, RequestCancelledError(reason))
-        return [job for job in jobs if job.sequence is not sequence]
+            (self.background if job in self.background else self.foreground).pop(job)
+            own = self._jobs_of[job.sequence]
+            own.remove(job)
+            if not own:
+                del self._jobs_of[job.sequence]
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
+        self.remove(jobs)
+        for job in jobs:
+            self._replies.fail(job, error)

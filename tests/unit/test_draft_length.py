@@ -191,6 +191,27 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
     assert all(plan.num_draft_tokens and plan.num_outcomes for plan in plans[4:])
 
 
+def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
+    """As on a processor that both share. A proposal takes a third of a pass, so they are prepared."""
+    shared = SharedMeasurements(lambda: 1, num_outcomes=None)
+    stream, plans = AdaptiveLength(shared), []
+    for _ in range(60):
+        plan = stream.plan()
+        plans.append(plan)
+        num, prepared = plan.num_draft_tokens, plan.num_outcomes > 0
+        draft, verify = (0, 180_000_000) if prepared else (2_500_000 * num, 60_000_000)
+        outcome = CallOutcome.READY if prepared else CallOutcome.ASKED
+        draft_cost = Cost(outcome, wall_ns=draft, forward_ns=draft, num_prefill_tokens=1)
+        verify_cost = Cost(wall_ns=verify, forward_ns=verify, load=Load(0, 1, verify, 0, 0))
+        accepted = Outcome(range(num), 0)
+        done = Round(Proposal(0, [0] * num), Verdict(0, []), accepted, draft_cost, verify_cost)
+        stream.observe(done, draft + verify)
+    assert any(plan.num_outcomes for plan in plans)
+    assert all(plan.num_draft_tokens and not plan.num_outcomes for plan in plans[-10:])
+    tree = SharedMeasurements(lambda: 1, num_outcomes=None, num_nodes=16, chains=shared)
+    assert tree._first_outcomes() == 0
+
+
 def test_a_beginner_prepares_what_is_fixed_and_waits_no_longer_than_it_is_worth() -> None:
     stream = AdaptiveLength(SharedMeasurements(lambda: 1, num_outcomes=16))
     first = stream.plan()

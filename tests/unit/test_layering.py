@@ -17,7 +17,7 @@ from tests.support.imports import (
 )
 
 ORDER = (
-    ("errors", "v1", "embedded"),
+    ("errors", "parent", "v1", "embedded"),
     ("core", "tokenizer"),
     ("tree",),
     ("prepared", "pushes"),
