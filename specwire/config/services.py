@@ -44,6 +44,7 @@ from specwire.config.fields import (
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
     HEADS,
+    KSEQ,
     MEDUSA,
     METHODS,
     SpeculativeConfig,
@@ -125,11 +126,13 @@ def parse_num_outcomes(value: str) -> int | None:
 
 
 def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
-    """Refuse what a flag and `speculative_config` both fix."""
+    """Refuse what a flag and `speculative_config` both fix, or fix differently."""
     given = model_draft(config.speculative_config)
     for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
         value = getattr(config, name)
         check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
+    agrees = not given.selection or config.rule in (AUTO, KSEQ)
+    check(agrees, "rule", config.rule, f"contradicts selection {given.selection} in --speculative-config")
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
@@ -428,6 +431,16 @@ class CoordinatorConfig(ServiceConfig):
     def use_heterogeneous_vocab(self) -> bool:
         """Whether to use a draft whose tokenizer is not the target's."""
         return model_draft(self.speculative_config).use_heterogeneous_vocab
+
+    @property
+    def selects_kseq(self) -> bool:
+        """Whether sampled requests that name no rule have several chains in a round."""
+        return model_draft(self.speculative_config).selection == KSEQ
+
+    @property
+    def num_chains(self) -> int:
+        """Of a round under `Rule.KSEQ`."""
+        return model_draft(self.speculative_config).num_chains
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
