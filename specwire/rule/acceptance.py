@@ -242,7 +242,7 @@ def accept_by_kseq(
     """
     _check_judged(proposal, verdict, may_be_tree=True)
     paths = chains.paths(proposal)
-    alive, path = range(len(paths)), list[int]()
+    alive, path = [*range(len(paths))], list[int]()
     for i in range(len(paths[0])):
         row = path[-1] + 1 if path else 0
         candidates = [(chain, paths[chain][i]) for chain in alive]

@@ -37,7 +37,9 @@ def to_proto(
     message = common_pb2.Proposals(
         num_tokens=num_tokens,
         token_ids=columns.pack(token_ids, "<i4"),
-        parent_indices=columns.pack_parents([each.parents for each in proposals], num_tokens),
+        parent_indices=columns.pack_parents(
+            [() if each.leaves else each.parents for each in proposals], num_tokens
+        ),
     )
     if any(each.leaves for each in proposals):
         message.num_chains.extend([len(each.leaves) or 1 for each in proposals])
