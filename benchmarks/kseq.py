@@ -110,8 +110,8 @@ def main() -> None:
     ]
     about = (
         f"Embedded pair in float32, temperature 1; {args.prompts} prompts, {args.tokens} tokens each, 8 "
-        "streams. Tokens a round: accepted ones and the one after them; draft tokens: those that the target runs, "
-        f"as chains share what coincides. Tokens/s: one stream, medians of {args.runs} runs, in turns."
+        "streams. Tokens a round: accepted ones and the one after them; draft tokens: those that the target "
+        f"runs, as chains share what coincides. Tokens/s: one stream, medians of {args.runs} runs, in turns."
     )
     data = {"counts": counts, "rates": speeds}
     details = "\n".join([_counts(counts), "", _rates(speeds)])

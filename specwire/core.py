@@ -149,7 +149,8 @@ class SamplingParams:
     """
     rule: Rule | None = None
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
-    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`."""
+    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
+    k-SEQ takes `KSEQ` where no seed is given."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     max_depth: int | None = None

@@ -64,7 +64,10 @@ VLLM = "vllm"
 METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
-RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft, else block"
+RULE_HELP = (
+    "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is selected, "
+    "else gumbel for a far draft, else block"
+)
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
 MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
