@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +36,8 @@ scores say. With the embedded pair, trees of 32 nodes and 8 passes commit so man
 1, 1.5, 2, 3 and 4: 4.97, 5.80, 6.22, 6.05, 5.85 (greedy), 4.55, 5.22, 5.32, 5.12, 5.02 (Gumbel coupling)."""
 NUM_EXPANDED = 8
 """Most nodes of a tree that a pass expands: 4, 8 and 16 commit equally many tokens, 2 some 5 % less."""
+_NOTHING: Mapping[int, Any] = {}
+"""Of fields that are empty by default; ranks of a group pickle them, which mapping proxies do not allow."""
 
 
 @dataclass(eq=False)
@@ -323,8 +324,8 @@ class Drawn(NamedTuple):
     supports: Sequence[Support | None] = ()
     ranked: Sequence[list[int]] = ()
     shares: Sequence[list[float]] = ()
-    own_ids: Mapping[int, int] = MappingProxyType({})
-    of_chains: Mapping[int, Sequence[int]] = MappingProxyType({})
+    own_ids: Mapping[int, int] = _NOTHING
+    of_chains: Mapping[int, Sequence[int]] = _NOTHING
 
     def and_then(self, other: Drawn, order: Sequence[int]) -> Drawn:
         """The rows of both, in this order."""
@@ -356,8 +357,8 @@ class Question(NamedTuple):
     rows: Rows
     limits: Sequence[int]
     num_ranked: int
-    free: Mapping[int, IntArray | None] = MappingProxyType({})
-    draws: Mapping[int, Sequence[int]] = MappingProxyType({})
+    free: Mapping[int, IntArray | None] = _NOTHING
+    draws: Mapping[int, Sequence[int]] = _NOTHING
 
 
 class DraftDecider:
