@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
-        self._kseq_shapes = SharedShapes(lambda: self._admission.num_running)
+        self._kseq_shapes = SharedShapes(lambda: self._admission.num_running, num_chains=config.num_chains)
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
         )

@@ -91,12 +91,18 @@ class SharedMeasurements:
         num_streams: that run now.
         num_outcomes: to prepare for; None finds out what pays.
         num_nodes: of a tree, whose depth is meant by draft tokens here; 0 for chains.
+        num_chains: of a round, whose length is meant then.
     """
 
     def __init__(
-        self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0, num_nodes: int = 0
+        self,
+        num_streams: Callable[[], int],
+        *,
+        num_outcomes: int | None = 0,
+        num_nodes: int = 0,
+        num_chains: int = 1,
     ) -> None:
-        self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes)
+        self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes, num_chains)
         self._num_streams = num_streams
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
