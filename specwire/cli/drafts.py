@@ -60,8 +60,8 @@ def lines(
         draft: the model behind the draft service; None without one.
         totals: by source, of those that have proposed.
     """
-    has_chains = draft is not None and draft.trees and target.trees
-    has_chains = has_chains and not draft.target_tokenizer_fingerprint
+    own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
+    has_chains = draft is not None and draft.trees and own_tokens and target.trees
     is_there = {_MODEL: draft is not None, KSEQ: has_chains, HEADS: target.drafts}
     sources = {_MODEL: draft.name if draft else ""}
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}

@@ -135,7 +135,8 @@ def check_distribution(address: str, logits: Tensor, settings: dict[str, Any], n
 
 def sample(address: str, settings: dict[str, Any]) -> tuple[list[Completion], SamplingParams]:
     """3,200 tokens, or half as many in short generations."""
-    params = SamplingParams(**{"rule": Rule.KSEQ, "max_tokens": LENGTH} | settings, ignore_eos=True)
+    given: dict[str, Any] = {"rule": Rule.KSEQ, "max_tokens": LENGTH, "ignore_eos": True}
+    params = SamplingParams(**given | settings)
 
     async def all_of_them() -> list[Completion]:
         async with AsyncClient(address) as client:

@@ -153,7 +153,7 @@ def test_many_draft_tokens_leave_room_for_few_chains(stack: LocalStack) -> None:
 
 def test_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     """Where it has no room for all chains, one is drawn."""
-    size = {"max_position_embeddings": 48}
+    size: dict[str, Any] = {"max_position_embeddings": 48}
     pair = save_target(tmp_path / "target", **size), save_good_draft(tmp_path / "draft", **size)
     with local_stack(*pair, coordinator_options=options()) as stack:
         done = generate(stack, replace(KSEQ, max_tokens=None))
