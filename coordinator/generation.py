@@ -27,11 +27,12 @@ class Plan:
     """How to draft in the next round.
 
     Attributes:
-        num_draft_tokens: to draft; of a tree, its nodes.
+        num_draft_tokens: to draft; of a tree, its nodes; of several chains, the tokens of each.
         max_depth: longest path of a tree; 0 for a chain.
         num_outcomes: of the round that the draft prepares proposals for during the verify pass.
         patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
         num_text_tokens: most draft tokens of a proposal from the text itself, for which there is no wait.
+        num_chains: to draw, independently of each other.
     """
 
     num_draft_tokens: int
@@ -39,11 +40,17 @@ class Plan:
     patience_s: float = math.inf
     num_text_tokens: int = 0
     max_depth: int = 0
+    num_chains: int = 1
 
     @property
     def num_steps(self) -> int:
         """Draft tokens one after another: forward passes of the draft."""
         return self.max_depth or self.num_draft_tokens
+
+    @property
+    def num_wanted(self) -> int:
+        """Draft tokens of all chains."""
+        return self.num_draft_tokens * self.num_chains
 
     def limit(self, proposal: Proposal) -> Proposal:
         """What the plan allows of a proposal that was made for an earlier one."""
@@ -56,7 +63,7 @@ class Plan:
             most: longest path of draft tokens.
             room: most draft tokens, on any path.
         """
-        if max(self.num_steps, self.num_text_tokens) <= most and self.num_draft_tokens <= room:
+        if max(self.num_steps, self.num_text_tokens) <= most and self.num_wanted <= room:
             return self
         if most <= 0:
             return replace(self, num_draft_tokens=0, num_outcomes=0, num_text_tokens=0, max_depth=0)
@@ -66,6 +73,7 @@ class Plan:
             num_outcomes=0,
             num_text_tokens=min(self.num_text_tokens, most),
             max_depth=min(self.max_depth, most),
+            num_chains=self.num_chains if self.num_wanted <= room else 1,
         )
 
 

@@ -38,6 +38,7 @@ class CheckedRequest:
         num_draft_tokens: in each round; None where the coordinator chooses them round by round.
         max_depth: longest path of a tree; 0 for chains, None where the coordinator chooses.
         draft: what proposes.
+        num_chains: most that a round has, drawn independently of each other.
     """
 
     message: generation_pb2.GenerateRequest
@@ -47,6 +48,7 @@ class CheckedRequest:
     num_draft_tokens: int | None
     max_depth: int | None
     draft: DraftChoice
+    num_chains: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class GenerationRequest:
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
         report_progress: whether chunks carry the round's draft tokens, counts and times.
-        num_draft_tokens, max_depth: as of the `CheckedRequest`.
+        num_draft_tokens, max_depth, num_chains: as of the `CheckedRequest`.
         draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
     """
@@ -77,6 +79,7 @@ class GenerationRequest:
     draft: DraftChoice
     output_scope: str | None
     max_depth: int | None
+    num_chains: int = 1
 
     @property
     def prompt_len(self) -> int:
@@ -138,6 +141,7 @@ class RequestParser:
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
             max_depth=self._max_depth(params),
             draft=draft,
+            num_chains=self._num_chains(params, draft),
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -172,7 +176,13 @@ class RequestParser:
             draft=checked.draft,
             output_scope=scope,
             max_depth=checked.max_depth,
+            num_chains=checked.num_chains,
         )
+
+    def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
+        """One where tokens are matched, without a draft model, and for a target that judges no trees."""
+        selects = params.rule is Rule.KSEQ and not params.matches_tokens
+        return self._config.num_chains if selects and draft.uses_model and self._target.trees else 1
 
     def _max_depth(self, params: SamplingParams) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
@@ -202,8 +212,10 @@ class RequestParser:
         rule = params.rule or self._config.fixed_rule
         if rule is None:
             asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
-            is_coupled = asks or self._draft_is_far()
-            rule = Rule.GUMBEL if is_coupled else Rule.BLOCK
+            if self._config.selects_kseq and draft.uses_model:
+                rule = Rule.GUMBEL if asks else Rule.KSEQ
+            else:
+                rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, rule=rule)
 

@@ -18,6 +18,7 @@ from coordinator.drafts.methods import TextDrafts
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
+from coordinator.length.several import SeveralChains
 from coordinator.length.shapes import AdaptiveShape, SharedShapes
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
@@ -81,6 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
+        self._kseq_shapes = SharedShapes(lambda: self._admission.num_running, num_chains=config.num_chains)
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
         )
@@ -94,6 +96,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @property
     def shapes(self) -> SharedShapes:
         """What the streams of this process learn together, or follow: those that draft by default."""
+        if self._config.selects_kseq:
+            return self._kseq_shapes
         return self._heads_shapes if self._config.uses_heads else self._shapes
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
@@ -219,7 +223,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
             parent=parent,
-            goes_on=self._config.verify_ahead and not request.draft.method,
+            goes_on=self._config.verify_ahead and not request.draft.method and request.num_chains == 1,
             max_depth=planner.limit,
             drafts=request.draft.uses_heads,
         )
@@ -253,16 +257,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if checked.draft.uses_heads:
             has_trees = self._verify.info.trees
             return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
-        model = planner_of(
-            self._shapes,
-            num_draft_tokens if checked.draft.uses_model else 0,
-            checked.max_depth,
-            has_trees=self._draft_has_trees(),
-        )
+        model = self._model_planner(checked)
         if not method:
             return model
         most = self._texts.config(method).num_speculative_tokens
         return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
+
+    def _model_planner(self, checked: CheckedRequest) -> Planner:
+        num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
+        if checked.num_chains > 1:
+            one = planner_of(self._kseq_shapes, num_draft_tokens, checked.max_depth, has_trees=False)
+            return SeveralChains(one, checked.num_chains)
+        has_trees = self._draft_has_trees()
+        return planner_of(self._shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
-from specwire.rule.random import Purpose
+from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import matched_scores, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
@@ -37,6 +36,8 @@ scores say. With the embedded pair, trees of 32 nodes and 8 passes commit so man
 1, 1.5, 2, 3 and 4: 4.97, 5.80, 6.22, 6.05, 5.85 (greedy), 4.55, 5.22, 5.32, 5.12, 5.02 (Gumbel coupling)."""
 NUM_EXPANDED = 8
 """Most nodes of a tree that a pass expands: 4, 8 and 16 commit equally many tokens, 2 some 5 % less."""
+_NOTHING: Mapping[int, Any] = {}
+"""Of fields that are empty by default; ranks of a group pickle them, which mapping proxies do not allow."""
 
 
 @dataclass(eq=False)
@@ -107,6 +108,11 @@ class DraftJob(Job):
     def own_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Drafted tokens as the sequence has them."""
         return token_ids if self.committed is None else self.committed.shared.to_draft(token_ids)
+
+    @property
+    def draws(self) -> Sequence[int]:
+        """Of a job with several chains: the row, among its own, that the next token of each is drawn from."""
+        return ()
 
     @property
     def num_ranked(self) -> int:
@@ -311,17 +317,19 @@ class Drawn(NamedTuple):
         shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
             empty if none are.
         own_ids: by row of jobs that draft text, the likeliest of the draft's own tokens that it may choose.
+        of_chains: by first row of jobs with several chains, a token for each of these.
     """
 
     token_ids: list[int]
     supports: Sequence[Support | None] = ()
     ranked: Sequence[list[int]] = ()
     shares: Sequence[list[float]] = ()
-    own_ids: Mapping[int, int] = MappingProxyType({})
+    own_ids: Mapping[int, int] = _NOTHING
+    of_chains: Mapping[int, Sequence[int]] = _NOTHING
 
     def and_then(self, other: Drawn, order: Sequence[int]) -> Drawn:
         """The rows of both, in this order."""
-        columns: Any = zip(self._filled()[:-1], other._filled()[:-1], strict=True)
+        columns: Any = zip(self._filled()[:4], other._filled()[:4], strict=True)
         both = ([*ours, *theirs] for ours, theirs in columns)
         ordered: Any = ([column[i] for i in order] for column in both)
         return Drawn(*ordered)
@@ -343,12 +351,14 @@ class Question(NamedTuple):
         limits: [num_rows], token ids from here on are excluded, 0 for no limit; empty without any.
         num_ranked: likeliest tokens wanted of each row.
         free: rows whose likeliest of all the draft's own tokens is wanted, too; or the likeliest of these.
+        draws: by first row of jobs with several chains, the row that the next token of each is drawn from.
     """
 
     rows: Rows
     limits: Sequence[int]
     num_ranked: int
-    free: Mapping[int, IntArray | None] = MappingProxyType({})
+    free: Mapping[int, IntArray | None] = _NOTHING
+    draws: Mapping[int, Sequence[int]] = _NOTHING
 
 
 class DraftDecider:
@@ -388,7 +398,14 @@ class DraftDecider:
         limits = [job.vocab_limit for job in drafts]
         num_ranked = max((job.num_ranked for job in drafts), default=0)
         each_limit = np.repeat(limits, num_rows).tolist() if any(limits) else ()
-        return Question(rows, each_limit, num_ranked, self._free(drafts) if self._scores else {})
+        free = self._free(drafts) if self._scores else {}
+        return Question(rows, each_limit, num_ranked, free, self._draws(drafts))
+
+    @staticmethod
+    def _draws(jobs: Sequence[DraftJob]) -> Mapping[int, Sequence[int]]:
+        starts = accumulate((job.num_rows for job in jobs), initial=0)
+        each = zip(starts, (job.draws for job in jobs), strict=False)
+        return {start: [start + row for row in draws] for start, draws in each if draws}
 
     @staticmethod
     def _free(jobs: Sequence[DraftJob]) -> Mapping[int, IntArray | None]:
@@ -413,12 +430,27 @@ class DraftDecider:
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
         chosen, drawn = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
         host = to_host(*chosen, *drawn)
+        if question.draws:
+            *host, of_chains = host
+            plain = self._of_kinds(question, host, matched, sampled, len(chosen))
+            return plain._replace(of_chains=_by_job(question.draws, of_chains.tolist()))
+        return self._of_kinds(question, host, matched, sampled, len(chosen))
+
+    @staticmethod
+    def _of_kinds(
+        question: Question,
+        host: Sequence[Any],
+        matched: Places | None,
+        sampled: Places | None,
+        num_chosen: int,
+    ) -> Drawn:
+        """The rows where tokens are matched, and those that were sampled, from what is on the host."""
         if sampled is None:
             return _matched(*host)
         if matched is None:
             return _supports(*host, num_ranked=question.num_ranked)
-        ours = _matched(*host[: len(chosen)])
-        theirs = _supports(*host[len(chosen) :], num_ranked=question.num_ranked)
+        ours = _matched(*host[:num_chosen])
+        theirs = _supports(*host[num_chosen:], num_ranked=question.num_ranked)
         return ours.and_then(theirs, np.argsort(np.concatenate([matched, sampled])).tolist())
 
     def apply(self, jobs: Sequence[Job], answer: Drawn) -> None:
@@ -451,9 +483,32 @@ class DraftDecider:
             return []
         probs = take_rows(log_probs, places).exp()
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        uniforms = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
-        columns = sampling.draw(support_probs, uniforms)
-        return [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
+        coins = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
+        columns = sampling.draw(support_probs, coins)
+        found = [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
+        if question.draws:
+            found.append(self._draw_chains(question, places, ids, support_probs))
+        return found
+
+    @staticmethod
+    def _draw_chains(question: Question, places: Places, ids: Tensor, support_probs: Tensor) -> Tensor:
+        """A token for each chain of the jobs that have several, each with a number of its own.
+
+        Args:
+            ids, support_probs: of the rows at `places`.
+        """
+        rows = np.concatenate([*map(np.array, question.draws.values())])
+        chains = np.concatenate([np.arange(len(draws)) for draws in question.draws.values()])
+        some = question.rows.take(rows)
+        numbers = uniforms(some.seeds, Purpose.DRAFT, some.positions, some.bases, chains)
+        found = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
+        columns = sampling.draw(support_probs[found], to_device(numbers, ids.device))
+        return ids[found].gather(1, columns[:, None])[:, 0]
+
+
+def _by_job(draws: Mapping[int, Sequence[int]], token_ids: Sequence[int]) -> Mapping[int, Sequence[int]]:
+    ends = [*accumulate(map(len, draws.values()))]
+    return {first: token_ids[end - len(draws[first]) : end] for first, end in zip(draws, ends, strict=True)}
 
 
 def _matched(token_ids: IntArray, *candidates: Any) -> Drawn:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from draft_service.chains import ChainsJob
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
@@ -179,7 +180,7 @@ class Request:
     def proposal(self) -> Proposal:
         """Its answer; empty where no tokens were wanted."""
         assert self.root is not None
-        found, num_wanted = self.root.proposal, self.order.num_draft_tokens
+        found, num_wanted = self.root.proposal, self.order.num_wanted
         if found is None or not num_wanted:
             return Proposal(self.root.job.committed_len)
         return found if len(found.token_ids) <= num_wanted else found.first(num_wanted)
@@ -331,9 +332,10 @@ class Lookahead:
                 num_draft_tokens=order.num_draft_tokens,
                 max_depth=order.max_depth,
                 num_candidates=NUM_RANKS if order.prepare or order.max_depth else 0,
+                num_chains=order.num_chains,
             )
         )
-        self._submit(branch, branch.job, order.num_draft_tokens)
+        self._submit(branch, branch.job, order.num_wanted)
         return branch
 
     def _job(
@@ -344,10 +346,13 @@ class Lookahead:
         *,
         max_depth: int,
         committed: Committed | None,
+        num_chains: int = 1,
         **fields: Any,
     ) -> DraftJob:
-        """Drafts a tree, or a chain if its depth is 0; other arguments as of `DraftJob`."""
+        """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
         fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
+        if num_chains > 1 and fields["num_draft_tokens"]:
+            return ChainsJob(sequence, base_len, token_ids, num_chains=num_chains, **fields)
         if not (max_depth and fields["num_draft_tokens"]):
             is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
             kind = StringJob if is_text else DraftJob

@@ -12,7 +12,7 @@ from typing import Any
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
-from specwire.core import Proposal, SamplingParams
+from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
@@ -194,8 +194,11 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         """
         draft_wire.check_order(order)
         self._check_depth("max_depth", order.max_depth, params)
+        self._check_chains(order.num_chains, params)
         if order.prepare is None:
             return order
+        if order.num_chains > 1:
+            return order._replace(prepare=None)
         if self._settings.shared and not params.matches_tokens:
             # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
             # own tokens they are. See "Lateness" in docs/exactness.md.
@@ -212,6 +215,16 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             raise UnsupportedError(name, depth, "this service drafts chains only")
         if depth and not params.matches_tokens:
             raise UnsupportedError(name, depth, f"not under rule {params.rule}")
+
+    def _check_chains(self, num_chains: int, params: SamplingParams) -> None:
+        if num_chains == 1:
+            return
+        if params.matches_tokens or params.rule is not Rule.KSEQ:
+            raise UnsupportedError("num_chains", num_chains, f"not under rule {params.rule}")
+        if not self.service.info.trees:
+            raise UnsupportedError("num_chains", num_chains, "this service drafts one chain only")
+        if self._settings.shared:
+            raise UnsupportedError("num_chains", num_chains, "not with another vocabulary than the target's")
 
     def fail(self, sequence_id: int, error: SpecwireError) -> None:
         if sequence := self.sequences.get(sequence_id):
@@ -328,7 +341,7 @@ def _answer(state: _Drafting, request: Request) -> DraftAnswer:
         spent,
         0 if request.was_prepared else job.num_cached_tokens,
         request.was_prepared,
-        order.num_draft_tokens,
+        order.num_wanted,
     )
 
 

@@ -58,6 +58,9 @@ class Rule(enum.StrEnum):
     BLOCK = "block"
     """The same with the draft tokens of a round judged together (Sun et al. 2024, arXiv 2403.10444): it keeps
     more of them."""
+    KSEQ = "kseq"
+    """Rejection sampling of several chains of draft tokens, drawn independently (k-SEQ of SpecTr, Sun et al.
+    2023, arXiv 2310.15141)."""
     GUMBEL = "gumbel"
     """Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the seed fixes the text, with any
     draft; bitwise where the target is batch-invariant."""
@@ -146,7 +149,8 @@ class SamplingParams:
     """
     rule: Rule | None = None
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
-    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`."""
+    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
+    k-SEQ takes `KSEQ` where no seed is given."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     max_depth: int | None = None
@@ -300,6 +304,7 @@ class Support:
     probs: FloatArray
 
 
+NO_SUPPORT = Support(np.empty(0, np.int64), np.empty(0, np.float32))
 _ONE = np.ones(1, dtype=np.float32)
 
 
@@ -316,11 +321,15 @@ class Proposal:
         base_len: the committed length that it extends, in tokens.
         token_ids: [num_draft_tokens].
         parents: [num_draft_tokens] index of each token's parent, -1 for the prefix; empty for a chain. Trees
-            only where tokens are matched.
-        supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched.
+            only where tokens are matched, and of several chains.
+        supports: [num_draft_tokens] under rejection sampling; empty where tokens are matched. Entry 0 is
+            what the tokens after the prefix were drawn from, entry i + 1 what those after token i were: in a
+            chain, entry i is that of token i. Entries after the end of one of several chains are empty.
         source: what made it: a model's name, or a method of the coordinator's own.
         support_len: entries that each of its supports was padded to when it arrived: sent on, it must have a
             size that does not depend on its tokens either.
+        leaves: of several chains that were drawn independently (`specwire.chains`), the last token of each,
+            in the order of the draws; chains with the same tokens share them. Empty otherwise.
     """
 
     base_len: int
@@ -329,6 +338,7 @@ class Proposal:
     source: str = ""
     parents: Sequence[int] = ()
     support_len: int = 0
+    leaves: Sequence[int] = ()
 
     def parent(self, node: int) -> int:
         """Index of a token's parent; -1 for the prefix."""
@@ -341,7 +351,7 @@ class Proposal:
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def first(self, num_tokens: int) -> Proposal:
-        """Its first tokens; their number must not depend on the tokens."""
+        """The first tokens of a chain or a tree; their number must not depend on the tokens."""
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],

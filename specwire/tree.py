@@ -12,14 +12,14 @@ Source: Miao et al. 2023 (arXiv 2305.09781), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from specwire import core
-from specwire.core import MAX_TREE_NODES, IntArray, Proposal
+from specwire.core import MAX_TREE_NODES, NO_SUPPORT, IntArray, Proposal, Support
 from specwire.errors import InvalidRequestError
 
 
@@ -89,9 +89,11 @@ def within(proposal: Proposal, num_tokens: int, max_depth: int) -> Proposal:
     """The first tokens of a proposal that are on no longer path.
 
     Args:
-        num_tokens: most tokens.
+        num_tokens: most tokens; of several chains, of each.
         max_depth: longest path, in tokens.
     """
+    if proposal.leaves:
+        return _shortened(proposal, min(num_tokens, max_depth))
     if not proposal.parents:
         return proposal.first(min(num_tokens, max_depth))
     if max(depths(proposal.parents), default=0) < max_depth:
@@ -110,29 +112,62 @@ def num_in_common(proposal: Proposal, following: Sequence[int]) -> int:
 def after(proposal: Proposal, following: Sequence[int]) -> Proposal | None:
     """What is left of a proposal when these tokens follow its prefix; None if it does not have them."""
     base_len = proposal.base_len + len(following)
-    if not proposal.parents:
+    if not (proposal.parents or proposal.leaves):
         agrees = list(proposal.token_ids[: len(following)]) == list(following)
         rest = proposal.token_ids[len(following) :], proposal.supports[len(following) :]
         return Proposal(base_len, *rest, proposal.source) if agrees else None
-    path = follow(proposal.token_ids, proposal.parents, following)
+    parents = parents_of(proposal)
+    path = follow(proposal.token_ids, parents, following)
     if len(path) < len(following):
         return None
     if not path:
         return proposal
-    words = ancestors(proposal.parents)
+    words = ancestors(parents)
     below = [node for node in range(path[-1] + 1, len(words)) if int(words[node]) >> path[-1] & 1]
-    return _selected(proposal, below, base_len)
+    return _selected(proposal, below, base_len, path[-1], proposal.leaves)
 
 
-def _selected(proposal: Proposal, nodes: Sequence[int], base_len: int) -> Proposal:
-    """These nodes of a tree; those whose parent is not among them follow the prefix."""
+def parents_of(proposal: Proposal) -> Sequence[int]:
+    """The parents of its tokens, of a chain too."""
+    return proposal.parents or range(-1, len(proposal.token_ids) - 1)
+
+
+def _shortened(proposal: Proposal, max_depth: int) -> Proposal:
+    """Several chains, each cut to so many tokens."""
+    parents = parents_of(proposal)
+    depth_of = depths(parents)
+    if max(depth_of) < max_depth:
+        return proposal
+    kept = [node for node, depth in enumerate(depth_of) if depth < max_depth]
+    leaves = [path_to(parents, leaf)[max_depth - 1] for leaf in proposal.leaves] if max_depth else ()
+    return _selected(proposal, kept, proposal.base_len, -1, leaves)
+
+
+def _selected(
+    proposal: Proposal, nodes: Sequence[int], base_len: int, root: int = -1, leaves: Sequence[int] = ()
+) -> Proposal:
+    """These nodes of a tree; those whose parent is not among them follow the prefix.
+
+    Args:
+        root: the last node of that prefix; -1 for that of the proposal.
+        leaves: of several chains; those that are not among the nodes are left out.
+    """
     places = {node: place for place, node in enumerate(nodes)}
+    parents = parents_of(proposal)
+    ends = [places[leaf] for leaf in leaves if leaf in places]
     return Proposal(
         base_len,
         [proposal.token_ids[node] for node in nodes],
+        [_support(proposal, node, ends, places) for node in (root, *nodes[:-1])] if ends else (),
         source=proposal.source,
-        parents=[places.get(proposal.parents[node], -1) for node in nodes],
+        parents=[places.get(parents[node], -1) for node in nodes],
+        leaves=ends,
     )
+
+
+def _support(proposal: Proposal, node: int, ends: Sequence[int], places: Mapping[int, int]) -> Support:
+    """What the tokens after a node were drawn from; nothing where chains end now."""
+    return NO_SUPPORT if places.get(node) in ends else proposal.supports[node + 1]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from specwire.core import (
     IntArray,
     Load,
     Proposal,
+    Rule,
     SamplingParams,
     Support,
     Verdict,
@@ -264,7 +265,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _check_parents(self, parents: Sequence[int], params: SamplingParams) -> None:
         if parents and not self.service.info.trees:
             raise UnsupportedError("parent_indices", parents, "this service verifies chains only")
-        if parents and not params.matches_tokens:
+        if parents and not (params.matches_tokens or params.rule is Rule.KSEQ):
             raise UnsupportedError("parent_indices", parents, f"not under rule {params.rule}")
 
     # --- verdicts -------------------------------------------------------------------------------------

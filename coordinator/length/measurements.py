@@ -93,6 +93,7 @@ class SharedMeasurements:
         num_outcomes: to prepare for; None finds out what pays.
         num_nodes: of a tree, whose depth is meant by draft tokens here; 0 for chains.
         chains: for trees, the measurements of chains. As many outcomes are prepared at first as for them.
+        num_chains: of a round, whose length is meant then.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class SharedMeasurements:
         num_outcomes: int | None = 0,
         num_nodes: int = 0,
         chains: SharedMeasurements | None = None,
+        num_chains: int = 1,
     ) -> None:
-        self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes)
+        self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes, num_chains)
         self._num_streams, self._chains = num_streams, chains
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)

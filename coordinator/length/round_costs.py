@@ -47,11 +47,13 @@ class RoundCosts:
         request_hits: hit rate of rounds that requested one, with or without success.
     """
 
-    def __init__(self, num_nodes: int = 0) -> None:
+    def __init__(self, num_nodes: int = 0, num_chains: int = 1) -> None:
         """Args:
         num_nodes: of trees, whose depth is meant by draft tokens here; 0 for chains.
+        num_chains: of a round, whose length is meant then.
         """
         self._num_nodes = num_nodes
+        self._num_chains = num_chains
         self.mean_drafted = 0.0
         self.proposal_hits, self.request_hits = HitRate(), HitRate()
         self._draft = CostModel(2)  # by number of draft tokens and of prefill tokens
@@ -136,6 +138,7 @@ class RoundCosts:
     def _pass_ns(self, num_draft_tokens: int) -> float:
         """A pass of the usual batch in which every stream has so many draft tokens, or trees so deep."""
         load = self._load
-        num_tokens = self._num_nodes if self._num_nodes and num_draft_tokens else num_draft_tokens
+        is_tree = self._num_nodes and num_draft_tokens
+        num_tokens = self._num_nodes if is_tree else num_draft_tokens * self._num_chains
         per_sequence = load.sequence_ns + load.token_ns * (num_tokens + 1)
         return load.base_ns + self._mean_sequences * per_sequence

@@ -41,13 +41,17 @@ class SharedShapes:
         chains: measurements of chains, which streams that have no trees use as well.
     """
 
-    def __init__(self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0) -> None:
+    def __init__(
+        self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0, num_chains: int = 1
+    ) -> None:
         """Args:
-        num_streams, num_outcomes: as of `SharedMeasurements`.
+        num_streams, num_outcomes, num_chains: as of `SharedMeasurements`.
         """
         self._num_own_streams = num_streams
         self._num_followed_streams: int | None = None  # None where this process learns
-        self.chains = SharedMeasurements(self._num_streams, num_outcomes=num_outcomes)
+        self.chains = SharedMeasurements(
+            self._num_streams, num_outcomes=num_outcomes, num_chains=num_chains
+        )
         self._measured = {CHAIN: self.chains} | {
             nodes: SharedMeasurements(
                 self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes, chains=self.chains

@@ -16,18 +16,23 @@ _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
-def check_proposal(proposal: Proposal, *, matches_tokens: bool, may_be_tree: bool = False) -> None:
+def check_proposal(
+    proposal: Proposal, *, matches_tokens: bool, may_be_tree: bool = False, num_chains: int = 1
+) -> None:
     """Refuse a proposal of a kind that its sequence cannot have.
 
     Args:
         matches_tokens: whether tokens are matched, without supports.
         may_be_tree: whether trees were ever asked for. How large and how deep one is is not checked: it may
             be for an earlier plan, and `Plan.limit` cuts it.
+        num_chains: most that were ever asked for.
 
     Raises:
         InternalError: naming what is wrong.
     """
-    if proposal.parents and not may_be_tree:
+    if len(proposal.leaves) > num_chains:
+        raise InternalError(f"{len(proposal.leaves)} chains, where {num_chains} were asked for")
+    if proposal.parents and not (may_be_tree or proposal.leaves):
         raise InternalError(f"a tree of {len(proposal.parents)} nodes, where chains were asked for")
     wanted = 0 if matches_tokens else len(proposal.token_ids)
     if len(proposal.supports) != wanted:

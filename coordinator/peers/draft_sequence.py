@@ -115,7 +115,7 @@ class DraftSequence:
         """
         if self.error is not None:
             raise self.error
-        token_ids = self._put(committed, plan.num_draft_tokens, plan.max_depth, preparation, traceparent)
+        token_ids = self._put(committed, plan, preparation, traceparent)
         self._asked_id, self._asked_ns = self._num_requests, clock.stopwatch_ns()
         due_ns = self._asked_ns + timeout_s * 1e9
         while (found := self.prepared.take(committed)) is None:
@@ -162,14 +162,13 @@ class DraftSequence:
 
     def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
-        self._put(committed, 0, 0, preparation, "")
+        self._put(committed, Plan(0), preparation, "")
         self._last_proposed = proposal
 
     def _put(
         self,
         committed: Sequence[int],
-        num_draft_tokens: int,
-        max_depth: int,
+        plan: Plan,
         preparation: Preparation | None,
         traceparent: str,
     ) -> Sequence[int]:
@@ -183,10 +182,11 @@ class DraftSequence:
                 self._num_requests,
                 base_len,
                 token_ids,
-                num_draft_tokens,
-                max_depth,
+                plan.num_draft_tokens,
+                plan.max_depth,
                 preparation,
                 traceparent,
+                plan.num_chains,
             )
         )
         return token_ids

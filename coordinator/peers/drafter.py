@@ -93,6 +93,7 @@ class RemoteDrafter:
             check_proposal,
             matches_tokens=params.matches_tokens,
             may_be_tree=request.max_depth != 0,
+            num_chains=request.num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._deadline_s = deadline_s
@@ -229,7 +230,8 @@ class RemoteDrafter:
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
-            num_steps = len(found.token_ids) if plan.max_depth == 0 else plan.max_depth
+            is_chain = not (plan.max_depth or found.leaves)
+            num_steps = len(found.token_ids) if is_chain else plan.num_steps
             replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost
 
@@ -281,8 +283,12 @@ def _preparation(replica: Replica, plan: Plan) -> Preparation | None:
 
 
 def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
-    """The plan as this draft can follow it: chains where it has no trees, no more than its context holds."""
+    """The plan as this draft can follow it: one chain where it has no trees, or another vocabulary; no more
+    than its context holds."""
     if plan.max_depth and not draft.trees:
         plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
     room = max(0, draft.context_len - committed_len)
+    has_several = draft.trees and not draft.target_tokenizer_fingerprint
+    if plan.num_chains > 1 and (plan.num_wanted > room or not has_several):
+        plan = replace(plan, num_chains=1)
     return plan if plan.num_draft_tokens <= room else replace(plan, num_draft_tokens=room)

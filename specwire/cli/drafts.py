@@ -8,13 +8,14 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import COUNTS, HEADS, NGRAM, SUFFIX
+from specwire.config.speculative import COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
 _MODEL = "model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR",
+    KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
@@ -59,7 +60,9 @@ def lines(
         draft: the model behind the draft service; None without one.
         totals: by source, of those that have proposed.
     """
-    is_there = {_MODEL: draft is not None, HEADS: target.drafts}
+    own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
+    has_chains = draft is not None and draft.trees and own_tokens and target.trees
+    is_there = {_MODEL: draft is not None, KSEQ: has_chains, HEADS: target.drafts}
     sources = {_MODEL: draft.name if draft else ""}
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
     return [
@@ -73,6 +76,8 @@ def lines(
 
 def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
     here = "yes" if is_there else "no"
+    if name == KSEQ:
+        return Line(name, here, needs, "", "", "", "")
     if brought is None:
         return Line(name, here, needs, "0", "", "", "")
     share = brought.num_accepted_tokens / max(1, brought.num_draft_tokens)

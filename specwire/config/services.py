@@ -44,6 +44,7 @@ from specwire.config.fields import (
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
     HEADS,
+    KSEQ,
     MEDUSA,
     METHODS,
     SpeculativeConfig,
@@ -63,7 +64,10 @@ VLLM = "vllm"
 METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
-RULE_HELP = "rule of requests that name none; auto takes gumbel for a given seed or a far draft, else block"
+RULE_HELP = (
+    "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is selected, "
+    "else gumbel for a far draft, else block"
+)
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
 MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
@@ -125,11 +129,13 @@ def parse_num_outcomes(value: str) -> int | None:
 
 
 def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
-    """Refuse what a flag and `speculative_config` both fix."""
+    """Refuse what a flag and `speculative_config` both fix, or fix differently."""
     given = model_draft(config.speculative_config)
     for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
         value = getattr(config, name)
         check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
+    agrees = not given.selection or config.rule in (AUTO, KSEQ)
+    check(agrees, "rule", config.rule, f"contradicts selection {given.selection} in --speculative-config")
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
@@ -428,6 +434,16 @@ class CoordinatorConfig(ServiceConfig):
     def use_heterogeneous_vocab(self) -> bool:
         """Whether to use a draft whose tokenizer is not the target's."""
         return model_draft(self.speculative_config).use_heterogeneous_vocab
+
+    @property
+    def selects_kseq(self) -> bool:
+        """Whether sampled requests that name no rule have several chains in a round."""
+        return model_draft(self.speculative_config).selection == KSEQ
+
+    @property
+    def num_chains(self) -> int:
+        """Of a round under `Rule.KSEQ`."""
+        return model_draft(self.speculative_config).num_chains
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

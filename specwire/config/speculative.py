@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specwire.config.fields import check
-from specwire.core import MAX_NUM_DRAFT_TOKENS
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_TREE_NODES
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft_model"
+KSEQ = "kseq"
+"""k-SEQ, a selection."""
 HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
@@ -76,12 +78,16 @@ class ModelDraftConfig:
         num_speculative_tokens: draft tokens a round; None finds out what pays.
         max_depth: longest path of a tree of so many; 0 for chains, None finds out what pays.
         use_heterogeneous_vocab: use a draft whose tokenizer is not the target's.
+        selection: `kseq` to draw several chains where tokens are sampled; empty to draw one.
+        num_chains: of `kseq`, in each round.
     """
 
     method: str = DRAFT_MODEL
     num_speculative_tokens: int | None = None
     max_depth: int | None = None
     use_heterogeneous_vocab: bool = False
+    selection: str = ""
+    num_chains: int = 4
 
     def __post_init__(self) -> None:
         """Raises:
@@ -94,6 +100,23 @@ class ModelDraftConfig:
             check(ok, _FLAG, f"{name}={value!r}", problem)
         given = self.use_heterogeneous_vocab
         check(isinstance(given, bool), _FLAG, f"use_heterogeneous_vocab={given!r}", "must be true or false")
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        name, num_chains = f"selection={self.selection!r}", self.num_chains
+        check(self.selection in ("", KSEQ), _FLAG, name, f"is not {KSEQ}")
+        if not self.selection:
+            is_default = num_chains == ModelDraftConfig.num_chains
+            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {KSEQ} only")
+            return
+        most = MAX_TREE_NODES // (self.num_speculative_tokens or 1)
+        ok = type(num_chains) is int and 1 <= num_chains <= most
+        problem = f"must be a whole number in [1, {most}]: {MAX_TREE_NODES} draft tokens a round at most"
+        check(ok, _FLAG, f"num_chains={num_chains!r}", problem)
+        check(self.method == DRAFT_MODEL, _FLAG, name, f"is of method {DRAFT_MODEL} only")
+        check(not self.max_depth, _FLAG, name, "does not combine with max_depth: its chains are no tree")
+        problem = "does not combine with use_heterogeneous_vocab"
+        check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,9 @@ Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) judges the d
 together, from the same numbers: outside S its residual is the target times the probability that the prefix is
 kept. `docs/exactness.md` has the argument.
 
+k-SEQ (SpecTr, Sun et al. 2023, arXiv 2310.15141) judges several chains that were drawn independently: at each
+position the draft tokens of those that have the tokens kept so far (`kseq.py`).
+
 Matching (greedy decoding; Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv 2408.07978, algorithm 2)
 compares token ids: the emitted token is always the target's own. That holds for any tree of any source.
 """
@@ -18,15 +21,16 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from specwire import tree
+from specwire import chains, tree
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
 from specwire.errors import InternalError
+from specwire.rule.kseq import Selection
 from specwire.rule.random import DoubleArray, Purpose, uniforms
 from specwire.rule.random import uniform as uniform_at
 
@@ -88,6 +92,9 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
         return accept_by_match(proposal, verdict)
     start, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
     base = params.key_base(start)
+    if proposal.leaves and params.rule is Rule.KSEQ:
+        uniforms_of = functools.partial(_chain_uniform, seed, start)
+        return accept_by_kseq(proposal, verdict, uniforms_of, _ResidualUniforms(seed, start, base))
     rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
     return rule(
         proposal,
@@ -116,6 +123,11 @@ def _accept_block(seed: int, block: int) -> array[float]:
     """
     positions = range(block * _BLOCK_LEN, (block + 1) * _BLOCK_LEN)
     return array("d", uniforms(seed, Purpose.ACCEPT, positions).tobytes())
+
+
+def _chain_uniform(seed: int, start: int, i: int, chain: int) -> float:
+    """Of a chain's draft token at draft position i."""
+    return uniform_at(seed, Purpose.ACCEPT, start + i, chain=chain)
 
 
 class _ResidualUniforms:
@@ -208,6 +220,76 @@ def accept_by_block(
             return Outcome(range(num_kept), recovered)
 
 
+def accept_by_kseq(
+    proposal: Proposal,
+    verdict: Verdict,
+    accept_uniforms: Callable[[int, int], float],
+    residual_uniforms: Uniforms | DoubleArray,
+) -> Outcome:
+    """Keep a draft token of several chains, then another one of those that have it, until none is accepted.
+
+    The chains were drawn independently. So the tokens that follow the kept ones in the chains that have them
+    are draws from one distribution, whatever decided about the tokens before.
+
+    Args:
+        proposal: chains of one length, see `specwire.chains`.
+        verdict: the target on its supports.
+        accept_uniforms: in [0, 1), by draft position and chain, independent of those that sampled the tokens.
+        residual_uniforms: [γ] in [0, 1), independent of both.
+
+    Raises:
+        InternalError: proposal and verdict do not match, or are not probabilities.
+    """
+    _check_judged(proposal, verdict, may_be_tree=True)
+    paths = chains.paths(proposal)
+    alive, path = [*range(len(paths))], list[int]()
+    for i in range(len(paths[0])):
+        row = path[-1] + 1 if path else 0
+        candidates = [(chain, paths[chain][i]) for chain in alive]
+        selection = _selection(proposal, verdict, row, len(candidates))
+        uniform_of = functools.partial(accept_uniforms, i)
+        accepted = _first_accepted(proposal, selection, row, candidates, uniform_of)
+        if accepted is None:
+            weights = np.append(selection.residual(), _tail_weight(verdict, row))
+            return Outcome(path, _recover(proposal, verdict, row, weights, residual_uniforms[i]))
+        path.append(accepted)
+        alive = [chain for chain, node in candidates if node == accepted]
+    return Outcome(path, int(verdict.target_token_ids[path[-1] + 1]))
+
+
+def _selection(proposal: Proposal, verdict: Verdict, row: int, num_candidates: int) -> Selection:
+    support, target_probs = proposal.supports[row], verdict.target_probs[row]
+    if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
+        raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
+    draft_probs = support.probs.astype(np.float64)
+    draft_probs /= draft_probs.sum()
+    return Selection(draft_probs, target_probs, num_candidates)
+
+
+def _first_accepted(
+    proposal: Proposal,
+    selection: Selection,
+    row: int,
+    candidates: Sequence[tuple[int, int]],
+    uniform_of: Callable[[int], float],
+) -> int | None:
+    """The node of the first chain whose token is accepted; chains with the same token are judged one by one.
+
+    Args:
+        candidates: chains, and the node of each.
+        uniform_of: in [0, 1), by chain.
+    """
+    token_ids = proposal.supports[row].token_ids
+    for chain, node in candidates:
+        token_id = proposal.token_ids[node]
+        slot = int((token_ids == token_id).argmax())
+        if token_ids.item(slot) != token_id:
+            raise InternalError(f"draft token {token_id} is not in the support it was sampled from")
+        if uniform_of(chain) < selection.acceptance_probability(slot):
+            return node
+    return None
+
+
 def _keep_probs(proposal: Proposal, verdict: Verdict) -> list[float]:
     """[γ + 1] probability that at least i draft tokens are kept, given the first i (Sun et al.: p_i)."""
     keep_probs = [1.0]
@@ -233,9 +315,9 @@ def _check_fit(proposal: Proposal, verdict: Verdict) -> None:
         )
 
 
-def _check_judged(proposal: Proposal, verdict: Verdict) -> None:
+def _check_judged(proposal: Proposal, verdict: Verdict, *, may_be_tree: bool = False) -> None:
     _check_fit(proposal, verdict)
-    if proposal.parents:
+    if proposal.parents and not may_be_tree:
         raise InternalError("a tree where tokens are not matched")
     num_draft_tokens = len(proposal.token_ids)
     if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
@@ -257,9 +339,14 @@ def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, f
 
 def _residual_at(proposal: Proposal, verdict: Verdict, i: int, keep_prob: float = 1.0) -> DoubleArray:
     """[support_size + 1] the residual of draft position i; its last entry is the tail's."""
-    tail_mass = verdict.tail_mass[i] if verdict.target_token_ids[i] >= 0 else 0.0
+    tail_mass = _tail_weight(verdict, i)
     weights, tail = residual(proposal.supports[i], verdict.target_probs[i], tail_mass, keep_prob)
     return np.concatenate((weights, (tail,)))
+
+
+def _tail_weight(verdict: Verdict, i: int) -> float:
+    """The target's mass outside of the support of a row."""
+    return max(0.0, float(verdict.tail_mass[i])) if verdict.target_token_ids[i] >= 0 else 0.0
 
 
 def _recover(proposal: Proposal, verdict: Verdict, i: int, weights: DoubleArray, uniform: float) -> int:

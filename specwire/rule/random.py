@@ -15,6 +15,9 @@ it does: the later draft tokens of a round help to decide how many are kept. So 
 length that a round begins at, is part of the address, and no number of one round is met in another. Elsewhere
 it is 0, which is no round's base.
 
+Where several tokens are drawn or judged at one position, as in chains that are drawn independently, each has
+numbers of its own: the index of its chain is in the upper bits of the stream word.
+
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
 """
 
@@ -40,6 +43,8 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 
+_CHAIN_SHIFT = 8
+"""Bits of the stream word that say what a number is for; those above have the index of a chain."""
 _MAX_PACKED_LANES = 96
 """Above this many numbers numpy is faster than packed integers."""
 _NUMPY_BLOCKS = 16_384
@@ -96,15 +101,19 @@ def philox(counter: Words, key: tuple[Any, Any], *, mask: int = _MASK32, ones: i
     return word0, word1 & mask, word2, word3 & mask
 
 
-def uniform(seed: int, stream: Purpose, position: int, base: int = 0) -> float:
+def uniform(seed: int, stream: Purpose, position: int, base: int = 0, chain: int = 0) -> float:
     """One uniform number in [0, 1) with 53 random bits; see `uniforms`."""
-    counter = position & _MASK32, position >> 32, base, int(stream)
+    counter = position & _MASK32, position >> 32, base, stream | chain << _CHAIN_SHIFT
     high, low, _, _ = philox(counter, (seed & _MASK32, seed >> 32))
     return float(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
 
 
 def uniforms(
-    seeds: Integers | int, stream: Purpose, positions: Integers, bases: Integers | int = 0
+    seeds: Integers | int,
+    stream: Purpose,
+    positions: Integers,
+    bases: Integers | int = 0,
+    chains: Integers | int = 0,
 ) -> DoubleArray:
     """Uniform numbers in [0, 1) with 53 random bits.
 
@@ -113,6 +122,7 @@ def uniforms(
         stream: what the numbers are used for.
         positions: [n] absolute token positions, from 0.
         bases: one base in [0, 2**32) for all, or [n]; 0 where numbers are not keyed by it.
+        chains: one index of a chain in [0, 2**24) for all, or [n]; 0 where there is one chain.
 
     Returns:
         float64 [n].
@@ -120,26 +130,30 @@ def uniforms(
     num = len(positions)
     if num == 0:
         return np.empty(0)
-    columns = np.empty((5, num), dtype=np.int64)
+    columns = np.empty((6, num), dtype=np.int64)
     columns[0], columns[1], columns[4] = seeds, positions, bases
     columns[2:4] = columns[:2] >> 32
     columns[:2] &= _MASK32
-    high, low = _first_words(columns, int(stream))
+    columns[5] = chains
+    columns[5] <<= _CHAIN_SHIFT
+    columns[5] |= stream
+    high, low = _first_words(columns)
     return np.asarray(((high >> 5) << 26 | (low >> 6)) * 2.0**-53)
 
 
-def _first_words(columns: npt.NDArray[np.int64], stream: int) -> tuple[Any, Any]:
-    """Words 0 and 1, int64 [n] each; `columns` [5, n]: seed and position low, then high, then the base."""
+def _first_words(columns: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    """Words 0 and 1, int64 [n] each; `columns` [6, n]: seed and position low, then high, base and stream."""
     num = columns.shape[1]
     if num > _MAX_PACKED_LANES:
-        seed_low, low, seed_high, high, base = columns
-        return philox((low, high, base, np.full_like(low, stream)), (seed_low, seed_high))[:2]
+        seed_low, low, seed_high, high, base, stream = columns
+        return philox((low, high, base, stream), (seed_low, seed_high))[:2]
     # A round or two needs a handful of numbers. numpy would spend a microsecond on each of over a
     # hundred operations; one long integer with a lane in every 64-bit digit does all lanes at once:
     # a 32-bit digit times a 32-bit constant never carries into the next.
     ones, mask = _packed_constants(num)
-    seed_low, low, seed_high, high, base = (int.from_bytes(row.tobytes(), "little") for row in columns)
-    words = philox((low, high, base, stream * ones), (seed_low, seed_high), mask=mask, ones=ones)
+    lanes = (int.from_bytes(row.tobytes(), "little") for row in columns)
+    seed_low, low, seed_high, high, base, stream = lanes
+    words = philox((low, high, base, stream), (seed_low, seed_high), mask=mask, ones=ones)
     word0, word1 = (np.frombuffer(word.to_bytes(8 * num, "little"), "<i8") for word in words[:2])
     return word0, word1
 

@@ -13,6 +13,7 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_REJECTION: _ClassVar[Rule]
     RULE_GUMBEL: _ClassVar[Rule]
     RULE_BLOCK: _ClassVar[Rule]
+    RULE_KSEQ: _ClassVar[Rule]
 
 class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,6 +26,7 @@ RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
 RULE_BLOCK: Rule
+RULE_KSEQ: Rule
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability
@@ -113,7 +115,7 @@ class SequenceError(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("num_tokens", "token_ids", "parent_indices", "has_supports", "support_len", "support_token_ids", "support_probs")
+    __slots__ = ("num_tokens", "token_ids", "parent_indices", "has_supports", "support_len", "support_token_ids", "support_probs", "num_chains")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +123,7 @@ class Proposals(_message.Message):
     SUPPORT_LEN_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHAINS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: bytes
     parent_indices: bytes
@@ -128,7 +131,8 @@ class Proposals(_message.Message):
     support_len: int
     support_token_ids: bytes
     support_probs: bytes
-    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., has_supports: _Optional[_Iterable[bool]] = ..., support_len: _Optional[int] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ...) -> None: ...
+    num_chains: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., has_supports: _Optional[_Iterable[bool]] = ..., support_len: _Optional[int] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ..., num_chains: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "residence_ns", "stall_ns", "ahead_ns")

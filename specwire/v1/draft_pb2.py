@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specwire.v1 import common_pb2 as specwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xb6\x02\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x03(\x0b\x32\x19.specwire.v1.OpenSequence\x12\r\n\x05\x63lose\x18\x02 \x03(\x03\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x08 \x03(\x05\x12\x12\n\nmax_depths\x18\t \x03(\x05\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x19.specwire.v1.Preparations\x12\x14\n\x0ctraceparents\x18\x0b \x03(\t\x12\x19\n\x11num_arrived_bytes\x18\x0c \x01(\x03\"R\n\x0cPreparations\x12\x14\n\x0cnum_outcomes\x18\x01 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x03(\x05\x12\x12\n\nmax_depths\x18\x03 \x03(\x05\"\xc2\x02\n\rDraftResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12*\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1a.specwire.v1.SequenceError\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.specwire.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x07 \x03(\x05\x12\x13\n\x0b\x62\x65gun_ahead\x18\x08 \x03(\x08\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\x12\x30\n\x08prepared\x18\n \x01(\x0b\x32\x1e.specwire.v1.PreparedProposals\"\xf3\x01\n\x11PreparedProposals\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x11\n\tbase_lens\x18\x02 \x03(\x05\x12\x18\n\x10last_request_ids\x18\x03 \x03(\x03\x12\x1b\n\x13last_request_age_ns\x18\x04 \x03(\x06\x12\x12\n\nforward_ns\x18\x05 \x03(\x06\x12\x11\n\tpath_lens\x18\x06 \x03(\x05\x12\x16\n\x0epath_token_ids\x18\x07 \x01(\x0c\x12\x14\n\x0ctraceparents\x18\x08 \x03(\t\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\"!\n\x1f\x44raftServiceGetModelInfoRequest\"t\n DraftServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus2\xbf\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.specwire.v1.DraftRequest\x1a\x1a.specwire.v1.DraftResponse(\x01\x30\x01\x12k\n\x0cGetModelInfo\x12,.specwire.v1.DraftServiceGetModelInfoRequest\x1a-.specwire.v1.DraftServiceGetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xca\x02\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x03(\x0b\x32\x19.specwire.v1.OpenSequence\x12\r\n\x05\x63lose\x18\x02 \x03(\x03\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x08 \x03(\x05\x12\x12\n\nmax_depths\x18\t \x03(\x05\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x19.specwire.v1.Preparations\x12\x14\n\x0ctraceparents\x18\x0b \x03(\t\x12\x19\n\x11num_arrived_bytes\x18\x0c \x01(\x03\x12\x12\n\nnum_chains\x18\r \x03(\x05\"R\n\x0cPreparations\x12\x14\n\x0cnum_outcomes\x18\x01 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x03(\x05\x12\x12\n\nmax_depths\x18\x03 \x03(\x05\"\xc2\x02\n\rDraftResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12*\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1a.specwire.v1.SequenceError\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.specwire.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x07 \x03(\x05\x12\x13\n\x0b\x62\x65gun_ahead\x18\x08 \x03(\x08\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\x12\x30\n\x08prepared\x18\n \x01(\x0b\x32\x1e.specwire.v1.PreparedProposals\"\xf3\x01\n\x11PreparedProposals\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x11\n\tbase_lens\x18\x02 \x03(\x05\x12\x18\n\x10last_request_ids\x18\x03 \x03(\x03\x12\x1b\n\x13last_request_age_ns\x18\x04 \x03(\x06\x12\x12\n\nforward_ns\x18\x05 \x03(\x06\x12\x11\n\tpath_lens\x18\x06 \x03(\x05\x12\x16\n\x0epath_token_ids\x18\x07 \x01(\x0c\x12\x14\n\x0ctraceparents\x18\x08 \x03(\t\x12)\n\tproposals\x18\t \x01(\x0b\x32\x16.specwire.v1.Proposals\"!\n\x1f\x44raftServiceGetModelInfoRequest\"t\n DraftServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus2\xbf\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.specwire.v1.DraftRequest\x1a\x1a.specwire.v1.DraftResponse(\x01\x30\x01\x12k\n\x0cGetModelInfo\x12,.specwire.v1.DraftServiceGetModelInfoRequest\x1a-.specwire.v1.DraftServiceGetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=67
-  _globals['_DRAFTREQUEST']._serialized_end=377
-  _globals['_PREPARATIONS']._serialized_start=379
-  _globals['_PREPARATIONS']._serialized_end=461
-  _globals['_DRAFTRESPONSE']._serialized_start=464
-  _globals['_DRAFTRESPONSE']._serialized_end=786
-  _globals['_PREPAREDPROPOSALS']._serialized_start=789
-  _globals['_PREPAREDPROPOSALS']._serialized_end=1032
-  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_start=1034
-  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_end=1067
-  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_start=1069
-  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=1185
-  _globals['_DRAFTSERVICE']._serialized_start=1188
-  _globals['_DRAFTSERVICE']._serialized_end=1379
+  _globals['_DRAFTREQUEST']._serialized_end=397
+  _globals['_PREPARATIONS']._serialized_start=399
+  _globals['_PREPARATIONS']._serialized_end=481
+  _globals['_DRAFTRESPONSE']._serialized_start=484
+  _globals['_DRAFTRESPONSE']._serialized_end=806
+  _globals['_PREPAREDPROPOSALS']._serialized_start=809
+  _globals['_PREPAREDPROPOSALS']._serialized_end=1052
+  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_start=1054
+  _globals['_DRAFTSERVICEGETMODELINFOREQUEST']._serialized_end=1087
+  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_start=1089
+  _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=1205
+  _globals['_DRAFTSERVICE']._serialized_start=1208
+  _globals['_DRAFTSERVICE']._serialized_end=1399
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "max_depths", "prepare", "traceparents", "num_arrived_bytes")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "max_depths", "prepare", "traceparents", "num_arrived_bytes", "num_chains")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class DraftRequest(_message.Message):
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ARRIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHAINS_FIELD_NUMBER: _ClassVar[int]
     open: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSequence]
     close: _containers.RepeatedScalarFieldContainer[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -33,7 +34,8 @@ class DraftRequest(_message.Message):
     prepare: Preparations
     traceparents: _containers.RepeatedScalarFieldContainer[str]
     num_arrived_bytes: int
-    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., prepare: _Optional[_Union[Preparations, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ..., num_arrived_bytes: _Optional[int] = ...) -> None: ...
+    num_chains: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., prepare: _Optional[_Union[Preparations, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ..., num_arrived_bytes: _Optional[int] = ..., num_chains: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Preparations(_message.Message):
     __slots__ = ("num_outcomes", "num_draft_tokens", "max_depths")

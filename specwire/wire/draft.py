@@ -27,6 +27,7 @@ class DraftOrder(NamedTuple):
         max_depth: longest path of a tree; 0 for a chain.
         prepare: what to prepare ahead of the next request; None for nothing.
         traceparent: of the span around it; empty if it is not traced.
+        num_chains: of so many draft tokens each, drawn independently.
     """
 
     sequence_id: int
@@ -37,6 +38,12 @@ class DraftOrder(NamedTuple):
     max_depth: int = 0
     prepare: Preparation | None = None
     traceparent: str = ""
+    num_chains: int = 1
+
+    @property
+    def num_wanted(self) -> int:
+        """Draft tokens of all chains."""
+        return self.num_draft_tokens * self.num_chains
 
 
 class DraftAnswer(NamedTuple):
@@ -88,9 +95,8 @@ def request_to_proto(
     """All that is ready, in one message."""
     if not orders:
         return draft_pb2.DraftRequest(open=opened, close=closed)
-    sequence_ids, request_ids, base_lens, token_ids, nums, max_depths, prepare, traces = zip(
-        *orders, strict=True
-    )
+    columns_of = zip(*orders, strict=True)
+    sequence_ids, request_ids, base_lens, token_ids, nums, max_depths, prepare, traces, chains = columns_of
     return draft_pb2.DraftRequest(
         open=opened,
         close=closed,
@@ -103,6 +109,7 @@ def request_to_proto(
         max_depths=max_depths,
         prepare=_preparations_to_proto(prepare),
         traceparents=columns.traceparents_to(traces),
+        num_chains=chains if max(chains) > 1 else (),
     )
 
 
@@ -129,6 +136,8 @@ def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
     )
     num_tokens, num_committed = columns.counts_of("num_tokens", message.num_tokens)
     token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
+    if message.num_chains:
+        columns.check_lengths(message, num, "num_chains")
     return list(
         map(
             DraftOrder,
@@ -140,6 +149,7 @@ def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
             message.max_depths,
             _preparations_from_proto(message, num),
             columns.traceparents_of(message, num),
+            message.num_chains or [1] * num,
         )
     )
 
@@ -170,6 +180,7 @@ def check_order(order: DraftOrder) -> None:
         _check_range("prepare.num_outcomes", order.prepare.num_outcomes, 1, MAX_NUM_OUTCOMES)
     for name, value, least in counts:
         _check_range(name, value, least, MAX_NUM_DRAFT_TOKENS)
+    _check_range("num_chains", order.num_chains, 1, MAX_NUM_DRAFT_TOKENS // max(1, order.num_draft_tokens))
 
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:

@@ -26,6 +26,7 @@ from specwire.v1 import common_pb2
 RULES = {
     Rule.REJECTION: common_pb2.RULE_REJECTION,
     Rule.BLOCK: common_pb2.RULE_BLOCK,
+    Rule.KSEQ: common_pb2.RULE_KSEQ,
     Rule.GUMBEL: common_pb2.RULE_GUMBEL,
 }
 RULE_NAMES = {number: rule for rule, number in RULES.items()}

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specwire import tree
-from specwire.core import MAX_PATH_LEN, FloatArray, IntArray, Proposal, Support
+from specwire import chains, tree
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, FloatArray, IntArray, Proposal, Support
 from specwire.errors import InvalidRequestError
 from specwire.v1 import common_pb2
 from specwire.wire import columns
@@ -27,37 +27,64 @@ def to_proto(
     """One entry for each.
 
     Args:
-        num_wanted: tokens that each is padded to if it has supports: its size must not depend on them.
+        num_wanted: tokens that each is padded to if it has supports, of all chains together: its size must
+            not depend on them.
         support_len: entries that each support is padded to, likewise.
     """
-    token_ids = [
-        [*each.token_ids, *[NO_TOKEN] * (num - len(each.token_ids))] if each.supports else each.token_ids
-        for each, num in zip(proposals, num_wanted, strict=True)
-    ]
+    laid_out = [_LaidOut.of(each, num) for each, num in zip(proposals, num_wanted, strict=True)]
+    token_ids = [each.token_ids for each in laid_out]
     num_tokens = [*map(len, token_ids)]
     message = common_pb2.Proposals(
         num_tokens=num_tokens,
         token_ids=columns.pack(token_ids, "<i4"),
-        parent_indices=columns.pack_parents([each.parents for each in proposals], num_tokens),
+        parent_indices=columns.pack_parents(
+            [() if each.leaves else each.parents for each in proposals], num_tokens
+        ),
     )
+    if any(each.leaves for each in proposals):
+        message.num_chains.extend([len(each.leaves) or 1 for each in proposals])
     if any(each.supports for each in proposals):
-        _add_supports(message, proposals, num_tokens, support_len)
+        _add_supports(message, laid_out, support_len)
     return message
 
 
-def _add_supports(
-    message: common_pb2.Proposals, proposals: Sequence[Proposal], num_tokens: Sequence[int], support_len: int
-) -> None:
+class _LaidOut(NamedTuple):
+    """The tokens of a proposal as they are sent, padding included.
+
+    Attributes:
+        supports: by place among the tokens.
+    """
+
+    token_ids: Sequence[int]
+    supports: Sequence[tuple[int, Support]]
+
+    @classmethod
+    def of(cls, proposal: Proposal, num_wanted: int) -> _LaidOut:
+        """Several chains come one after another."""
+        if not proposal.supports:
+            return cls(proposal.token_ids, ())
+        if not proposal.leaves:
+            missing = [NO_TOKEN] * (num_wanted - len(proposal.token_ids))
+            return cls([*proposal.token_ids, *missing], [*enumerate(proposal.supports)])
+        token_ids, supports = chains.split(proposal)
+        length = num_wanted // len(token_ids)
+        return cls(
+            [token_id for own in token_ids for token_id in (*own, *[NO_TOKEN] * (length - len(own)))],
+            [(length * i + place, each) for i, own in enumerate(supports) for place, each in enumerate(own)],
+        )
+
+
+def _add_supports(message: common_pb2.Proposals, proposals: Sequence[_LaidOut], support_len: int) -> None:
     has_supports = [bool(each.supports) for each in proposals]
-    num_rows = sum(num for num, has in zip(num_tokens, has_supports, strict=True) if has)
+    num_rows = sum(len(each.token_ids) for each in proposals if each.supports)
     ids = np.full((num_rows, support_len), NO_ID, "<u4")
     probs = np.zeros((num_rows, support_len), "<f4")
     start = 0
-    for proposal, num in zip(proposals, num_tokens, strict=True):
-        for row, support in enumerate(proposal.supports, start):
-            ids[row, : len(support.token_ids)] = support.token_ids
-            probs[row, : len(support.probs)] = support.probs
-        start += num if proposal.supports else 0
+    for proposal in proposals:
+        for place, support in proposal.supports:
+            ids[start + place, : len(support.token_ids)] = support.token_ids
+            probs[start + place, : len(support.probs)] = support.probs
+        start += len(proposal.token_ids) if proposal.supports else 0
     message.has_supports.extend(has_supports)
     message.support_len = support_len
     message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
@@ -73,6 +100,7 @@ class ProposalColumns(NamedTuple):
         has_supports: of each.
         support_ids: int64 [tokens of proposals with supports, support_len].
         support_probs: float32, for these.
+        num_chains: of each, one after another.
     """
 
     num_tokens: list[int]
@@ -81,6 +109,7 @@ class ProposalColumns(NamedTuple):
     has_supports: list[bool]
     support_ids: IntArray
     support_probs: FloatArray
+    num_chains: list[int]
 
     @property
     def is_drawn(self) -> npt.NDArray[np.bool_]:
@@ -114,8 +143,11 @@ def columns_from_proto(message: common_pb2.Proposals, num: int) -> ProposalColum
     ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
     probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
     shape = num_rows, length
+    num_chains = list(message.num_chains) or [1] * num
+    if len(num_chains) != num:
+        raise InvalidRequestError("num_chains", len(num_chains), f"must have {num} entries")
     return ProposalColumns(
-        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape)
+        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape), num_chains
     )
 
 
@@ -163,14 +195,17 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
     """Each by itself, without padding.
 
     Raises:
-        InvalidRequestError: parents that are no tree, or a tree with supports.
+        InvalidRequestError: parents that are no tree, a tree with supports, or tokens that are not so many
+            chains.
     """
     token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
     lengths, num_rows = found.is_entry.sum(axis=1).tolist(), 0
     proposals = []
-    for base_len, token_ids, parents, has in zip(
-        base_lens, token_lists, found.parents, found.has_supports, strict=True
+    for base_len, token_ids, parents, has, num_chains in zip(
+        base_lens, token_lists, found.parents, found.has_supports, found.num_chains, strict=True
     ):
+        if num_chains != 1:
+            _check_chains(num_chains, token_ids, has_supports=has)
         if not has:
             known = tree.checked_parents(parents, len(token_ids)) if parents else ()
             proposals.append(Proposal(base_len, token_ids, (), source, known))
@@ -180,10 +215,52 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
         rows = slice(num_rows, num_rows + len(token_ids))
         num_rows = rows.stop
         own = _supports(found.support_ids[rows], found.support_probs[rows], lengths[rows])
-        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
         support_len = found.support_ids.shape[1]
+        if num_chains > 1:
+            proposals.append(_merged(token_ids, own, num_chains, base_len, source, support_len))
+            continue
+        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
         proposals.append(Proposal(base_len, token_ids[:num], own[:num], source, support_len=support_len))
     return proposals
+
+
+def _check_chains(num_chains: int, token_ids: Sequence[int], *, has_supports: bool) -> None:
+    """Raises:
+    InvalidRequestError: the tokens are not so many chains of one length.
+    """
+    if not (has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS) or len(token_ids) % num_chains:
+        raise InvalidRequestError("num_chains", num_chains, f"does not fit {len(token_ids)} tokens")
+    starts = {i % (len(token_ids) // num_chains) for i, each in enumerate(token_ids) if each == NO_TOKEN}
+    if len(starts) * num_chains != token_ids.count(NO_TOKEN):
+        raise InvalidRequestError("num_chains", num_chains, "must be chains of one length")
+
+
+def _merged(
+    token_ids: Sequence[int],
+    supports: Sequence[Support],
+    num_chains: int,
+    base_len: int,
+    source: str,
+    support_len: int,
+) -> Proposal:
+    """Several chains as one proposal.
+
+    Raises:
+        InvalidRequestError: tokens that follow the same tokens have different supports.
+    """
+    length = len(token_ids) // num_chains
+    places = [range(i * length, (i + 1) * length) for i in range(num_chains)]
+    used = next((i for i in range(length) if token_ids[i] == NO_TOKEN), length)
+    own_ids = [[token_ids[place] for place in own[:used]] for own in places]
+    own_supports = [[supports[place] for place in own[:used]] for own in places]
+    found = chains.merged(own_ids, own_supports, base_len, source=source, support_len=support_len)
+    for declared, agreed in zip(own_supports, chains.split(found)[1], strict=True):
+        for ours, theirs in zip(declared, agreed, strict=True):
+            if ours is not theirs and not (
+                np.array_equal(ours.token_ids, theirs.token_ids) and np.array_equal(ours.probs, theirs.probs)
+            ):
+                raise InvalidRequestError("support_probs", num_chains, "differ after the same tokens")
+    return found
 
 
 def _supports(ids: IntArray, probs: FloatArray, lengths: Sequence[int]) -> list[Support]:

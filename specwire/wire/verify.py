@@ -176,6 +176,8 @@ def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> lis
     paths = proposals.paths_of(message, vocab_size)
     found = proposals.columns_from_proto(message.proposals, num)
     proposals.check(found, vocab_size)
+    if max(found.num_chains, default=1) > 1:
+        raise InvalidRequestError("num_chains", max(found.num_chains), "must be 1 for a proposal ahead")
     return list(
         map(
             AheadOrder,

@@ -90,7 +90,17 @@ def test_the_command_drafts(stack: LocalStack) -> None:
     stack.client.generate(params=replace(GREEDY, draft="heads", num_draft_tokens=2), prompt_token_ids=PROMPT)
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
     rows = {line.split()[0]: line for line in shown}
-    assert list(rows) == ["draft", "model", "heads", "ngram", "suffix", "unigram", "bigram", "trigram"]
+    assert list(rows) == [
+        "draft",
+        "model",
+        "kseq",
+        "heads",
+        "ngram",
+        "suffix",
+        "unigram",
+        "bigram",
+        "trigram",
+    ]
     assert rows["model"].split()[1] == "no"
     assert rows["heads"].split()[1] == "yes"
     by_source = stack.client.get_status().by_source

@@ -194,6 +194,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "DraftRequest.num_draft_tokens": (drafting(num_draft_tokens=65), "num_draft_tokens"),
     "DraftRequest.num_arrived_bytes": (with_columns(drafting(), num_arrived_bytes=1), "num_arrived_bytes"),
     "DraftRequest.max_depths": (drafting(max_depth=65), "max_depth"),
+    "DraftRequest.num_chains": (drafting(num_draft_tokens=4, num_chains=17), "num_chains"),
     "Preparations.num_outcomes": (drafting(prepare=Preparation(65, 1)), "prepare.num_outcomes"),
     "Preparations.num_draft_tokens": (drafting(prepare=Preparation(1, 65)), "prepare.num_draft_tokens"),
     "Preparations.max_depths": (drafting(prepare=Preparation(1, 1, 65)), "prepare.max_depth"),
@@ -208,6 +209,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "AheadProposals.base_lens (each)": (ahead(proposal=Proposal(2**30, [4])), "base_lens"),
     "AheadProposals.path_lens (each)": (ahead_with(path_lens=[-1]), "path_lens"),
     "Proposals.num_tokens (each)": (ahead(token_ids=[]), "num_tokens"),
+    "Proposals.num_chains": (ahead_with(num_chains=[2]), "num_chains"),
     "Proposals.support_len": (ahead_with(support_len=-1), "support_len"),
     "VerifyRequest.num_next_draft_tokens": (
         with_columns(verifying(), num_next_draft_tokens=[65]),

@@ -55,6 +55,10 @@ def test_vector_equals_scalar_however_it_is_computed(num: int) -> None:
         assert uniforms(seeds, stream, positions).tolist() == expected
         keyed = [uniform(s, stream, p, b) for s, p, b in zip(seeds, positions, bases, strict=True)]
         assert uniforms(seeds, stream, positions, bases).tolist() == keyed
+        chains = [i % 64 for i in range(num)]
+        lanes = zip(seeds, positions, bases, chains, strict=True)
+        of_chains = [uniform(s, stream, p, b, chain) for s, p, b, chain in lanes]
+        assert uniforms(seeds, stream, positions, bases, chains).tolist() == of_chains
     assert uniforms(5, Purpose.DRAFT, range(3)).tolist() == [uniform(5, Purpose.DRAFT, i) for i in range(3)]
 
 
@@ -79,13 +83,14 @@ def test_uniforms_are_uniform_in_position_and_in_seed(stream: Purpose) -> None:
             assert chi_square_p_value(counts, np.full(1000, 1e-3)) > FALSE_ALARM_RATE / 4
 
 
-def test_streams_positions_seeds_and_bases_are_independent() -> None:
-    """Correlations among 11 sequences, all below 5.9 standard errors: false alarm 55 * 4e-9 < 1e-6."""
+def test_streams_positions_seeds_bases_and_chains_are_independent() -> None:
+    """Correlations among 12 sequences, all below 5.9 standard errors: false alarm 66 * 4e-9 < 1e-6."""
     num = 50_000
     sequences = [uniforms(77, stream, range(num)) for stream in Purpose]
     sequences += [uniforms(78, stream, range(num)) for stream in Purpose]
     sequences[-1] = uniforms(77, Purpose.DRAFT, range(1, num + 1))  # a neighbouring position
     sequences.append(uniforms(77, Purpose.DRAFT, range(num), 1))  # the base of another round
+    sequences.append(uniforms(77, Purpose.DRAFT, range(num), 0, 1))  # another chain
     correlation = np.corrcoef(sequences)
     assert np.abs(correlation - np.eye(len(sequences))).max() < 5.9 / num**0.5
 

@@ -323,6 +323,27 @@ class TestSpeculativeConfig:
         with pytest.raises(ConfigError, match="use_heterogeneous_vocab='yes': must be true or false"):
             UpConfig(speculative_config=given.replace("true", '"yes"'))
 
+    def test_several_chains(self) -> None:
+        given = {"method": "draft_model", "selection": "kseq", "num_chains": 8, "num_speculative_tokens": 4}
+        config = CoordinatorConfig(speculative_config=json.dumps(given), rule="kseq")
+        assert (config.selects_kseq, config.num_chains, config.fixed_draft_tokens) == (True, 8, 4)
+        plain = CoordinatorConfig(speculative_config='{"method": "ngram"}')
+        assert (plain.selects_kseq, plain.num_chains) == (False, 4)
+        for others, problem in (
+            ({"num_chains": 17}, r"num_chains=17: must be a whole number in \[1, 16\]"),
+            ({"num_chains": True}, "num_chains=True: must be a whole number"),
+            ({"selection": "otm"}, "selection='otm': is not kseq"),
+            ({"selection": ""}, "num_chains=8: is of selection kseq only"),
+            ({"max_depth": 6}, "selection='kseq': does not combine with max_depth"),
+            ({"use_heterogeneous_vocab": True}, "does not combine with use_heterogeneous_vocab"),
+            ({"method": "medusa"}, "selection='kseq': is of method draft_model only"),
+            ({"method": "ngram"}, "selection='kseq': is not a key of method ngram"),
+        ):
+            with pytest.raises(ConfigError, match=problem):
+                CoordinatorConfig(speculative_config=json.dumps(given | others))
+        with pytest.raises(ConfigError, match="--rule block: contradicts selection kseq"):
+            UpConfig(speculative_config=json.dumps(given), rule="block")
+
     @pytest.mark.parametrize(
         ("fields", "problem"),
         [

@@ -20,6 +20,7 @@ ORDER = (
     ("errors", "parent", "v1", "embedded"),
     ("core", "tokenizer"),
     ("tree",),
+    ("chains",),
     ("prepared", "pushes"),
     ("completion",),
     *(
@@ -173,7 +174,7 @@ def test_the_books_know_no_device() -> None:
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
-    for name in ("rule/acceptance", "rule/sampling", "core", "errors", "tree"):
+    for name in ("rule/acceptance", "rule/kseq", "rule/sampling", "core", "errors", "tree", "chains"):
         found = packages(imports(ROOT / f"specwire/{name}.py"))
         assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
 

@@ -107,7 +107,7 @@ class TestSamplingParams:
             expected = SamplingParams() if field.name in stops else EVERYTHING
             assert getattr(opened, field.name) == getattr(expected, field.name)
 
-    @pytest.mark.parametrize("rule", [4, -1, 2**31 - 1])
+    @pytest.mark.parametrize("rule", [5, -1, 2**31 - 1])
     def test_an_unknown_rule(self, rule: int) -> None:
         message = common_pb2.OpenSequence(sampling={"seed": 1, "rule": rule}, prompt_len=1)
         with pytest.raises(InvalidRequestError, match=f"rule={rule}"):

@@ -1,0 +1,152 @@
+"""`python -m benchmarks.kseq`: what several chains in a round bring, and what they cost.
+
+The embedded pair at temperature 1. Tokens a round of 1, 2, 4 and 8 chains on the same prompts: only counts
+matter there, so the machine may be busy. Then tokens/s of one stream, in turns with plain decoding and with
+the draft as it is by default (block verification, chosen lengths).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks import trees
+from benchmarks.bars import Bar, Report, machine
+from specwire import Client, Completion, Rule, SamplingParams
+from specwire.cli.supervisor import Stack
+
+NUMS_CHAINS = (1, 2, 4, 8)
+LENGTHS = (4, 8)
+PARAMS = SamplingParams(rule=Rule.KSEQ, ignore_eos=True)
+WAYS = {
+    "plain": replace(PARAMS, num_draft_tokens=0),
+    "default": replace(PARAMS, rule=Rule.BLOCK),
+    **{f"{length} tokens": replace(PARAMS, num_draft_tokens=length) for length in LENGTHS},
+    "chosen": PARAMS,
+}
+"""In turns. The last ones draft several chains, of a fixed length and of one that the coordinator chooses."""
+LEAST_OF_PLAIN = 0.98
+LEAST_OF_ONE = 1.1
+LEAST_PACED = 2.0
+PASS_MS = 60
+"""Of a target whose pass costs the same for all of these tokens: the embedded one, which sleeps meanwhile."""
+SETTLING_TOKENS, SETTLING_TOKENS_PACED = 800, 300
+
+
+def tokens_a_round(address: str, num_prompts: int, num_tokens: int) -> dict[int, list[float]]:
+    """By length: tokens a round, and the share of rounds that accept a first draft token."""
+    prompts, found = trees.cut_prompts(num_prompts), {}
+    for length in LENGTHS:
+        params = replace(PARAMS, num_draft_tokens=length, max_tokens=num_tokens)
+        done = asyncio.run(trees.generate_all(address, prompts, params))
+        found[length] = [trees.tokens_a_round(done), _first_accepted(done), _draft_tokens_a_round(done)]
+    return found
+
+
+def _first_accepted(done: Sequence[Completion]) -> float:
+    each = [one.speculation for one in done]
+    return sum(s.accepted_per_position[0] for s in each) / sum(s.drafted_per_position[0] for s in each)
+
+
+def _draft_tokens_a_round(done: Sequence[Completion]) -> float:
+    each = [one.speculation for one in done]
+    return sum(s.num_draft_tokens for s in each) / sum(sum(s.acceptance_histogram) for s in each)
+
+
+def rates(address: str, num_runs: int, num_tokens: int, num_settling: int) -> dict[str, float]:
+    """Tokens/s of one stream, each way, medians, after so many tokens of the ways that choose lengths."""
+    prompts = trees.cut_prompts(num_runs)
+    runs: dict[str, list[float]] = {way: [] for way in WAYS}
+    with Client(address) as client:
+        for way in ("default", "chosen"):
+            settling = replace(WAYS[way], max_tokens=num_settling)
+            client.generate(params=settling, prompt_token_ids=prompts[0])
+        for prompt in prompts:
+            for way, params in WAYS.items():
+                done = client.generate(params=replace(params, max_tokens=num_tokens), prompt_token_ids=prompt)
+                runs[way].append(num_tokens / done.timing.total_ms * 1e3)
+    return {way: median(of_way) for way, of_way in runs.items()}
+
+
+def main() -> None:
+    """Measure each number of chains and write what was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kseq", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=96, help="of each generation")
+    parser.add_argument("--runs", type=int, default=7, help="of each way, for tokens/s")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    args = parser.parse_args()
+    facts = machine()
+    counts: dict[int, dict[int, list[float]]] = {}
+    speeds: dict[int, dict[str, float]] = {}
+    paced: dict[int, dict[str, float]] = {}
+    for num in NUMS_CHAINS:
+        config = {"method": "draft_model", "selection": "kseq", "num_chains": num}
+        own = replace(trees.EMBEDDED, speculative_config=json.dumps(config))
+        with Stack(own) as stack:
+            counts[num] = tokens_a_round(stack.address, args.prompts, args.tokens)
+            speeds[num] = rates(stack.address, args.runs, args.tokens, SETTLING_TOKENS)
+        with Stack(replace(own, least_pass_ms=PASS_MS)) as stack:
+            paced[num] = rates(stack.address, args.runs, args.tokens // 2, SETTLING_TOKENS_PACED)
+        print(num, counts[num], speeds[num], paced[num], flush=True)
+    bars = [
+        *(
+            Bar(
+                what=f"tokens a round of 4 chains of {length} over those of one",
+                measured=counts[4][length][0] / counts[1][length][0],
+                limit=LEAST_OF_ONE,
+                at_least=True,
+            )
+            for length in LENGTHS
+        ),
+        *(
+            Bar(
+                what=f"tokens/s of {num} chains, lengths chosen, over plain",
+                measured=speeds[num]["chosen"] / speeds[num]["plain"],
+                limit=LEAST_OF_PLAIN,
+                at_least=True,
+            )
+            for num in NUMS_CHAINS
+        ),
+        *(
+            Bar(
+                what=f"tokens/s of 4 chains of {length} over plain, passes of {PASS_MS} ms",
+                measured=paced[4][f"{length} tokens"] / paced[4]["plain"],
+                limit=LEAST_PACED,
+                at_least=True,
+            )
+            for length in LENGTHS
+        ),
+    ]
+    about = (
+        f"Embedded pair in float32, temperature 1; {args.prompts} prompts, {args.tokens} tokens each, 8 "
+        "streams. Tokens a round: accepted ones and the one after them; draft tokens: those that the target "
+        f"runs, as chains share what coincides. Tokens/s: one stream, medians of {args.runs} runs, in turns."
+    )
+    data = {"counts": counts, "rates": speeds, f"rates, passes of {PASS_MS} ms": paced}
+    paced_head = f"A target whose pass takes {PASS_MS} ms, for one token and for all of these alike:"
+    details = "\n".join([_counts(counts), "", _rates(speeds), "", paced_head, "", _rates(paced)])
+    result = Report(
+        name="kseq", title="Several chains", machine=facts, about=about, bars=bars, details=details, data=data
+    )
+    print(result.write(args.out))
+
+
+def _counts(counts: dict[int, dict[int, list[float]]]) -> str:
+    head = ["chains", "length", "tokens a round", "first token accepted", "draft tokens a round"]
+    rows = [[num, length, *found] for num, by in counts.items() for length, found in by.items()]
+    return trees.table(head, rows)
+
+
+def _rates(speeds: dict[int, dict[str, float]]) -> str:
+    head = ["chains", *(f"{way} (tokens/s)" for way in WAYS)]
+    return trees.table(head, [[num, *by.values()] for num, by in speeds.items()])
+
+
+if __name__ == "__main__":
+    main()

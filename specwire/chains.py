@@ -1,0 +1,72 @@
+"""Several chains of draft tokens that were drawn independently of each other, as one proposal. Pure.
+
+Chains that begin with the same tokens share nodes, so that the target runs these once. How often a node was
+drawn counts for the rule, and in which order: `Proposal.leaves` names the last node of each chain.
+
+    chains  the cat     token_ids  the  cat  dog  a  cat     supports  after the prefix, the, (cat), (dog), a
+            the dog     parents     -1    0    0 -1    3     leaves    1 2 4 1
+            a   cat
+            the cat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specwire import tree
+from specwire.core import NO_SUPPORT, Proposal, Support
+
+
+def merged(
+    chains: Sequence[Sequence[int]],
+    supports: Sequence[Sequence[Support]],
+    base_len: int,
+    *,
+    source: str = "",
+    support_len: int = 0,
+) -> Proposal:
+    """The proposal that has these chains.
+
+    Args:
+        chains: [num_chains][length] token ids.
+        supports: [num_chains][length] what each token was drawn from, the same after the same tokens.
+        base_len, source, support_len: of the proposal.
+
+    Raises:
+        InvalidRequestError: it would have over 64 nodes.
+    """
+    nodes: dict[tuple[int, int], int] = {}
+    token_ids, parents, leaves = list[int](), list[int](), list[int]()
+    after: dict[int, Support] = {}
+    for chain, drawn_from in zip(chains, supports, strict=True):
+        node = -1
+        for token_id, support in zip(chain, drawn_from, strict=True):
+            after.setdefault(node, support)
+            parent, node = node, nodes.setdefault((node, token_id), len(token_ids))
+            if node == len(token_ids):
+                token_ids.append(token_id)
+                parents.append(parent)
+        leaves.append(node)
+    return Proposal(
+        base_len,
+        token_ids,
+        [after.get(row - 1, NO_SUPPORT) for row in range(len(token_ids))],
+        source,
+        tree.checked_parents(parents, len(token_ids)),
+        support_len,
+        leaves if token_ids else (),
+    )
+
+
+def paths(proposal: Proposal) -> list[list[int]]:
+    """[num_chains][length] the nodes of each chain."""
+    parents = tree.parents_of(proposal)
+    return [tree.path_to(parents, leaf) for leaf in proposal.leaves]
+
+
+def split(proposal: Proposal) -> tuple[list[list[int]], list[list[Support]]]:
+    """The tokens of each chain, and what they were drawn from: what `merged` makes the proposal of."""
+    found = paths(proposal)
+    token_ids = [[proposal.token_ids[node] for node in path] for path in found]
+    supports = [[proposal.supports[node + 1] for node in (-1, *path[:-1])] for path in found]
+    return token_ids, supports
