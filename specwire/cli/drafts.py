@@ -8,13 +8,15 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import COUNTS, HEADS, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, HEADS, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
 _MODEL = "model"
+_HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR",
+    _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
@@ -59,8 +61,11 @@ def lines(
         draft: the model behind the draft service; None without one.
         totals: by source, of those that have proposed.
     """
-    is_there = {_MODEL: draft is not None, HEADS: target.drafts}
-    sources = {_MODEL: draft.name if draft else ""}
+    inner = draft.inner if draft else ""
+    is_there = {_MODEL: draft is not None, _HIERARCHY: inner != "", HEADS: target.drafts}
+    sources = {_MODEL: "", _HIERARCHY: ""}
+    if draft is not None:
+        sources[_HIERARCHY if inner else _MODEL] = draft.name
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
     return [
         *(

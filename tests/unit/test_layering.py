@@ -19,7 +19,7 @@ from tests.support.imports import (
 ORDER = (
     ("errors", "v1", "embedded"),
     ("core", "tokenizer"),
-    ("tree",),
+    ("tree", "history"),
     ("prepared", "pushes"),
     ("completion",),
     *(
