@@ -99,7 +99,7 @@ class Engine:
         self._context_len = context_len
         self._vocab_size = vocab_size or runner.vocab_size
         self._step_timeout_s = step_timeout_s
-        self._hook = hook
+        self._hook, self._hook_ns = hook, 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gathered: list[Callable[[], None]] | None = None  # event loop only
         self._sequences: set[TokenSequence] = set()
@@ -326,16 +326,16 @@ class Engine:
         sequence.cache.release()
 
     def _step(self) -> None:
-        started_ns = planned_ns = clock.stopwatch_ns()
-        if self._hook is not None:
-            self._hook.before_step([*self._queues], self._costs)
-            planned_ns = clock.stopwatch_ns()
+        started_ns = clock.stopwatch_ns()
         step = self._begin_step(started_ns)
         if step is not None:
-            self._end_step(step, started_ns, planned_ns)
+            self._end_step(step, started_ns)
 
     def _begin_step(self, started_ns: int) -> Step | None:
         """Plan a step and run it; None when nothing could run, or the device was lost."""
+        if self._hook is not None:
+            self._hook.before_step([*self._queues], self._costs)
+            self._hook_ns = clock.stopwatch_ns() - started_ns
         step = self._plan(started_ns)
         if not step.jobs:
             self._queues.fail_background(ResourceExhaustedError("no memory to work ahead in"))
@@ -351,10 +351,10 @@ class Engine:
             return None
         return step
 
-    def _end_step(self, step: Step, started_ns: int, planned_ns: int) -> None:
+    def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - planned_ns))
+        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns - self._hook_ns))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
 

@@ -40,7 +40,7 @@ NUM_DRAFT_TOKENS, NUM_ROUNDS = 6, 9
 GREEDY = SamplingParams(temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
 GUMBEL = replace(GREEDY, temperature=0.8)
 REJECTION = replace(GUMBEL, rule=Rule.REJECTION)
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {5: 1.0}}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {5: 1.0}}
 KINDS = [
     pytest.param(GREEDY, id="greedy"),
     pytest.param(GUMBEL, id="gumbel"),
@@ -92,7 +92,7 @@ def served(
     draft: Path | str, inner: str, **options: Any
 ) -> Iterator[tuple[boot.ModelService, Hierarchy | None]]:
     """A draft service without a network, which holds nothing in the end."""
-    settings: dict[str, Any] = {"dtype": "float32", "num_kv_tokens": 4096, "inner": inner}
+    settings: dict[str, Any] = {"dtype": "float32", "num_kv_tokens": 4096, "max_support": 16, "inner": inner}
     config = DraftConfig(model=str(draft), **settings | options)
     hierarchy = loading.hierarchy(config)
     service = boot.start(config, "draft", DraftDecider(config), hook=hierarchy)
@@ -149,7 +149,7 @@ def same(ours: Sequence[Proposal], theirs: Sequence[Proposal]) -> bool:
         and list(a.token_ids) == list(b.token_ids)
         and len(a.supports) == len(b.supports)
         and all(
-            np.array_equal(x.ids, y.ids) and np.allclose(x.probs, y.probs, atol=1e-5)
+            list(x.token_ids) == list(y.token_ids) and np.allclose(x.probs, y.probs, atol=1e-5)
             for x, y in zip(a.supports, b.supports, strict=True)
         )
         for a, b in zip(ours, theirs, strict=True)
@@ -189,7 +189,7 @@ class TestProposals:
     @pytest.mark.parametrize("inner", ["ngram", "same"])
     def test_a_batch_invariant_draft_rounds_alike(self, models: Models, inner: str, eager: None) -> None:
         """Bit for bit: candidates and supports are those of a pass of one token."""
-        options = {"batch_invariant": True, "dtype": "bfloat16"}
+        options: dict[str, Any] = {"batch_invariant": True, "dtype": "bfloat16"}
         ours, _ = proposals(models.draft, models.inner(inner), GUMBEL, **options)
         theirs, _ = proposals(models.draft, "", GUMBEL, **options)
         assert [p.token_ids for p in ours] == [p.token_ids for p in theirs]
@@ -215,7 +215,7 @@ class TestProposals:
 class TestRejectionSampling:
     """How long a proposal takes must not depend on its tokens: see "Lateness" in docs/exactness.md."""
 
-    SEEDS = range(4)
+    SEEDS = range(3)
 
     @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
     @pytest.mark.usefixtures("eager")
@@ -229,15 +229,15 @@ class TestRejectionSampling:
 
     @pytest.mark.usefixtures("eager")
     def test_with_guesses_the_passes_would_tell(
-        self, models: Models, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The control: proposals and supports are the same, and the number of passes follows the tokens."""
         monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter.open()))
-        found = set()
+        draft, found = save(markov_model(), tmp_path / "markov"), set()
         for seed in self.SEEDS:
-            params = replace(REJECTION, seed=seed)
-            ours, num_passes = proposals(models.draft, "ngram", params)
-            assert same(ours, models.without(params)[0])
+            params = replace(REJECTION, seed=seed, temperature=0.5)
+            ours, num_passes = proposals(draft, "ngram", params)
+            assert same(ours, proposals(draft, "", params)[0])
             found.add(num_passes)
         assert len(found) > 1
 
@@ -281,27 +281,29 @@ class TestLimits:
         assert len(calls) == 1
 
 
+@pytest.fixture(scope="module", params=["ngram", "same"])
+def stack(models: Models, request: pytest.FixtureRequest) -> Iterator[LocalStack]:
+    """The draft's passes are slept to 3 ms, so that guesses of a model as dear as the draft pay."""
+    options = {"inner": models.inner(request.param), "least_pass_ms": 3.0}
+    outcomes = {"num_outcomes": "4"}
+    with local_stack(
+        models.target, models.draft, draft_options=options, coordinator_options=outcomes
+    ) as running:
+        yield running
+
+
 class TestThroughTheServices:
     """Text as of plain decoding, over gRPC; chains, trees and prepared outcomes."""
 
-    SHAPES = (
+    SHAPES: tuple[dict[str, Any], ...] = (
         {"num_draft_tokens": 6, "max_depth": 0},
         {"num_draft_tokens": 16, "max_depth": 4},
         {},
     )
 
-    @pytest.fixture(scope="class", params=["ngram", "same"])
-    def stack(self, models: Models, request: pytest.FixtureRequest) -> Iterator[LocalStack]:
-        options = {"inner": models.inner(request.param), "least_pass_ms": 4.0}
-        outcomes = {"num_outcomes": "4"}
-        with local_stack(
-            models.target, models.draft, draft_options=options, coordinator_options=outcomes
-        ) as running:
-            yield running
-
-    @pytest.mark.parametrize("params", KINDS)
+    @pytest.mark.parametrize("params", [KINDS[0], KINDS[3]])
     def test_the_text_is_that_of_plain_decoding(self, stack: LocalStack, params: SamplingParams) -> None:
-        params = replace(params, max_tokens=40)
+        params = replace(params, max_tokens=30)
         plain = stack.client.generate(params=replace(params, num_draft_tokens=0), prompt_token_ids=PROMPT)
         for shape in self.SHAPES:
             done = stack.client.generate(params=replace(params, **shape), prompt_token_ids=PROMPT)
