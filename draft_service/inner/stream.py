@@ -12,7 +12,9 @@ from specwire.engine.jobs import TokenSequence
 class Memory(Protocol):
     """What is kept of a stream's committed tokens."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Tokens that it holds."""
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from there on."""
