@@ -212,7 +212,9 @@ def test_guessed_tokens_are_not_kept_more_often(
     world = setting(
         Fair(vocab_size=2 * HALF), draft=StepCost(base_ms=10.0), link=Link(rtt_ms=2.0), max_depth="0"
     )
-    tokens, speculation = generated(world, SamplingParams(rule=rule, seed=1, max_tokens=1_500))
+    tokens, speculation = generated(
+        world, SamplingParams(rule=rule, seed=1, max_tokens=800 if is_guarded else 1_500)
+    )
     assert speculation.num_accepted_tokens > len(tokens) / 12
     num_heads = sum(token_id < HALF for token_id in tokens)
     p_value = stats.binomtest(num_heads, len(tokens)).pvalue
