@@ -215,8 +215,8 @@ def main() -> None:
         ]
     about = (
         f"Embedded pair in float32, one stream, {args.runs} prompts of {args.tokens} tokens each, in turns "
-        f"after one to warm up, nothing prepared ahead; medians. The inner model had {args.steps} steps of {WINDOW * NUM_WINDOWS} "
-        "tokens."
+        f"after one to warm up, nothing prepared ahead; medians. "
+        f"The inner model had {args.steps} steps of {WINDOW * NUM_WINDOWS} tokens."
     )
     result = Report(
         name="hierarchy",
