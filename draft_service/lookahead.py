@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 
 from draft_service.chains import ChainsJob
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
+from draft_service.inner.jobs import InnerJob
+from draft_service.inner.stream import InnerStream
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
 from specwire.core import MAX_TREE_NODES, Preparation, Proposal
@@ -197,6 +199,7 @@ class Lookahead:
         sink: gets the results of all jobs, to pass each on to `settle`; the tag of a job is the id of the
             sequence, and the branch that it is for.
         answer: called with every request that was served.
+        inner: of a draft with a drafter of its own, for this sequence.
 
     Attributes:
         requests: the one that is served, and those that wait for it.
@@ -213,6 +216,7 @@ class Lookahead:
         sink: Sink,
         answer: Callable[[Request], None],
         transcript: Transcript | None = None,
+        inner: InnerStream | None = None,
     ) -> None:
         self.requests: deque[Request] = deque()
         self._engine = engine
@@ -223,6 +227,7 @@ class Lookahead:
         self._sink = sink
         self._answer = answer
         self._transcript = transcript
+        self._inner = inner
         self._root: Branch | None = None
         self._branches: list[Branch] = []
         self._preparation: Preparation | None = None  # for the root; None while a request is served
@@ -260,6 +265,8 @@ class Lookahead:
         """Close all forks; the sequence itself belongs to the caller."""
         self._close(self._branches)
         self._branches, self._preparation = [], None
+        if self._inner is not None:
+            self._engine.run_soon(self._inner.close)
 
     def _close(self, branches: Iterable[Branch]) -> None:
         for branch in branches:
@@ -291,6 +298,13 @@ class Lookahead:
             if not branch.done:
                 self._engine.promote(branch.job)
         request.root = self._root = branch
+        self._commit_inner(request.order)
+
+    def _commit_inner(self, order: DraftOrder) -> None:
+        """Tell the inner drafter what is committed, once the sequence holds it."""
+        if (inner := self._inner) is not None:
+            length = order.base_len + len(order.token_ids)
+            self._engine.run_soon(lambda: inner.commit(self._sequence, order.base_len, length))
 
     def _is_served(self, request: Request) -> bool:
         """Whether its proposal is there.
@@ -355,6 +369,8 @@ class Lookahead:
             return ChainsJob(sequence, base_len, token_ids, num_chains=num_chains, **fields)
         if not (max_depth and fields["num_draft_tokens"]):
             is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
+            if self._inner is not None:
+                return InnerJob(sequence, base_len, token_ids, inner=self._inner, **fields)
             kind = StringJob if is_text else DraftJob
             return kind(sequence, base_len, token_ids, **fields)
         fields |= {"max_depth": max_depth, "calibration": self._forecast.calibration}

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from draft_service import pairing
 from draft_service.drafter import DraftDecider
+from draft_service.inner import loading
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
 from specwire.engine import boot
@@ -29,9 +30,17 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
         shared = pairing.shared_vocabulary(config)
+        hierarchy = loading.hierarchy(config)
         service = boot.start(
-            config, "draft", DraftDecider(config, shared), vocab_size=shared.target_size if shared else None
+            config,
+            "draft",
+            DraftDecider(config, shared),
+            vocab_size=shared.target_size if shared else None,
+            hook=hierarchy,
         )
+        if hierarchy is not None:
+            stack.callback(hierarchy.close)
+            service = hierarchy.described(service)
         stack.callback(service.close)
         if shared is not None:
             service = pairing.described(service, shared)
@@ -48,6 +57,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
                 trace_detail=config.trace_detail,
                 limits=Limits(server.drain),
                 shared=shared,
+                hierarchy=hierarchy,
             ),
             server.grpc,
         )

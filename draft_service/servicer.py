@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draft_service.inner.hierarchy import Hierarchy
+from draft_service.inner.stream import InnerStream
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
@@ -48,6 +50,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         trace_detail: bool = False,
         limits: Limits | None = None,
         shared: SharedVocabulary | None = None,
+        hierarchy: Hierarchy | None = None,
     ) -> None:
         self._service = service
         self._tracer = tracer
@@ -59,6 +62,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             defaultdict(SharedForecast),
             self._spans,
             shared,
+            hierarchy,
         )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
@@ -94,6 +98,7 @@ class _Settings:
         forecasts: learnt from sequences that sample in the same way.
         spans_of: makes the spans of a sequence.
         shared: of a draft with another vocabulary than the target.
+        hierarchy: of a draft with a drafter of its own.
     """
 
     max_outcomes: int
@@ -101,6 +106,7 @@ class _Settings:
     forecasts: defaultdict[str, SharedForecast]
     spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
     shared: SharedVocabulary | None
+    hierarchy: Hierarchy | None
 
 
 @dataclass(eq=False, slots=True)
@@ -162,12 +168,17 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             sink=self._settle,
             answer=self._answered,
             transcript=self._transcript(),
+            inner=self._inner(tokens.params),
         )
         return _Drafting(lookahead, self._settings.spans_of(message))
 
     def _transcript(self) -> Transcript | None:
         shared = self._settings.shared
         return Transcript(shared, self.service.info.context_len) if shared else None
+
+    def _inner(self, params: SamplingParams) -> InnerStream | None:
+        hierarchy = self._settings.hierarchy
+        return hierarchy.open(params) if hierarchy else None
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()

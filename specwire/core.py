@@ -513,6 +513,7 @@ class ModelInfo:
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
             and of those of a sample text.
+        inner: of a draft with a drafter of its own, what that is: a method or a model's name; empty without.
     """
 
     name: str
@@ -533,6 +534,7 @@ class ModelInfo:
     target_tokenizer_fingerprint: str = ""
     shared_vocab: float = 0.0
     shared_text: float = 0.0
+    inner: str = ""
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

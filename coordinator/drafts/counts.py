@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.drafts.history import TokenArray
 from coordinator.drafts.text import Guess
 from specwire.core import IntArray
+from specwire.history import TokenArray
 
 _ID_BITS = 21
 """Of a token id in a key of three; larger ids make wrong guesses, which cost a draft token."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.drafts.history import History
 from coordinator.drafts.text import Guess
 from specwire.config.speculative import SpeculativeConfig
+from specwire.history import History
 
 
 class Ngram:

@@ -7,15 +7,11 @@ counted as the path goes on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from coordinator.drafts.history import History, TokenArray
 from coordinator.drafts.text import Guess
 from specwire.config.speculative import SpeculativeConfig
-
-_MAX_CONTINUATIONS = 32
-"""Latest occurrences of the longest match that are counted."""
+from specwire.history import MAX_CONTINUATIONS, History, TokenArray, likeliest_path
 
 
 class Suffix:
@@ -33,26 +29,7 @@ class Suffix:
         found = self._history.find()
         if found is None:
             return None
-        rows = self._history.continuations(found.ends[-_MAX_CONTINUATIONS:], num_tokens)
+        rows = self._history.continuations(found.ends[-MAX_CONTINUATIONS:], num_tokens)
         token_ids, shares = likeliest_path(rows)
         match_len = found.match_len
         return Guess(token_ids, shares, match_len.bit_length(), match_len / (match_len + 1))
-
-
-def likeliest_path(rows: TokenArray) -> tuple[list[int], list[float]]:
-    """The token that most continuations have, among these the token that most of them have next, and so on.
-
-    Args:
-        rows: [num_continuations, num_tokens] in order of occurrence; of equally frequent tokens the latest
-            wins.
-
-    Returns:
-        [num_tokens] tokens, and what share of the continuations up to there each has.
-    """
-    shares: list[float] = []
-    while not (rows == rows[-1]).all():
-        column = rows[:, len(shares)]
-        [(token_id, count)] = Counter(column[::-1].tolist()).most_common(1)
-        shares.append(count / len(rows))
-        rows = rows[column == token_id]
-    return rows[-1].tolist(), shares + [1.0] * (rows.shape[1] - len(shares))

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from coordinator.cost import Cost
-from coordinator.drafts.rates import Rate, expected_tokens
 from coordinator.generation import Drafter, Plan, Round
-from coordinator.length.measurements import best_length
 from specwire.core import Proposal, certain, num_in_common
 from specwire.estimate.forecast import PRIOR_ACCEPTANCE
+from specwire.estimate.rates import Rate, best_length, expected_tokens
 from specwire.telemetry import tracing
 
 

@@ -22,9 +22,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Planner, Round
-from coordinator.length.measurements import MAX_CHOSEN, Options, Prospects, SharedMeasurements, best_length
+from coordinator.length.measurements import MAX_CHOSEN, Options, Prospects, SharedMeasurements
 from coordinator.length.trials import Settling
 from specwire.estimate.forecast import OwnAcceptance
+from specwire.estimate.rates import best_length
 
 _CHANGE_RATIO = 1.02
 """A length replaces the stream's last one when it promises so many times its rate: outcomes were prepared for

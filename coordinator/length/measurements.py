@@ -8,13 +8,14 @@ measured ones. How much all streams may draft, and whether outcomes are prepared
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from coordinator.generation import Round
 from coordinator.length.round_costs import RoundCosts
 from coordinator.length.trials import Level, Rate, Trials
 from specwire.estimate.forecast import SharedAcceptance
+from specwire.estimate.rates import best_length
 
 CAPS = (0, 2, 4, 8, 16)
 MIN_FIRST_CAP = 4
@@ -290,11 +291,3 @@ class SharedMeasurements:
             scale = measured / costs.round_ns(costs.usual_length, hit_rate)
             times[1:] = [scale * time for time in times[1:]]
         return times
-
-
-def best_length(tokens: Sequence[float], round_times: Sequence[float], least: int = 0) -> int:
-    """The smallest number of draft tokens, from `least` on, that promises the most tokens a second.
-
-    Both [limit + 1] by number of draft tokens; times may be longer, and are in any unit.
-    """
-    return max(range(least, len(tokens)), key=lambda n: tokens[n] / round_times[n])

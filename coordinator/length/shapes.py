@@ -49,9 +49,7 @@ class SharedShapes:
         """
         self._num_own_streams = num_streams
         self._num_followed_streams: int | None = None  # None where this process learns
-        self.chains = SharedMeasurements(
-            self._num_streams, num_outcomes=num_outcomes, num_chains=num_chains
-        )
+        self.chains = SharedMeasurements(self._num_streams, num_outcomes=num_outcomes, num_chains=num_chains)
         self._measured = {CHAIN: self.chains} | {
             nodes: SharedMeasurements(
                 self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes, chains=self.chains

@@ -8,14 +8,16 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
 _MODEL = "model"
+_HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
+    _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
@@ -62,8 +64,16 @@ def lines(
     """
     own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
     has_chains = draft is not None and draft.trees and own_tokens and target.trees
-    is_there = {_MODEL: draft is not None, KSEQ: has_chains, HEADS: target.drafts}
-    sources = {_MODEL: draft.name if draft else ""}
+    inner = draft.inner if draft else ""
+    is_there = {
+        _MODEL: draft is not None,
+        KSEQ: has_chains,
+        _HIERARCHY: inner != "",
+        HEADS: target.drafts,
+    }
+    sources = {_MODEL: "", _HIERARCHY: ""}
+    if draft is not None:
+        sources[_HIERARCHY if inner else _MODEL] = draft.name
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
     return [
         *(

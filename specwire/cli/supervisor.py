@@ -411,6 +411,7 @@ def _draft_flags(config: StackConfig) -> list[str]:
         device=config.draft_device,
         num_threads=config.draft_num_threads,
         target_tokenizer=config.target_tokenizer,
+        inner=config.inner,
         metrics_address=metrics_address(config, "draft"),
         **_shared(config),
     )

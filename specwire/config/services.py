@@ -43,7 +43,9 @@ from specwire.config.fields import (
 )
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
+    ABOVE,
     HEADS,
+    INNER_METHODS,
     KSEQ,
     MEDUSA,
     METHODS,
@@ -53,6 +55,7 @@ from specwire.config.speculative import (
     model_draft,
     parse_method,
     parse_speculative_config,
+    split_hierarchy,
 )
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
 from specwire.security.tls import TLS, Credentials
@@ -83,6 +86,10 @@ HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` m
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
+INNER_HELP = (
+    f"what guesses the draft's own tokens, so that it takes fewer passes: {', '.join(INNER_METHODS)}, or "
+    "a smaller model with its tokenizer; empty for none"
+)
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
@@ -90,7 +97,8 @@ TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each 
 HEADS_PREFIX = f"{HEADS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
-    f"from both; {HEADS_PREFIX}DIR with heads of the target; none decodes plainly"
+    f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
+    f"{HEADS_PREFIX}DIR with heads of the target; none decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -149,6 +157,24 @@ def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> N
     check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
     placed = device in ("cpu", "cuda")
     check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
+
+
+def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
+    """Refuse what cannot guess the tokens of a draft."""
+    both = f"{inner}{ABOVE}{model}"
+    check(ABOVE not in inner + model, name, both, "has more than one inner drafter")
+    check(_is_model(model), name, both, f"{model} is no draft model, whose tokens could be guessed")
+    known = inner in INNER_METHODS or (_is_model(inner) and not inner.startswith(EMULATED))
+    check(known, name, both, f"{inner} is none of {', '.join(INNER_METHODS)}, and no model")
+    if inner not in INNER_METHODS:
+        check_model(name, inner)
+        check(not model.startswith(EMULATED), name, both, f"{model} has no tokenizer to compare")
+    check(num_devices == 1, name, both, "is served on one device only")
+
+
+def _is_model(draft: str) -> bool:
+    """Whether it names a model, and neither a method nor heads."""
+    return draft not in ("", *METHODS, NO_DRAFT, HEADS, MEDUSA) and not draft.startswith(HEADS_PREFIX)
 
 
 def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
@@ -304,9 +330,14 @@ class DraftConfig(ModelServiceConfig):
     )
     max_outcomes: int = option(32, "most outcomes of a stream's round to work ahead on; 0 for none")
     target_tokenizer: str = option("", TARGET_TOKENIZER_HELP)
+    inner: str = option("", INNER_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.inner:
+            _check_inner("inner", self.inner, self.model, self.tensor_parallel_size)
+            problem = "does not guess for a draft with another vocabulary (--target-tokenizer)"
+            check(not self.target_tokenizer, "inner", self.inner, problem)
         check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
         alone = not self.target_tokenizer or self.tensor_parallel_size == 1
         check(alone, "target_tokenizer", self.target_tokenizer, "is served on one device only")
@@ -523,6 +554,10 @@ class StackConfig(CheckedConfig):
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
         self._check_heads()
+        if ABOVE in self.draft:
+            _check_inner("draft", self.inner, self.draft_model, 1)
+            problem = 'does not combine with "use_heterogeneous_vocab"'
+            check(not self.target_tokenizer, "draft", self.draft, problem)
         if self.draft_model != NO_DRAFT:
             check_model("draft", self.draft_model)
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
@@ -564,6 +599,16 @@ class StackConfig(CheckedConfig):
         """The draft model that `draft` names, or `none`."""
         if self.heads:
             return NO_DRAFT
+        return split_hierarchy(self._service_draft)[1]
+
+    @property
+    def inner(self) -> str:
+        """`inner` of the draft service."""
+        return "" if self.heads else split_hierarchy(self._service_draft)[0]
+
+    @property
+    def _service_draft(self) -> str:
+        """What `draft` names besides a method of drafting from text."""
         first, comma, rest = self.draft.partition(",")
         if first not in METHODS:
             return self.draft

@@ -21,6 +21,10 @@ COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
 """Sources of drafts that need no model."""
+INNER_METHODS = (NGRAM, SUFFIX)
+"""What may guess a draft's tokens, besides a smaller model."""
+ABOVE = ">"
+"""Between an inner drafter and the draft whose tokens it guesses."""
 MAX_PROMPT_LOOKUP = 32
 MAX_CORPUS_BYTES = 4 << 20
 _FLAG = "speculative_config"
@@ -149,6 +153,12 @@ def _keys(method: object) -> tuple[str, ...]:
     if not isinstance(method, str) or method not in METHODS:
         return tuple(field.name for field in fields(SpeculativeConfig))
     return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
+
+
+def split_hierarchy(draft: str) -> tuple[str, str]:
+    """The inner drafter, empty without one, and the model of `INNER>MODEL`."""
+    inner, above, model = draft.partition(ABOVE)
+    return (inner, model) if above else ("", draft)
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig | None:

@@ -18,7 +18,7 @@ from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
 from specwire.engine.jobs import TokenSequence
-from specwire.engine.loop import Engine
+from specwire.engine.loop import Engine, StepHook
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
@@ -91,12 +91,18 @@ class ModelService:
 
 
 def start(
-    config: ModelServiceConfig, role: str, decider: Decider, *, vocab_size: int | None = None
+    config: ModelServiceConfig,
+    role: str,
+    decider: Decider,
+    *,
+    vocab_size: int | None = None,
+    hook: StepHook | None = None,
 ) -> ModelService:
     """Load the model, check it, and start the engine.
 
     Args:
         vocab_size: token ids of requests are below it; None for the model's own.
+        hook: loaded after the model, and called before each step.
 
     Raises:
         ModelLoadError: naming the flag, the model and the reason.
@@ -107,6 +113,8 @@ def start(
         runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
+    if hook is not None:
+        thread.call(lambda: hook.load(runner.vocab_size))
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
@@ -122,6 +130,7 @@ def start(
         prefix_sharing=config.prefix_sharing,
         step_timeout_s=config.step_timeout_s,
         vocab_size=vocab_size,
+        hook=hook,
     )
     runner.on_loss = engine.check_device
     return ModelService(engine, runner, info, config.max_sequences)

@@ -22,7 +22,7 @@ import asyncio
 import queue
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +52,25 @@ _MAX_DELAY = 0.1
 """Background jobs may lengthen a step by at most this share of its time without them."""
 
 
+class StepHook(Protocol):
+    """Does something before each step."""
+
+    def load(self, vocab_size: int) -> None:
+        """Load what it needs; called once, on the engine's thread, when a model of this size is loaded.
+
+        Raises:
+            ModelLoadError: it cannot be loaded.
+        """
+
+    def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
+        """Called on the engine's thread, before a step is planned.
+
+        Args:
+            jobs: all that may be in the step.
+            costs: of a step without this call, by its sequences and its tokens.
+        """
+
+
 class Engine:
     """Runs jobs of all sequences in shared forward passes, on a thread of its own."""
 
@@ -67,10 +86,12 @@ class Engine:
         prefix_sharing: bool = True,
         step_timeout_s: float = 60.0,
         vocab_size: int | None = None,
+        hook: StepHook | None = None,
     ) -> None:
         """Starts to run.
 
         Args:
+            hook: it has been loaded.
             vocab_size: token ids that jobs and parameters name are below it; None for the model's own.
             step_timeout_s: time limit of a step while the cost of steps is unknown.
         """
@@ -78,6 +99,7 @@ class Engine:
         self._context_len = context_len
         self._vocab_size = vocab_size or runner.vocab_size
         self._step_timeout_s = step_timeout_s
+        self._hook, self._hook_ns = hook, 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gathered: list[Callable[[], None]] | None = None  # event loop only
         self._sequences: set[TokenSequence] = set()
@@ -177,6 +199,10 @@ class Engine:
             self._inbox.put(command)
         else:
             self._gathered.append(command)
+
+    def run_soon(self, command: Callable[[], None]) -> None:
+        """Run a function on the thread, after what was submitted before and before any further step."""
+        self._put(command)
 
     def promote(self, job: Job) -> None:
         """Make a background job a foreground job, since its result is waited for now."""
@@ -305,6 +331,9 @@ class Engine:
 
     def _begin_step(self, started_ns: int) -> Step | None:
         """Plan a step and run it; None when nothing could run, or the device was lost."""
+        if self._hook is not None:
+            self._hook.before_step([*self._queues], self._costs)
+            self._hook_ns = clock.stopwatch_ns() - started_ns
         step = self._plan(started_ns)
         if not step.jobs:
             self._queues.fail_background(ResourceExhaustedError("no memory to work ahead in"))
@@ -323,7 +352,7 @@ class Engine:
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns))
+        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns - self._hook_ns))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
 

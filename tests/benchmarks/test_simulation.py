@@ -14,10 +14,10 @@ from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link, Pace
 from benchmarks.simulation.system import Setting
-from coordinator.length.measurements import best_length
 from specwire import SamplingParams
 from specwire.engine.emulated import EmulatedModel
 from specwire.estimate import clock
+from specwire.estimate.rates import best_length
 from specwire.v1 import generation_pb2
 
 TARGET_MS, DRAFT_MS = 30.0, 3.0

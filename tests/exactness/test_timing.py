@@ -19,16 +19,20 @@ import pytest
 from scipy import stats
 
 import coordinator.servicer
-from benchmarks.simulation import virtual_time
+from benchmarks.simulation import system, virtual_time
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Client, Setting, World
 from coordinator.generation import Plan
 from coordinator.length.draft_length import AdaptiveLength
 from coordinator.peers.replicas import Replica
-from draft_service.servicer import DraftStream
+from draft_service.inner.hierarchy import Hierarchy
+from draft_service.inner.pace import Look
+from draft_service.inner.stream import InnerStream
+from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.core import IntArray
+from specwire.engine.boot import ModelService
 from specwire.engine.emulated import EmulatedModel
 from specwire.v1 import draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
@@ -139,6 +143,82 @@ def test_lateness_does_not_look_at_the_tokens(
     for side in (True, False):
         after = [second for first, second in pairwise(is_heads) if first is side]
         assert stats.binomtest(sum(after), len(after)).pvalue > FALSE_ALARM_RATE / 2
+
+
+# --- a drafter of the draft's own -----------------------------------------------------------------
+
+
+class Fair(EmulatedModel):
+    """Every token is heads or tails, at the same odds."""
+
+    def log_probs(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
+        """See `EmulatedModel`."""
+        out = np.full((len(positions), self.vocab_size), -1e9, dtype=np.float32)
+        out[:, [0, HALF]] = 0
+        return out
+
+
+class Heads:
+    """An inner drafter that always guesses heads, and remembers nothing."""
+
+    guess_ns = 0.0
+    length = 0
+
+    def open(self) -> Heads:
+        return self
+
+    def look(self, job: Any) -> Look:
+        return Look(0, 0.9, [0])
+
+    def guess(self, jobs: Any, looks: Sequence[Look], nums: Sequence[int]) -> list[Sequence[int]]:
+        return [look.token_ids for look in looks]
+
+    def ignore(self, *_: Any) -> None: ...
+
+    truncate = extend = release = close = ignore
+
+
+class TwoPassesAreTooMany(AdaptiveLength):
+    """Waits for one pass of the draft; in some rounds for any number."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._random = random.Random(0)
+
+    def plan(self) -> Plan:
+        return Plan(2, patience_s=1.0 if self._random.random() < 0.05 else 0.017)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_guessed_tokens_are_not_kept_more_often(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, is_guarded: bool
+) -> None:
+    """Two draft tokens take two passes of 10 ms, or one if the first of them is guessed.
+
+    Not guarded, as a control, the draft runs guesses under rejection sampling too: heads come in time.
+    """
+    hierarchy = Hierarchy("heads", lambda _: Heads())
+    hierarchy.load(0)
+    if not is_guarded:
+        monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter.open()))
+
+    def with_inner(service: ModelService, *arguments: Any, **options: Any) -> DraftServicer:
+        monkeypatch.setattr(service.engine, "_hook", hierarchy)
+        return DraftServicer(service, *arguments, hierarchy=hierarchy, **options)
+
+    monkeypatch.setattr(system, "DraftServicer", with_inner)
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", TwoPassesAreTooMany)
+    world = setting(
+        Fair(vocab_size=2 * HALF), draft=StepCost(base_ms=10.0), link=Link(rtt_ms=2.0), max_depth="0"
+    )
+    tokens, speculation = generated(
+        world, SamplingParams(rule=rule, seed=1, max_tokens=800 if is_guarded else 1_500)
+    )
+    assert speculation.num_accepted_tokens > len(tokens) / 12
+    num_heads = sum(token_id < HALF for token_id in tokens)
+    p_value = stats.binomtest(num_heads, len(tokens)).pvalue
+    assert p_value > FALSE_ALARM_RATE if is_guarded else p_value < 0.01
 
 
 # --- prepared and late ----------------------------------------------------------------------------

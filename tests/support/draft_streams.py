@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
+from draft_service.inner.hierarchy import Hierarchy
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire.core import SamplingParams
 from specwire.engine.boot import ModelService
@@ -108,11 +109,13 @@ class FakeCall:
 
 @contextlib.asynccontextmanager
 async def draft_stream(
-    service: ModelService, limits: Limits | None = None
+    service: ModelService, limits: Limits | None = None, hierarchy: Hierarchy | None = None
 ) -> AsyncIterator[tuple[FakeCall, DraftStream]]:
     """A stream that is served meanwhile. The body may end it by `half_close` or by what it sends, or leaves
     that to the end, where an error of the stream is raised."""
-    servicer = DraftServicer(service, Tracing(), max_outcomes=32, max_support=16, limits=limits)
+    servicer = DraftServicer(
+        service, Tracing(), max_outcomes=32, max_support=16, limits=limits, hierarchy=hierarchy
+    )
     call = FakeCall()
     stream = servicer.stream(call)
     call.serving = asyncio.create_task(stream.serve(call.requests()))

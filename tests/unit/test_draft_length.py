@@ -20,11 +20,11 @@ from coordinator.length.measurements import (
     Options,
     Prospects,
     SharedMeasurements,
-    best_length,
 )
 from coordinator.length.trials import Level, Trials
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.estimate.costs import CostModel
+from specwire.estimate.rates import best_length
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])

@@ -19,7 +19,7 @@ from tests.support.imports import (
 ORDER = (
     ("errors", "parent", "v1", "embedded"),
     ("core", "tokenizer"),
-    ("tree",),
+    ("tree", "history"),
     ("chains",),
     ("prepared", "pushes"),
     ("completion",),

@@ -15,11 +15,9 @@ import pytest
 from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
 from coordinator.drafts.earlier import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs
-from coordinator.drafts.history import NO_TOKENS, History, TokenArray
 from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.ngram import Ngram
-from coordinator.drafts.rates import Rate, expected_tokens
-from coordinator.drafts.suffix import Suffix, likeliest_path
+from coordinator.drafts.suffix import Suffix
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import FixedLength, WithText
@@ -29,6 +27,8 @@ from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError
+from specwire.estimate.rates import Rate, expected_tokens
+from specwire.history import NO_TOKENS, History, TokenArray, likeliest_path
 from specwire.telemetry.tracing import NO_SPAN, Span
 from specwire.tokenizer import load
 from specwire.wire import proposals

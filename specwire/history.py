@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ _MAX_MATCH_LEN = 32
 """Longest match that is told from longer ones, in tokens."""
 _MAX_CANDIDATES = 128
 """Latest occurrences of the last token that are looked at: bounds the search in a text of few tokens."""
+MAX_CONTINUATIONS = 32
+"""Latest occurrences of the longest match that are counted, where they are."""
 _MIN_CAPACITY = 256
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
@@ -45,9 +48,21 @@ class History:
         self._tokens = np.full(self._base + _MIN_CAPACITY, -1, dtype=np.int32)
         self._tokens[self._pad : self._base] = earlier
 
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self._end - self._base
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from there on."""
+        self._end = min(self._end, self._base + length)
+
     def update(self, committed: Sequence[int]) -> None:
         """Add the tokens that are new; those before them never change."""
-        new = committed[self._end - self._base :]
+        self.extend(committed[self.length :])
+
+    def extend(self, new: Sequence[int]) -> None:
+        """Add tokens at the end."""
         end = self._end + len(new)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self._tokens[: self._end], np.empty(end, dtype=np.int32)])
@@ -79,3 +94,22 @@ class History:
         """[num_matches, num_tokens] what followed each; at the end of the text the repetition goes on."""
         starts = self._pad + ends[:, None]
         return self._tokens[starts + np.arange(num_tokens) % (self._end - starts)]
+
+
+def likeliest_path(rows: TokenArray) -> tuple[list[int], list[float]]:
+    """The token that most continuations have, among these the token that most of them have next, and so on.
+
+    Args:
+        rows: [num_continuations, num_tokens] in order of occurrence; of equally frequent tokens the latest
+            wins.
+
+    Returns:
+        [num_tokens] tokens, and what share of the continuations up to there each has.
+    """
+    shares: list[float] = []
+    while not (rows == rows[-1]).all():
+        column = rows[:, len(shares)]
+        [(token_id, count)] = Counter(column[::-1].tolist()).most_common(1)
+        shares.append(count / len(rows))
+        rows = rows[column == token_id]
+    return rows[-1].tolist(), shares + [1.0] * (rows.shape[1] - len(shares))

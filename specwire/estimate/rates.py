@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -19,8 +19,8 @@ class Rate:
     and a seed that is given twice meets no choice that knows its random numbers.
     """
 
-    def __init__(self, prior: float) -> None:
-        self._prior = prior
+    def __init__(self, prior: float, memory: float = _MEMORY) -> None:
+        self._prior, self._memory = prior, memory
         self._num_accepted = self._num_promised = 0.0
 
     @property
@@ -32,8 +32,8 @@ class Rate:
     def add(self, num_accepted: int, num_promised: float) -> None:
         """A round that accepted so many draft tokens; all that were judged, with the rejected one, together
         promised so many."""
-        self._num_accepted = _MEMORY * self._num_accepted + num_accepted
-        self._num_promised = _MEMORY * self._num_promised + num_promised
+        self._num_accepted = self._memory * self._num_accepted + num_accepted
+        self._num_promised = self._memory * self._num_promised + num_promised
 
 
 def expected_tokens(probs: Iterable[float]) -> list[float]:
@@ -45,3 +45,11 @@ def expected_tokens(probs: Iterable[float]) -> list[float]:
     Source: Leviathan et al. 2023 (arXiv 2211.17192), equation 1.
     """
     return list(accumulate(accumulate(probs, mul, initial=1.0)))
+
+
+def best_length(tokens: Sequence[float], round_times: Sequence[float], least: int = 0) -> int:
+    """The smallest number of draft tokens, from `least` on, that promises the most tokens a second.
+
+    Both [limit + 1] by number of draft tokens; times may be longer, and are in any unit.
+    """
+    return max(range(least, len(tokens)), key=lambda n: tokens[n] / round_times[n])

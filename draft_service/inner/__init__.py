@@ -1,0 +1,1 @@
+"""An inner drafter: what guesses the draft's own tokens, which the draft then decodes in fewer passes."""

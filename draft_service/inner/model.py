@@ -1,0 +1,159 @@
+"""A smaller model in the draft's process guesses the draft's tokens, with the draft's own noise.
+
+Each stream has one sequence of the inner model, which keeps keys and values of its committed tokens. Guesses
+follow a job's drafted tokens: they are run behind the committed ones and dropped again. Further jobs of a
+stream, those that prepare outcomes, run on forks of its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.inner.pace import Look
+from draft_service.inner.stream import Asked
+from specwire.core import SamplingParams
+from specwire.engine.batch import Feed, Feeds
+from specwire.engine.device import Runner
+from specwire.engine.jobs import TokenSequence
+from specwire.errors import ResourceExhaustedError
+from specwire.estimate import clock
+
+_LOOK = Look(0, 0.6)
+_RATE = 0.1
+"""Of the moving average of `guess_ns`."""
+
+
+class ModelMemory:
+    """A sequence of the inner model that holds the committed tokens.
+
+    Attributes:
+        sequence: its parameters are those of the stream, once a job of it has come.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.sequence = TokenSequence(SamplingParams(seed=0), 0, runner.new_sequence(), 0)
+
+    @property
+    def length(self) -> int:
+        """See `Memory`."""
+        return len(self.sequence.tokens)
+
+    def truncate(self, length: int) -> None:
+        """See `Memory`."""
+        del self.sequence.tokens[length:]
+        self.sequence.cache.truncate(min(self.sequence.cache.length, length))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """See `Memory`."""
+        self.sequence.tokens += token_ids
+
+    def release(self) -> None:
+        """See `Memory`."""
+        self.sequence.cache.release()
+
+
+class ModelDrafter:
+    """See `InnerDrafter`.
+
+    Args:
+        runner: an attribute, too.
+        context_len: most tokens of a sequence.
+        vocab_limit: the draft's tokens are below it.
+        max_prefill_tokens: most tokens of a prompt that a call runs: passes of the draft wait for it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        decider: DraftDecider,
+        *,
+        context_len: int,
+        vocab_limit: int,
+        max_prefill_tokens: int,
+    ) -> None:
+        self.guess_ns = 0.0
+        self.runner = runner
+        self._decider = decider
+        self._context_len, self._vocab_limit = context_len, vocab_limit
+        self._max_prefill_tokens = max_prefill_tokens
+
+    def open(self) -> ModelMemory:
+        """See `InnerDrafter`."""
+        return ModelMemory(self.runner)
+
+    def look(self, job: Asked) -> Look | None:
+        """Its guesses are alike, as far as it knows the text so far."""
+        memory: ModelMemory = job.inner.memory
+        tokens, num_cached = job.sequence.tokens, memory.sequence.cache.length
+        fits = memory.length <= len(tokens) <= self._context_len - job.room
+        if not fits or max(tokens[num_cached:], default=0) >= self.runner.vocab_size:
+            return None
+        if len(tokens) - num_cached > self._max_prefill_tokens:
+            self._catch_up(memory.sequence)
+            return None
+        return _LOOK
+
+    def _catch_up(self, sequence: TokenSequence) -> None:
+        """Run a part of a long text; the other parts come before later passes."""
+        start = sequence.cache.length
+        token_ids = sequence.tokens[start : start + self._max_prefill_tokens]
+        if token_ids:
+            self.runner.run(Feeds.of([Feed(sequence.cache, token_ids, 0)]), None, self._decider.decide)
+            self.runner.end_step()
+
+    def guess(self, jobs: Sequence[Asked], looks: Sequence[Look], nums: Sequence[int]) -> list[Sequence[int]]:
+        """See `InnerDrafter`."""
+        memories: list[ModelMemory] = [job.inner.memory for job in jobs]
+        lengths = {memory: memory.length for memory in memories}
+        sequences = _sequences(jobs)
+        drafts = [*map(self._draft, jobs, sequences, nums)]
+        try:
+            for _ in range(max(nums)):
+                self._run([draft for draft in drafts if draft.result is None])
+        except ResourceExhaustedError:
+            for memory in memories:
+                memory.sequence.cache.truncate(0)
+            raise
+        finally:
+            for memory, sequence in zip(memories, sequences, strict=True):
+                memory.truncate(lengths[memory])
+                if sequence is not memory.sequence:
+                    sequence.cache.release()
+        return [draft.drafted for draft in drafts]
+
+    def _draft(self, job: Asked, sequence: TokenSequence, num: int) -> DraftJob:
+        """So many tokens after the job's."""
+        sequence.tokens += job.sequence.tokens[len(sequence.tokens) :]
+        length = len(sequence.tokens)
+        sequence.cache.truncate(min(sequence.cache.length, length - 1))
+        limit = min(job.vocab_limit or self._vocab_limit, self._vocab_limit)
+        return DraftJob(sequence, length, [], num_rows=1, num_draft_tokens=num, vocab_limit=limit)
+
+    def _run(self, drafts: Sequence[DraftJob]) -> None:
+        """One pass."""
+        started_ns = clock.stopwatch_ns()
+        feeds = Feeds.of([Feed(draft.sequence.cache, draft.pending) for draft in drafts])
+        question = self._decider.ask(drafts)
+        self._decider.apply(drafts, self.runner.run(feeds, question, self._decider.decide))
+        self.runner.end_step()
+        spent_ns = clock.stopwatch_ns() - started_ns
+        self.guess_ns += (_RATE if self.guess_ns else 1.0) * (spent_ns - self.guess_ns)
+
+    def close(self) -> None:
+        """See `InnerDrafter`."""
+        self.runner.close()
+
+
+def _sequences(jobs: Sequence[Asked]) -> list[TokenSequence]:
+    """For each job one with the committed tokens: the stream's own, or a fork of it for each further job."""
+    found: list[TokenSequence] = []
+    for job in jobs:
+        ours, theirs = job.inner.memory.sequence, job.sequence
+        ours.params, ours.prompt_len, ours.encoded = theirs.params, theirs.prompt_len, theirs.encoded
+        if ours in found:
+            fork = TokenSequence(ours.params, ours.prompt_len, ours.cache.fork(), 0, [*ours.tokens])
+            fork.encoded = ours.encoded
+            ours = fork
+        found.append(ours)
+    return found
