@@ -284,5 +284,5 @@ def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
     """The plan as this draft can follow it: chains where it has no trees, no more than its context holds."""
     if plan.max_depth and not draft.trees:
         plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
-    room = max(0, draft.context_len - committed_len)
+    room = max(0, draft.longest_len - committed_len)
     return plan if plan.num_draft_tokens <= room else replace(plan, num_draft_tokens=room)
