@@ -16,7 +16,6 @@ from specwire import (
     Completion,
     ContextLengthError,
     HandshakeError,
-    Message,
     ModelLoadError,
     Rule,
     SamplingParams,
@@ -185,7 +184,7 @@ def test_conversations_and_other_vocabularies(tmp_path: Path) -> None:
     save_tokenizer(vocabularies.pieces(OTHER_TEXTS), draft)
     with local_stack(target) as stack:
         with refused(UnsupportedError, "messages", "target", "encoder-decoder"):
-            stack.client.generate(messages=[Message("user", "Hello")])
+            stack.client.generate(messages=[{"role": "user", "content": "Hello"}])
         done = stack.client.generate("Hello", params=replace(GREEDY, max_tokens=5))
         assert done.usage.prompt_tokens > 0
     with (

@@ -265,9 +265,10 @@ def engine(request: Any) -> Iterator[LogitsEngine]:
 
 
 def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine) -> None:
-    """Equal and nearly equal inputs, rollbacks into inputs, reused pages, preemption; all in shared passes."""
+    """Equal and nearly equal inputs, rollbacks into them, reused pages, preemption; all in shared passes."""
     rng, num_pages = np.random.default_rng(5), engine.runner.pool.num_pages
-    inputs = [tokens_of(16, 1), tokens_of(16, 1)[:-1] + [90], [91] + tokens_of(16, 1)[1:], tokens_of(21, 2)]
+    first = tokens_of(16, 1)
+    inputs = [first, [*first[:-1], 90], [91, *first[1:]], tokens_of(21, 2)]
     streams = [Stream(engine.engine, each) for each in inputs]
     for _ in range(60):
         chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
