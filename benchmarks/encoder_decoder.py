@@ -1,9 +1,9 @@
 """`python -m benchmarks.encoder_decoder`: table 2 of Leviathan et al. (2023) in small.
 
 With a pair that is trained here, for a translation and for summaries, at temperature 0 and 1: acceptance α,
-cost c of a draft token in passes of the target, the length γ that the closed form likes best, and the speed-up
-that it predicts and that is measured. Nothing is prepared ahead, as the closed form assumes. Once with passes
-of a larger target (`--least-pass-ms`), and once with the target's own.
+cost c of a draft token in passes of the target, the length γ that the closed form likes best, and the
+speed-up that it predicts and that is measured. Nothing is prepared ahead, as the closed form assumes. Once
+with passes of a larger target (`--least-pass-ms`), and once with the target's own.
 """
 
 from __future__ import annotations
@@ -181,9 +181,9 @@ def main() -> None:
         machine=facts,
         about=(
             f"A pair of T5 trained here: {args.target_seconds:g} and {args.draft_seconds:g} s on one core. "
-            f"{args.prompts} inputs of each task from files that were not trained on, at most {NUM_TOKENS} tokens, one "
-            "stream, plain and speculative in turns, the encoder's pass included. T = 1 under rejection sampling. XXL: "
-            "speed-ups of T5-XXL with T5-small in the paper."
+            f"{args.prompts} inputs of each task from files that were not trained on, at most {NUM_TOKENS} "
+            "tokens, one stream, plain and speculative in turns, the encoder's pass included. T = 1 under "
+            "rejection sampling. XXL: speed-ups of T5-XXL with T5-small in the paper."
         ),
         bars=bars,
         details=_details(parts),

@@ -3,8 +3,7 @@
     translate: x = f(a)      ─▶  Assign([Name('x')], Call(Name('f'), [Name('a')], []))
     summarise: def f(a): ..  ─▶  the first line of its docstring
 
-The first is as regular as a translation between close languages, the second as open as a summary. A minute or two
-on a core gives a pair whose texts have the right form; more gives better ones.
+The first is as regular as a translation between close languages, the second as open as a summary.
 """
 
 from __future__ import annotations
