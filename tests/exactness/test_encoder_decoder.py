@@ -24,10 +24,9 @@ from specwire.rule import acceptance
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import START, own_logits
 from tests.support.harness import LocalStack, local_stack
-from tests.support.pairs import _negate
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE, chi_square_p_value
 
-VOCAB_SIZE, LENGTH, NUM_SAMPLES = 5, 3, 1500
+VOCAB_SIZE, LENGTH, NUM_SAMPLES = 5, 3, 400
 INPUTS = ([3, 1, 4, 4, 2], [4, 2, 1])
 WARM = 2.0
 """Temperature: no sequence is too rare to be tested."""
@@ -68,30 +67,25 @@ async def sample(address: str, encoder_input: list[int], params: SamplingParams)
         return found
 
 
-@pytest.fixture(scope="module", params=["good", "hostile"])
-def stack(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     directory: Path = tmp_path_factory.mktemp("pair")
     target = encoder_decoders.save(directory / "target", "t5_gated", 3, vocab_size=VOCAB_SIZE)
-    if request.param == "good":
-        draft = encoder_decoders.save(directory / "draft", "t5_gated", 3, vocab_size=VOCAB_SIZE, noise=0.1)
-    else:
-        hostile = encoder_decoders.build("t5_gated", 3, vocab_size=VOCAB_SIZE)
-        draft = directory / "draft"
-        _negate(hostile).save_pretrained(draft)
+    draft = encoder_decoders.save(directory / "draft", "t5_gated", 3, vocab_size=VOCAB_SIZE, noise=0.3)
     with local_stack(target, draft) as running:
         yield running
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(stack: LocalStack, model: Any, rule: Rule) -> None:
-    params = replace(SAMPLED, rule=rule)
-    for own, other in (INPUTS, INPUTS[::-1]):
-        completions = asyncio.run(sample(stack.address, own, params))
-        assert sum(done.speculation.num_draft_tokens for done in completions) > NUM_SAMPLES
-        found = counts(completions)
-        assert chi_square_p_value(found, distribution(model, own)) > FALSE_ALARM_RATE
-        # Negative control: that of another input is clearly another one.
-        assert chi_square_p_value(found, distribution(model, other)) < CLEARLY_WRONG
+    """Given its own input; and of another input it is clearly another one, so the test can fail."""
+    own, other = INPUTS
+    completions = asyncio.run(sample(stack.address, own, replace(SAMPLED, rule=rule)))
+    share = np.mean([done.speculation.draft_acceptance_rate for done in completions])
+    assert 0.2 < share < 0.9
+    found = counts(completions)
+    assert chi_square_p_value(found, distribution(model, own)) > FALSE_ALARM_RATE
+    assert chi_square_p_value(found, distribution(model, other)) < CLEARLY_WRONG
 
 
 def lenient(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:

@@ -257,7 +257,7 @@ class Stream:
         self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
 
 
-@pytest.fixture(params=[160, 36], ids=["enough memory", "evictions and preemptions"])
+@pytest.fixture(params=[160, 24], ids=["enough memory", "evictions and preemptions"])
 def engine(request: Any) -> Iterator[LogitsEngine]:
     made = LogitsEngine(request.param)
     yield made
@@ -282,7 +282,7 @@ def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine)
             streams[i].commit(rng, job)
     status = engine.engine.status()
     assert status.num_hit_tokens > 50
-    assert (status.num_preemptions > 0) == (num_pages == 36)
+    assert (status.num_preemptions > 0) == (num_pages == 24)
     for stream in streams:
         engine.engine.close_sequence(stream.sequence)
     engine.settle()
