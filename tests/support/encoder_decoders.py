@@ -20,7 +20,12 @@ MAX_DISTANCE = 12
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
 _T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": MAX_DISTANCE}
 _GATED = {"feed_forward_proj": "gated-gelu"}
-_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": LENGTH}
+_BART: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "max_position_embeddings": LENGTH,
+}
 _BART |= {f"{half}_attention_heads": 4 for half in ("encoder", "decoder")}
 _BART |= {f"{half}_ffn_dim": 48 for half in ("encoder", "decoder")}
 _BART |= {"forced_eos_token_id": None}

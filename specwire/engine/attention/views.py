@@ -156,7 +156,7 @@ def _ordered(plan: ReadPlan, split: list[slice], device: torch.device) -> ReadPl
     """The plan with its order; `split` are the rows of `parts`."""
     if sum(map(bool, (plan.whole, plan.scored, split))) > 1:  # of one sort they are in order
         rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
-        places = _places(rows + split)
+        places = _places([*rows, *split])
         if bool((places.diff() < 0).any()):
             plan.order = torch.argsort(places).to(device)
     return plan

@@ -236,7 +236,7 @@ class _Halves:
         module.compute_bias = compute_bias
 
 
-class _Known(EncoderDecoderCache):
+class _Known(EncoderDecoderCache):  # type: ignore[misc]
     """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys.
 
     Those of self-attentions pass through, and are kept by `DecoderBatch`.
@@ -252,8 +252,8 @@ class _Known(EncoderDecoderCache):
             update=lambda keys, values, *_, **__: (keys, values),
             get_seq_length=lambda *_: 0,
         )
-        self.self_attention_cache = self.cross_attention_cache = passing  # type: ignore[assignment]
-        self.is_updated = _Same(True)  # type: ignore[assignment]
+        self.self_attention_cache = self.cross_attention_cache = passing
+        self.is_updated = _Same(True)
 
 
 class _Same:
