@@ -223,7 +223,7 @@ class Generation:
         assert params.max_tokens is not None  # at the latest what the context has room for
         self._seed = params.seed
         self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
-        self._context_len = request.target.context_len
+        self._longest_len = request.target.longest_len
         self._end_len = request.prompt_len + params.max_tokens
         self._params = params
         self._drafter = drafter
@@ -267,7 +267,7 @@ class Generation:
         """Draft, verify, commit."""
         # The last token of a round is the target's own, so the last round may draft one token less.
         num_done = len(self.committed)
-        plan = self._planner.plan().within(self._end_len - num_done - 1, self._context_len - num_done)
+        plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:

@@ -27,28 +27,31 @@ class Encoder:
         self._short = ThreadPoolExecutor(1, "encode-short")
         self._long = ThreadPoolExecutor(1, "encode-long")
 
-    async def token_ids(self, request: generation_pb2.GenerateRequest, context_len: int) -> list[int]:
+    async def token_ids(self, request: generation_pb2.GenerateRequest, most_tokens: int) -> list[int]:
         """The prompt of a request that `check_prompt` accepted.
+
+        Args:
+            most_tokens: that the target reads.
 
         Raises:
             InvalidRequestError: an empty text, or a conversation that the chat template refuses.
-            ContextLengthError: more tokens than the context has.
+            ContextLengthError: more tokens than that.
             UnsupportedError: messages without a chat template.
         """
         if request.WhichOneof("prompt") == "token_ids":
             return list(request.token_ids.ids)
         thread = self._short if request.ByteSize() <= _SHORT_BYTES else self._long
         loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(thread, self._encode, request, context_len)
+        token_ids = await loop.run_in_executor(thread, self._encode, request, most_tokens)
         _check_not_empty(token_ids)
         return token_ids
 
-    def _encode(self, request: generation_pb2.GenerateRequest, context_len: int) -> list[int]:
+    def _encode(self, request: generation_pb2.GenerateRequest, most_tokens: int) -> list[int]:
         assert self._tokenizer is not None
         if request.WhichOneof("prompt") == "text":
-            return self._tokenizer.encode(request.text, max_len=context_len)
+            return self._tokenizer.encode(request.text, max_len=most_tokens)
         messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
-        return self._tokenizer.apply_chat_template(messages, max_len=context_len)
+        return self._tokenizer.apply_chat_template(messages, max_len=most_tokens)
 
 
 def check_prompt(
@@ -62,11 +65,13 @@ def check_prompt(
     Raises:
         InvalidRequestError: no prompt, no token, or one outside the vocabulary.
         ContextLengthError: the tokens do not fit.
-        UnsupportedError: text for a target without a tokenizer.
+        UnsupportedError: text for a target without a tokenizer, a conversation for an encoder-decoder.
     """
     form = request.WhichOneof("prompt")
     if form is None:
         raise InvalidRequestError("prompt", "unset", "a prompt is required")
+    if form == "messages" and target.has_encoder:
+        raise UnsupportedError("messages", form, f"{target.name} is an encoder-decoder: it reads one text")
     if form == "token_ids":
         _check_not_empty(request.token_ids.ids)
         fitted(params, len(request.token_ids.ids), target)
@@ -115,15 +120,20 @@ def fitted(
     """The parameters with a number for `max_tokens`: without one, as many as fit after the prompt.
 
     Args:
-        prompt_len: in tokens.
+        prompt_len: in tokens; of an encoder-decoder, without what its decoder begins with.
         most_tokens: most that the caller may ask for; None for no limit.
 
     Raises:
         ContextLengthError: prompt and max_tokens do not fit into the context.
     """
-    room = target.context_len - prompt_len
+    if target.has_encoder and prompt_len > target.encoder_len:
+        raise ContextLengthError("prompt", f"{prompt_len} tokens", f"the encoder reads {target.encoder_len}")
+    num_before = len(target.decoder_token_ids) if target.has_encoder else prompt_len
+    room = target.context_len - num_before
     if (params.max_tokens or 1) > room:
-        problem = f"with a prompt of {prompt_len} tokens is over the context of {target.context_len}"
+        problem = f"after {num_before} tokens is over the context of {target.context_len}"
+        if not target.has_encoder:
+            problem = f"with a prompt of {prompt_len} tokens is over the context of {target.context_len}"
         raise ContextLengthError("max_tokens", params.max_tokens or "unset", problem)
     if params.max_tokens is not None:
         return params

@@ -56,7 +56,8 @@ class GenerationRequest:
     """One sequence to generate.
 
     Attributes:
-        prompt_token_ids: [prompt_len], at least one.
+        prompt_token_ids: [prompt_len], at least one; of an encoder-decoder, its input and what its decoder
+            begins with.
         params: with a seed, a rule and `max_tokens`; the completion names them.
         keyed_params: the same with the seed that random numbers are keyed by.
         target: the model that generates.
@@ -85,6 +86,11 @@ class GenerationRequest:
     def prompt_len(self) -> int:
         """In tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As its client counts them."""
+        return self.prompt_len - len(self.target.decoder_token_ids)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -154,22 +160,24 @@ class RequestParser:
             HandshakeError: the generation to be resumed began with another target or prompt.
         """
         message = checked.message
-        prompt = await self._encoder.token_ids(message, self._target.context_len)
-        params = fitted(checked.params, len(prompt), self._target, checked.caller.max_tokens)
+        target = self._target
+        prompt = await self._encoder.token_ids(message, target.encoder_len or target.context_len)
+        params = fitted(checked.params, len(prompt), target, checked.caller.max_tokens)
+        prompt += target.decoder_token_ids
         generated_token_ids = list(message.generated_token_ids)
         scope = self._output_scope(checked)
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,
             keyed_params=_keyed(params, is_adaptive=checked.num_draft_tokens is None or scope is not None),
-            target=self._target,
+            target=target,
             generated_token_ids=generated_token_ids,
             resume_info=checked_resume_info(
                 generated_token_ids,
                 message.context_digest,
                 prompt=prompt,
                 params=params,
-                target=self._target,
+                target=target,
             ),
             report_progress=message.report_progress,
             num_draft_tokens=checked.num_draft_tokens,

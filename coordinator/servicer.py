@@ -188,7 +188,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
-            call.begin(session, request.prompt_len, lambda: drafter.unavailable)
+            call.begin(session, request.num_prompt_tokens, lambda: drafter.unavailable)
 
             def take() -> generation_pb2.GenerateResponse:
                 response = session.take()

@@ -53,7 +53,8 @@ class Session:
         self._credit = credit
         self._ledger = ledger
         self._end_ids = request.end_ids
-        self._text = TextAssembler[_Item](tokenizer, request.prompt_token_ids, params.stop)
+        before = request.target.decoded(request.prompt_token_ids)
+        self._text = TextAssembler[_Item](tokenizer, before, params.stop)
         self._chunk = client_wire.OpenChunk(request.resume_info)
         self._has_stop_strings = bool(params.stop)
         self._max_tokens = params.max_tokens or 0
@@ -120,7 +121,7 @@ class Session:
             token_ids=(),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             usage=Usage(
-                prompt_tokens=self._request.prompt_len,
+                prompt_tokens=self._request.num_prompt_tokens,
                 completion_tokens=self._chunk.num_tokens,
                 cached_tokens=self._tally.num_cached_tokens,
             ),

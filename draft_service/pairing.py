@@ -42,9 +42,13 @@ def described(service: ModelService, shared: SharedVocabulary) -> ModelService:
     """The service, with what it shares in its handshake and its log.
 
     Raises:
-        ModelLoadError: the tokenizer has tokens that the model lacks.
+        ModelLoadError: the tokenizer has tokens that the model lacks, or it is an encoder-decoder.
     """
     num_tokens, info = len(shared.draft.texts), service.info
+    if info.has_encoder:
+        raise ModelLoadError(
+            f"--model {info.name}: is an encoder-decoder, which is not served with --target-tokenizer"
+        )
     if num_tokens > info.vocab_size:
         raise ModelLoadError(
             f"--model {info.name}: {info.vocab_size} tokens, and {num_tokens} in its tokenizer"

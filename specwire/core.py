@@ -496,7 +496,8 @@ class ModelInfo:
     Attributes:
         name: directory or hub id it was loaded from, without the path above it.
         vocab_size: rows of the output embedding, padding included.
-        context_len: most tokens of one sequence, prompt and output together.
+        context_len: most tokens of one sequence, prompt and output together; of an encoder-decoder, of what
+            its decoder has.
         tokenizer_fingerprint: hash of the token → id table; empty without a tokenizer.
         dtype: of the weights.
         num_parameters: count.
@@ -514,6 +515,9 @@ class ModelInfo:
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
             and of those of a sample text.
         inner: of a draft with a drafter of its own, what that is: a method or a model's name; empty without.
+        encoder_len: of an encoder-decoder, most tokens of its encoder's input; 0 for other models.
+        decoder_token_ids: of an encoder-decoder, what its decoder begins with, after the input and before the
+            output.
     """
 
     name: str
@@ -535,6 +539,22 @@ class ModelInfo:
     shared_vocab: float = 0.0
     shared_text: float = 0.0
     inner: str = ""
+    encoder_len: int = 0
+    decoder_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder."""
+        return self.encoder_len > 0
+
+    @property
+    def longest_len(self) -> int:
+        """Most tokens of one sequence, an encoder's input included."""
+        return self.encoder_len + self.context_len
+
+    def decoded(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What the output continues as one text: the prompt, or what the decoder begins with."""
+        return self.decoder_token_ids if self.has_encoder else prompt
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -123,9 +123,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         spans = self._spans_of(message.trace_headers.items())
-        context_len = self.service.info.context_len
-        if not 0 <= message.end_len <= context_len:
-            raise InvalidRequestError("end_len", message.end_len, f"must lie in [0, {context_len}]")
+        longest_len = self.service.info.longest_len
+        if not 0 <= message.end_len <= longest_len:
+            raise InvalidRequestError("end_len", message.end_len, f"must lie in [0, {longest_len}]")
         ahead = Ahead(tokens.params) if message.may_go_on else None
         return _State(spans, ahead, end_len=message.end_len if self.service.info.drafts else 0)
 
@@ -159,7 +159,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         ahead, params = sequence.state.ahead, sequence.tokens.params
         if ahead is None:
             raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")
-        verify_wire.check_ahead(order, params, ahead.last_id, self.service.info.context_len)
+        verify_wire.check_ahead(order, params, ahead.last_id, self.service.info.longest_len)
         self._check_parents(order.proposal.parents, params)
         ahead.add(order)
 

@@ -66,13 +66,16 @@ class Budget:
 class Optimizer:
     """Muon for the matrices inside the layers, AdamW for the rest; warm-up, then a cosine to zero."""
 
-    def __init__(self, model: Any, learning_rate: float) -> None:
-        inner = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
-        known = {id(p) for p in inner}
+    def __init__(self, model: Any, learning_rate: float, inner: str = ".layers.") -> None:
+        """Args:
+        inner: part of the names of what is inside the layers.
+        """
+        inside = [p for n, p in model.named_parameters() if p.ndim == 2 and inner in n]
+        known = {id(p) for p in inside}
         outer = [p for p in model.parameters() if id(p) not in known]
-        self.parameters, self.peak = [*inner, *outer], learning_rate
+        self.parameters, self.peak = [*inside, *outer], learning_rate
         self.parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(inner, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(outer, betas=(0.9, 0.95), weight_decay=0.01, fused=True),
         )
 

@@ -287,7 +287,7 @@ def _fitted(plan: Plan, draft: ModelInfo, committed_len: int) -> Plan:
     than its context holds."""
     if plan.max_depth and not draft.trees:
         plan = replace(plan, num_draft_tokens=min(plan.max_depth, plan.num_draft_tokens), max_depth=0)
-    room = max(0, draft.context_len - committed_len)
+    room = max(0, draft.longest_len - committed_len)
     has_several = draft.trees and not draft.target_tokenizer_fingerprint
     if plan.num_chains > 1 and (plan.num_wanted > room or not has_several):
         plan = replace(plan, num_chains=1)

@@ -43,6 +43,7 @@ def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: 
         HandshakeError: naming both.
     """
     names = f"target {target.name!r} and draft {draft.name!r}"
+    _check_encoders(names, target, draft)
     if target.tokenizer_fingerprint and draft.tokenizer_fingerprint:
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
             _check_translates(names, target, draft, is_wanted=use_heterogeneous_vocab)
@@ -51,6 +52,18 @@ def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: 
             f"{names} have vocabularies of {target.vocab_size} and {draft.vocab_size} tokens, "
             "and no tokenizers to compare"
         )
+
+
+def _check_encoders(names: str, target: ModelInfo, draft: ModelInfo) -> None:
+    """Raises:
+    HandshakeError: one of them is an encoder-decoder, or their decoders begin with different tokens.
+    """
+    if target.has_encoder != draft.has_encoder:
+        [with_one] = (info.name for info in (target, draft) if info.has_encoder)
+        raise HandshakeError(f"{names}: {with_one!r} is an encoder-decoder, and the other is not")
+    ours, theirs = target.decoder_token_ids, draft.decoder_token_ids
+    if ours != theirs:
+        raise HandshakeError(f"{names} have decoders that begin with different tokens ({ours} and {theirs})")
 
 
 def _check_translates(names: str, target: ModelInfo, draft: ModelInfo, *, is_wanted: bool) -> None:
@@ -83,7 +96,7 @@ def check_version(info: ModelInfo) -> None:
 
 _SAME = (
     *("name", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_len", "dtype"),
-    *("eos_token_ids", "batch_invariant", "trees"),
+    *("eos_token_ids", "batch_invariant", "trees", "encoder_len", "decoder_token_ids"),
 )
 """What a text depends on: a generation may begin at one replica and continue at another."""
 

@@ -24,6 +24,11 @@ _NEEDS = {
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
 }
 
+_NEEDS_BESIDE_ENCODER = {
+    _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
+    HEADS: "a target without an encoder",
+}
+
 
 class Line(NamedTuple):
     """One kind of draft; all of it in words."""
@@ -75,10 +80,11 @@ def lines(
     if draft is not None:
         sources[_HIERARCHY if inner else _MODEL] = draft.name
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
+    given = _NEEDS | _NEEDS_BESIDE_ENCODER if target.has_encoder else _NEEDS
     return [
         *(
             _line(name, needs, totals.get(sources.get(name, name)), is_there=is_there.get(name, True))
-            for name, needs in _NEEDS.items()
+            for name, needs in given.items()
         ),
         *(_line(name, _NEEDS[_MODEL], totals[name], is_there=False) for name in sorted(others)),
     ]

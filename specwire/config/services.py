@@ -256,7 +256,9 @@ class ServiceConfig(ListenConfig):
 class ModelServiceConfig(ServiceConfig):
     """What draft and verify service share: model and engine."""
 
-    model: str = option(EMBEDDED, "directory or hub id of a transformers causal language model")
+    model: str = option(
+        EMBEDDED, "directory or hub id of a transformers causal language model or encoder-decoder"
+    )
     dtype: str = option(
         "auto", "number format of the weights: auto, float32, bfloat16 or float16", check=one_of(*DTYPES)
     )

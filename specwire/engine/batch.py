@@ -85,6 +85,11 @@ class Feeds(Sequence[Feed]):
         """Tokens of each."""
         return [*map(len, self.token_ids)]
 
+    @property
+    def encoder_lens(self) -> list[int]:
+        """First tokens of each sequence, which are the input of an encoder."""
+        return [cache.encoder_len for cache in self.caches]
+
     def __len__(self) -> int:
         return len(self.caches)
 
@@ -110,6 +115,7 @@ class Segment(NamedTuple):
         runs: the slots of its cache, in token order.
         pages: its page table.
         tree: the tree that tokens of the row are in, if any are.
+        encoder_len: first tokens of the cache, which are the input of an encoder, and never in the row.
     """
 
     query_offset: int
@@ -118,6 +124,7 @@ class Segment(NamedTuple):
     runs: Sequence[Run]
     pages: Sequence[int]
     tree: TokenTree | None = None
+    encoder_len: int = 0
 
     @property
     def first_query(self) -> int:
@@ -153,6 +160,7 @@ class Segments(Sequence[Segment]):
         tables: [n], their page tables.
         page_size: slots in a page.
         trees: of those that have tokens of a tree in the row, by index.
+        encoder_lens: [n], see `Segment`; empty without an encoder.
     """
 
     def __init__(
@@ -162,12 +170,14 @@ class Segments(Sequence[Segment]):
         tables: Sequence[array[int]],
         page_size: int,
         trees: Mapping[int, TokenTree],
+        encoder_lens: Sequence[int] = (),
     ) -> None:
         self.query_offsets = query_offsets
         self.cache_lens = cache_lens
         self.tables = tables
         self.page_size = page_size
         self.trees = trees
+        self.encoder_lens = encoder_lens
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
@@ -215,9 +225,17 @@ class Segments(Sequence[Segment]):
     @cached_property
     def _each(self) -> list[Segment]:
         columns = zip(self.query_offsets, self.query_offsets[1:], self.cache_lens, self.tables, strict=False)
-        size, trees = self.page_size, self.trees
+        size, trees, encoder_lens = self.page_size, self.trees, self.encoder_lens or [0] * len(self)
         return [
-            Segment(start, end - start, cache_len, runs_of(pages, cache_len, size), pages, trees.get(i))
+            Segment(
+                start,
+                end - start,
+                cache_len,
+                runs_of(pages, cache_len, size),
+                pages,
+                trees.get(i),
+                encoder_lens[i],
+            )
             for i, (start, end, cache_len, pages) in enumerate(columns)
         ]
 
@@ -234,14 +252,29 @@ class Segments(Sequence[Segment]):
         return self._each[index]
 
 
+class EncoderInputs(NamedTuple):
+    """What the encoder of an encoder-decoder reads in a pass: inputs of sequences that begin in it.
+
+    Attributes:
+        token_ids: int64 [num_tokens], of one input after another.
+        lens: tokens of each; empty without any.
+        slots: int64 [num_tokens], where the decoder's keys and values of these tokens are written.
+    """
+
+    token_ids: IntArray
+    lens: Sequence[int]
+    slots: IntArray
+
+
 class Batch(NamedTuple):
     """One packed row.
 
     Attributes:
-        token_ids, positions, slots: int64 [num_tokens].
+        token_ids, positions, slots: int64 [num_tokens]; positions of an encoder-decoder are its decoder's.
         segments: the sequences in row order; their `num_query` add up to num_tokens.
         rows: int64, indices in the packed row whose logits are wanted.
         copies: slots to copy before any is written; None without any.
+        inputs: of the encoder; None without one.
     """
 
     token_ids: IntArray
@@ -250,6 +283,7 @@ class Batch(NamedTuple):
     segments: Segments
     rows: IntArray
     copies: SlotCopies | None = None
+    inputs: EncoderInputs | None = None
 
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
@@ -270,7 +304,7 @@ class Packer:
     Args:
         pool: the pages.
         num_embeddings: exclusive upper bound of token ids.
-        context_len: maximum tokens of one sequence; None for no limit.
+        context_len: maximum tokens of one sequence, without the input of an encoder; None for no limit.
     """
 
     def __init__(self, pool: PagePool, num_embeddings: int, context_len: int | None) -> None:
@@ -284,7 +318,7 @@ class Packer:
 
         Raises:
             InvalidRequestError: an empty feed, a token outside the vocabulary or after the last node of the
-                tree, a sequence given twice.
+                tree, a sequence given twice, one that ends within the input of its encoder.
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
         """
@@ -310,6 +344,7 @@ class Packer:
             and min(feeds.num_rows) >= 0
             and all(map(operator.le, feeds.num_rows, num_query))
             and not any(feeds.trees)
+            and not any(feeds.encoder_lens)
             and (limit is None or max(map(operator.add, lengths, num_query)) <= limit)
             and token_ids.min() >= 0
             and token_ids.max() < self._num_embeddings
@@ -325,8 +360,11 @@ class Packer:
             raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
         if min(feed.token_ids) < 0 or max(feed.token_ids) >= self._num_embeddings:
             raise InvalidRequestError("token_ids", feed.token_ids, f"must lie in [0, {self._num_embeddings})")
-        if not 0 <= feed.num_rows <= num_query:
-            raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query}]")
+        num_read = 0 if feed.cache.length else feed.cache.encoder_len
+        if num_read >= num_query:
+            raise InvalidRequestError("token_ids", num_query, f"must be over the {num_read} of an input")
+        if not 0 <= feed.num_rows <= num_query - num_read:
+            raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query - num_read}]")
         self._check_length(feed, feed.cache.length + num_query)
 
     def _check_length(self, feed: Feed, new_len: int) -> None:
@@ -336,6 +374,7 @@ class Packer:
             if new_len > tree.end:
                 raise InvalidRequestError("token_ids", new_len, f"beyond the tree, which ends at {tree.end}")
             num_positions = int(tree.positions(tree.start, new_len).max()) + 1
+        num_positions -= feed.cache.encoder_len
         if self._context_len is not None and num_positions > self._context_len:
             raise ContextLengthError(
                 "token_ids", num_positions, f"the model's context is {self._context_len} tokens"
@@ -352,9 +391,35 @@ class Packer:
             positions[offsets[i] : offsets[i + 1]] = tree.positions(lengths[i], ends[i])
         tables = [cache.pages for cache in caches]
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
-        return Batch(
-            token_ids, positions, slots, segments, _rows(feeds.num_rows, offsets), self.pool.copies.take()
-        )
+        rows = _rows(feeds.num_rows, offsets)
+        batch = Batch(token_ids, positions, slots, segments, rows, self.pool.copies.take())
+        encoder_lens = feeds.encoder_lens
+        return _without_inputs(batch, encoder_lens, lengths, feeds.num_rows) if any(encoder_lens) else batch
+
+
+def _without_inputs(
+    batch: Batch, encoder_lens: Sequence[int], lengths: Sequence[int], num_rows: Sequence[int]
+) -> Batch:
+    """The decoder's part of a batch, with what the encoder reads apart.
+
+    Args:
+        encoder_lens, lengths, num_rows: of each sequence; its length is that before the pass.
+    """
+    segments = batch.segments
+    num_query = [*map(operator.sub, segments.query_offsets[1:], segments.query_offsets)]
+    num_read = [0 if length else num for num, length in zip(encoder_lens, lengths, strict=True)]
+    positions = batch.positions - np.repeat(encoder_lens, num_query)
+    own, read = positions >= 0, positions < 0
+    offsets = [0, *accumulate(map(operator.sub, num_query, num_read))]
+    lens, tables = segments.cache_lens, segments.tables
+    return batch._replace(
+        token_ids=batch.token_ids[own],
+        positions=positions[own],
+        slots=batch.slots[own],
+        segments=Segments(offsets, lens, tables, segments.page_size, segments.trees, encoder_lens),
+        rows=_rows(num_rows, offsets),
+        inputs=EncoderInputs(batch.token_ids[read], [num for num in num_read if num], batch.slots[read]),
+    )
 
 
 def _rows(num_rows: Sequence[int], offsets: Sequence[int]) -> IntArray:

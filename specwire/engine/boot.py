@@ -45,18 +45,24 @@ class ModelService:
         if not message.HasField("sampling"):
             raise InvalidRequestError("sampling", "unset", "must be set for a sequence")
         params = wire.opened_params(message)
-        context_len = self.info.context_len
-        if not 1 <= message.prompt_len <= context_len:
-            raise InvalidRequestError("prompt_len", message.prompt_len, f"must lie in [1, {context_len}]")
+        encoder_len = self._checked_prompt(message.prompt_len)
         if message.vocab_limit < 0:
             raise InvalidRequestError("vocab_limit", message.vocab_limit, "must be at least 0")
         if self.engine.status().num_sequences >= self.max_sequences:
             raise ResourceExhaustedError(f"{self.max_sequences} sequences are open", _RETRY_AFTER_MS)
-        sequence = self.engine.open(params, message.prompt_len)
+        sequence = self.engine.open(params, message.prompt_len, encoder_len)
         try:
             yield sequence
         finally:
             self.engine.close_sequence(sequence)
+
+    def _checked_prompt(self, prompt_len: int) -> int:
+        """How many tokens of the prompt are the input of an encoder: none without one."""
+        info, num_others = self.info, len(self.info.decoder_token_ids)
+        least, most = 1 + num_others, num_others + info.encoder_len if info.has_encoder else info.context_len
+        if not least <= prompt_len <= most:
+            raise InvalidRequestError("prompt_len", prompt_len, f"must lie in [{least}, {most}]")
+        return prompt_len - num_others if info.has_encoder else 0
 
     def close(self) -> None:
         """End the engine after the running step, then its runner."""
@@ -118,14 +124,14 @@ def start(
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
-    description["context_len"] = min(description["context_len"], runner.pool.num_pages * config.page_len)
+    _limit_lengths(description, runner.pool.num_pages * config.page_len)
     info = _model_info(config, source, description)
     engine = Engine(
         runner,
         decider,
         max_num_tokens=config.max_num_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
-        context_len=info.context_len,
+        context_len=info.longest_len,
         thread=thread,
         prefix_sharing=config.prefix_sharing,
         step_timeout_s=config.step_timeout_s,
@@ -134,6 +140,13 @@ def start(
     )
     runner.on_loss = engine.check_device
     return ModelService(engine, runner, info, config.max_sequences)
+
+
+def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:
+    """To what the cache can hold; of an encoder-decoder, input and output together."""
+    if encoder_len := description.get("encoder_len", 0):
+        description["encoder_len"] = encoder_len = min(encoder_len, num_slots // 2)
+    description["context_len"] = min(description["context_len"], num_slots - encoder_len)
 
 
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:

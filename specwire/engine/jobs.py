@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from specwire.core import SamplingParams
+from specwire.engine.cache import prefix
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.errors import (
     ContextLengthError,
@@ -75,8 +76,13 @@ class TokenSequence:
 
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held before a tree; nothing is changed.
+            InvalidRequestError: not even the input of the encoder is whole; nothing is changed.
         """
         tokens, tree, num_kept = self.tokens, self.tree, base_len
+        num_read = self.cache.encoder_len
+        if num_read and base_len + len(token_ids) <= num_read:
+            problem = f"the encoder's input has {num_read} tokens, and others follow"
+            raise InvalidRequestError("token_ids", base_len + len(token_ids), problem)
         chain_len = len(tokens) if tree is None else tree.start
         if base_len > chain_len:
             raise PrefixMismatchError(base_len, chain_len)
@@ -91,6 +97,8 @@ class TokenSequence:
         num_kept = min(num_kept, len(tokens) - 1)
         if num_kept < self.cache.length:
             self.cache.truncate(num_kept)
+        if num_read and not self.cache.length:
+            self.cache.root = prefix.root(self.params.cache_salt, tokens[:num_read])
 
     def _keep_path(self, tree: TokenTree, following: Sequence[int]) -> int:
         """Drop the computed nodes that are not on the path along these tokens; returns how many there are."""

@@ -131,25 +131,31 @@ class Engine:
 
     # --- called from the event loop ---
 
-    def open(self, params: SamplingParams, prompt_len: int) -> TokenSequence:
+    def open(self, params: SamplingParams, prompt_len: int, encoder_len: int = 0) -> TokenSequence:
         """A new, empty sequence; it holds no memory until its first job runs.
+
+        Args:
+            encoder_len: first tokens, which are the input of an encoder.
 
         Raises:
             InvalidRequestError: for a parameter that names a token outside the vocabulary.
         """
         for token_id in params.logit_bias:
             check_token(f"logit_bias[{token_id}]", token_id, self._vocab_size)
-        return self._open(params, prompt_len)
+        return self._open(params, prompt_len, encoder_len)
 
     def open_fork(self, sequence: TokenSequence) -> TokenSequence:
         """A new sequence of the same stream, empty until its first job, which names its parent, starts."""
         self._num_forks += 1
-        return self._open(sequence.params, sequence.prompt_len, is_fork=True)
+        encoder_len = sequence.cache.encoder_len
+        return self._open(sequence.params, sequence.prompt_len, encoder_len, is_fork=True)
 
-    def _open(self, params: SamplingParams, prompt_len: int, *, is_fork: bool = False) -> TokenSequence:
+    def _open(
+        self, params: SamplingParams, prompt_len: int, encoder_len: int, *, is_fork: bool = False
+    ) -> TokenSequence:
         self._num_opened += 1
         cache = self._runner.new_sequence()
-        cache.root = prefix.root(params.cache_salt)
+        cache.root, cache.encoder_len = prefix.root(params.cache_salt), encoder_len
         sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
         self._sequences.add(sequence)
         return sequence

@@ -11,11 +11,14 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, ModelServiceConfig
 from specwire.engine.device import Runner
+from specwire.engine.model import encoder_decoder
+from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
 from specwire.engine.model.memory import pages_in_memory
 from specwire.engine.model.runner import ModelRunner
+from specwire.errors import ModelLoadError
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -37,10 +40,15 @@ def _share_our_log() -> None:
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     device = select_device(config.device)
-    model = load_model(source, dtype=_dtype(config), device=str(device))
     num_pages: int | Callable[[int], int] = config.num_pages
     if config.kv_cache_memory:
         num_pages = functools.partial(pages_in_memory, config.kv_cache_memory, device)
+    if _has_encoder(source):
+        _check_encoder_decoder(config, source)
+        halves = encoder_decoder.load(source, dtype=_dtype(config), device=str(device))
+        served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
+        return served, encoder_decoder.describe(halves, source)
+    model = load_model(source, dtype=_dtype(config), device=str(device))
     runner = ModelRunner(
         model,
         num_pages=num_pages,
@@ -53,6 +61,25 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     return runner, describe(model, source)
 
 
+def _has_encoder(source: str) -> bool:
+    with errors_naming(source):
+        return bool(read_config(source, may_encode=True).is_encoder_decoder)
+
+
+def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
+    """Raises:
+    ModelLoadError: naming a flag that does not combine with an encoder-decoder.
+    """
+    refused = {
+        "--heads": config.shows_states,
+        "--batch-invariant": config.batch_invariant,
+        "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
+    }
+    for flag, is_given in refused.items():
+        if is_given:
+            raise ModelLoadError(f"{source}: is an encoder-decoder, which is not served with {flag}")
+
+
 def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
     """How passes of a few fixed sizes are repeated; None to run each pass as it is."""
     if device.type != "cuda":
@@ -63,6 +90,8 @@ def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
 
 
 def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
+    if _has_encoder(source):
+        _check_encoder_decoder(config, source)
     from specwire.engine.group.placement import require_ray
 
     require_ray(config.tensor_parallel_size)

@@ -199,10 +199,18 @@ def _order(job: Job) -> int:
 
 
 def _next_feed(job: Job, budget: int) -> Feed | None:
-    """The job's next feed within the budget: all its tokens, or a chunk before the rows that need logits."""
-    sequence = job.sequence
-    pending = sequence.tokens[sequence.cache.length :]
+    """The job's next feed within the budget: all its tokens, or a chunk before the rows that need logits.
+
+    The input of an encoder is run at once, and a token after it, whatever is left of the budget.
+    """
+    sequence, cache = job.sequence, job.sequence.cache
+    pending = sequence.tokens[cache.length :]
+    num_free, num_read = len(pending) - job.num_rows, 0 if cache.length else cache.encoder_len
+    if num_read and budget > 0:
+        budget = max(budget, num_read + 1)
+        if num_read >= num_free:
+            return Feed(cache, pending, job.num_rows, sequence.tree)
     if len(pending) <= budget:
-        return Feed(sequence.cache, pending, job.num_rows, sequence.tree)
-    size = min(budget, len(pending) - job.num_rows)
-    return Feed(sequence.cache, pending[:size], 0, sequence.tree) if size > 0 else None
+        return Feed(cache, pending, job.num_rows, sequence.tree)
+    size = min(budget, num_free)
+    return Feed(cache, pending[:size], 0, sequence.tree) if size > 0 else None

@@ -114,7 +114,7 @@ class Front:
         caller = _caller(request)
         model = await self._models.served(caller.token)
         _check_json(request)
-        wanted = await self._reader.read(kind, request.headers, request.receive, model.info.context_len)
+        wanted = await self._reader.read(kind, request.headers, request.receive, model.info.longest_len)
         _check_model(wanted.model, model)
         spell = await self._models.speller(model) if wanted.num_logprobs is not None else None
         return Exchange(self._client, _choices(wanted), caller, answer(wanted, model.name, spell), wanted)

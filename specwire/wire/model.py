@@ -181,4 +181,5 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
-    return ModelInfo(**fields | {"eos_token_ids": tuple(message.eos_token_ids)})
+    lists = {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids")}
+    return ModelInfo(**fields | lists)

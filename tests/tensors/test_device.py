@@ -66,14 +66,14 @@ def test_pages_suit_the_device_unless_their_size_is_given() -> None:
 def test_bfloat16_is_the_default_on_cuda(stored: Any, asked: str, device: str, wanted: str) -> None:
     config = SimpleNamespace(dtype=stored)
     assert loading.weights_dtype(config, asked, device) == wanted
-    assert loading._placement(config, device) == {}
+    assert loading.placement(config, device) == {}
 
 
 def test_quantised_weights_are_left_to_their_quantiser() -> None:
     config = SimpleNamespace(dtype=torch.float32, quantization_config={"quant_method": "gptq"})
     assert loading.weights_dtype(config, "auto", "cuda:0") == "auto"
-    assert loading._placement(config, "cuda:0") == {"device_map": {"": "cuda:0"}}
-    assert loading._placement(config, "cpu") == {}
+    assert loading.placement(config, "cuda:0") == {"device_map": {"": "cuda:0"}}
+    assert loading.placement(config, "cpu") == {}
 
 
 class _Posing(torch.Tensor):

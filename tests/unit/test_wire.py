@@ -338,6 +338,8 @@ def test_model_info_round_trip() -> None:
         protocol_version=4,
         incarnation="i",
         tokenizer_source="s",
+        encoder_len=6,
+        decoder_token_ids=(3, 4),
     )
     assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
 

@@ -73,7 +73,7 @@ class PackedBatch:
     segments: Sequence[Segment]
     layers: dict[nn.Module, LayerCache]
     page_size: int
-    _plans: dict[tuple[int | None, int, bool], views.ReadPlan] = field(init=False, default_factory=dict)
+    _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
     _block_tables: varlen.BlockTables | None = field(init=False, default=None)
     _varlen: varlen.VarlenStep | None = field(init=False, default=None)
     _dense: dense.DenseStep | None = field(init=False, default=None)
@@ -106,9 +106,10 @@ class PackedBatch:
         """The read plan for layers like this one; made once a step for each kind."""
         group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
         kind = scoring.sliding_window, group, fused
-        if kind not in self._plans:
-            self._plans[kind] = views.plan_reads(self.segments, *kind, layer.keys)
-        return self._plans[kind]
+        key = *kind, id(scoring.bias)
+        if key not in self._plans:
+            self._plans[key] = views.plan_reads(self.segments, *kind, layer.keys, scoring.bias)
+        return self._plans[key]
 
     def _tables(self) -> varlen.BlockTables:
         """The segments as block tables; made once a step."""
@@ -150,22 +151,25 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The attention function as transformers calls it; shapes as in `Attend.attend`.
 
     Raises:
-        UnsupportedError: an argument that would change the result and is not implemented (a position bias,
-            dropout, a mask of the model's own, attention that is not causal).
+        UnsupportedError: an argument that would change the result and is not implemented (a position bias but
+            for an encoder-decoder's, dropout, a mask of the model's own, attention that is not causal).
     """
     if packed is None:
         raise UnsupportedError("packed", None, f"{ATTENTION_NAME} attention runs inside the engine only")
     if attention_mask is not None or dropout or is_causal is False or keywords:
         _refuse_unknown(attention_mask, dropout, is_causal, keywords)
+    if position_bias is not None and not getattr(packed, "takes_bias", False):
+        _refuse_unknown(None, 0.0, None, {"position_bias": position_bias})
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
+    scoring = Scoring(scaling, sliding_window, softcap, s_aux, position_bias)
     return packed.attend(module, query, key, value, scoring), None
 
 

@@ -4,6 +4,7 @@
     sequence in several runs         queries ──▶ fused kernel for each run ──▶ merge by the parts' weights
     runs that several sequences share: the queries of all of them in one call, which reads the keys once
     sequence that ends in a tree     the runs are cut before it, so that only its own keys need a mask
+    decoder with an encoder          its own keys follow those of the input, which other layers read
 
 Parts merge exactly: with out_i and lse_i (the logarithm of the sum of exponentials) of each run's keys, the
 whole is sum(softmax(lse)_i * out_i), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135) and, for shared
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specwire.core import IntArray
 from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run, first_tokens
@@ -42,7 +45,8 @@ class Read(NamedTuple):
         rows: the queries' positions in the packed row; indices where those of a shared run are not adjacent.
         run: the keys.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
-            where all keys are seen or `is_causal` is set.
+            where all keys are seen or `is_causal` is set. With a bias [1, num_kv_heads, group * num_query,
+            num_keys].
         is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
         hidden: bool [rows of the mask], queries that see none of these keys; None if there are none.
     """
@@ -60,7 +64,8 @@ class ScoredRead(NamedTuple):
     Attributes:
         rows: as in `Read`.
         runs: the keys, in token order.
-        mask: [group or 1, num_query, num_keys] additive; None where all keys are seen.
+        mask: [group or 1, num_query, num_keys] additive; None where all keys are seen. With a bias
+            [num_kv_heads, group, num_query, num_keys].
     """
 
     rows: slice
@@ -98,7 +103,12 @@ def can_fuse(layer: LayerCache, scoring: Scoring) -> bool:
 
 
 def plan_reads(
-    segments: Sequence[Segment], window: int | None, group: int, fused: bool, keys: Tensor
+    segments: Sequence[Segment],
+    window: int | None,
+    group: int,
+    fused: bool,
+    keys: Tensor,
+    bias: Tensor | None = None,
 ) -> ReadPlan:
     """How these segments read a cache like `keys`.
 
@@ -106,13 +116,20 @@ def plan_reads(
         window: number of keys a query may see, its own included; None for all.
         group: query heads that share a KV head.
         fused: see `can_fuse`.
+        bias: see `Scoring`.
     """
     plan, split = ReadPlan(), []
     can_split = fused and keys.device.type == "cpu"
     for segment in segments:
         view = _View.of(segment, window)
         is_cut = can_split and segment.tree is not None and window is None
-        if fused and len(view.runs) == 1 and not is_cut:
+        if bias is not None:
+            mask = view.biased(bias, window, group, keys)
+            if fused and len(view.runs) == 1 and segment.num_query <= _MAX_STACKED_QUERIES:
+                plan.whole.append(Read(view.rows, view.runs[0], mask.flatten(1, 2)[None]))
+            else:
+                plan.scored.append(ScoredRead(view.rows, view.runs, mask))
+        elif fused and len(view.runs) == 1 and not is_cut:
             plan.whole.append(view.whole(window, group, keys))
         elif can_split:
             split.append(view)
@@ -120,16 +137,40 @@ def plan_reads(
             plan.scored.append(view.scored(window, group, keys))
     if split:
         _plan_parts(plan, split, window, group, keys)
+    return _ordered(plan, [view.rows for view in split], keys.device)
+
+
+def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) -> ReadPlan:
+    """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
+    plan = ReadPlan()
+    for segment in segments:
+        rows, runs = _rows(segment), first_tokens(segment.runs, segment.encoder_len)
+        if fused and len(runs) == 1:
+            plan.whole.append(Read(rows, runs[0]))
+        else:
+            plan.scored.append(ScoredRead(rows, runs, None))
+    return _ordered(plan, [], device)
+
+
+def _ordered(plan: ReadPlan, split: list[slice], device: torch.device) -> ReadPlan:
+    """The plan with its order; `split` are the rows of `parts`."""
     if sum(map(bool, (plan.whole, plan.scored, split))) > 1:  # of one sort they are in order
         rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
-        places = _places(rows + [view.rows for view in split])
+        places = _places([*rows, *split])
         if bool((places.diff() < 0).any()):
-            plan.order = torch.argsort(places).to(keys.device)
+            plan.order = torch.argsort(places).to(device)
     return plan
 
 
+def _rows(segment: Segment) -> slice:
+    return slice(segment.query_offset, segment.query_offset + segment.num_query)
+
+
 class _View(NamedTuple):
-    """The keys that one segment's queries may see: token `first_key` and those after it."""
+    """The keys that one segment's queries may see: token `first_key` and those after it.
+
+    Those of an encoder's input are before it.
+    """
 
     segment: Segment
     first_key: int
@@ -137,13 +178,14 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, segment: Segment, window: int | None) -> _View:
-        first_key = 0 if window is None else max(0, segment.num_common - window + 1)
+        first_key = segment.encoder_len
+        if window is not None:
+            first_key = max(first_key, segment.num_common - window + 1)
         return cls(segment, first_key, segment.runs if first_key == 0 else _skip(segment.runs, first_key))
 
     @property
     def rows(self) -> slice:
-        offset, num_query = self.segment.query_offset, self.segment.num_query
-        return slice(offset, offset + num_query)
+        return _rows(self.segment)
 
     @property
     def num_keys(self) -> int:
@@ -151,9 +193,9 @@ class _View(NamedTuple):
 
     def is_causal(self, window: int | None) -> bool:
         """Queries and keys are the same tokens, and no window excludes any."""
-        num_query, cache_len = self.segment.num_query, self.segment.cache_len
+        num_query, num_keys = self.segment.num_query, self.num_keys
         is_chain = self.segment.tree is None
-        return is_chain and 1 < num_query == cache_len and (window is None or cache_len <= window)
+        return is_chain and 1 < num_query == num_keys and (window is None or num_keys <= window)
 
     def mask(self, window: int | None, group: int, keys: Tensor) -> Tensor | None:
         """[group * num_query or num_query, num_keys]; None for a single query that sees all of them."""
@@ -161,6 +203,20 @@ class _View(NamedTuple):
         if self.segment.tree is not None:
             return _tree_mask(self.segment, self.first_key, window, group, keys)
         return None if num_query == 1 else _mask(num_query, self.num_keys, window, group, keys)
+
+    def biased(self, bias: Tensor, window: int | None, group: int, keys: Tensor) -> Tensor:
+        """The mask with a bias by distance, [num_kv_heads, group, num_query, num_keys]."""
+        num_query = self.segment.num_query
+        distances = torch.from_numpy(self._distances()).clamp_(0, bias.shape[1] - 1).to(bias.device)
+        by_head = bias[:, distances].view(-1, group, num_query, self.num_keys)
+        mask = self.mask(window, group, keys)
+        return by_head if mask is None else by_head + mask.view(-1, num_query, self.num_keys)
+
+    def _distances(self) -> IntArray:
+        """int64 [num_query, num_keys], from each query back to each key on its path; others are masked."""
+        first, end, tree = self.first_key, self.segment.cache_len, self.segment.tree
+        keys = np.arange(first, end) if tree is None else tree.positions(first, end)
+        return self.segment.positions[:, None] - keys
 
     def whole(self, window: int | None, group: int, keys: Tensor) -> Read:
         is_causal = self.is_causal(window)
@@ -371,9 +427,10 @@ def _scored(query: Tensor, layer: LayerCache, read: ScoredRead, scoring: Scoring
     num_query, mask = query.shape[0], read.mask
     if num_query <= _QUERY_BLOCK:
         return _score_block(query, layer, read.runs, mask, scoring)
-    assert mask is not None  # more than one query
     blocks = [slice(start, start + _QUERY_BLOCK) for start in range(0, num_query, _QUERY_BLOCK)]
-    return torch.cat([_score_block(query[b], layer, read.runs, mask[:, b], scoring) for b in blocks])
+    masks = [None if mask is None else mask[..., block, :] for block in blocks]
+    parts = [_score_block(query[b], layer, read.runs, m, scoring) for b, m in zip(blocks, masks, strict=True)]
+    return torch.cat(parts)
 
 
 def _score_block(

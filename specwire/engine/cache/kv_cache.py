@@ -294,9 +294,11 @@ class SequenceCache:
         pool: whose pages it holds.
         pages: page table: page i holds tokens [i * page_size, (i + 1) * page_size). Not to be modified.
         writable_len: it may grow to this length as it is; beyond it the pool has to be asked.
+        encoder_len: so many first tokens are the input of an encoder, which reads them all at once: they are
+            held together or not at all. Set it while the sequence is empty.
     """
 
-    __slots__ = ("_digests", "length", "pages", "pool", "released", "root", "writable_len")
+    __slots__ = ("_digests", "encoder_len", "length", "pages", "pool", "released", "root", "writable_len")
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -306,6 +308,7 @@ class SequenceCache:
         self.length = 0
         self.released = False
         self.root = ROOT
+        self.encoder_len = 0
         pool.register(self)
 
     def __enter__(self) -> SequenceCache:
@@ -421,11 +424,15 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
 
+        A length within the input of an encoder drops all of them.
+
         Raises:
             InvalidRequestError: `length` is negative or more than is held.
         """
         if not 0 <= length <= self.length:
             raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
+        if length < self.encoder_len:
+            length = 0
         size, pages = self.pool.page_size, self.pages
         keep = -(-length // size)
         if len(pages) > keep:
@@ -463,7 +470,7 @@ class SequenceCache:
             max_tokens: reuse at most this many tokens, in whole pages.
 
         Returns:
-            The number of tokens reused.
+            The number of tokens reused; none if they are less than the input of an encoder.
 
         Raises:
             InternalError: the sequence is not empty, or was released.
@@ -478,6 +485,7 @@ class SequenceCache:
             self.pages.append(page)
             self._digests.append(digest)
         self.length = len(self.pages) * self.pool.page_size
+        self.truncate(self.length)
         return self.length
 
     def _names(self, token_ids: Sequence[int], num_pages: int) -> Iterator[bytes]:
@@ -500,7 +508,7 @@ class SequenceCache:
         self.pool.share(self.pages)
         twin.pages = self.pages[:]
         twin._digests = self._digests.copy()
-        twin.root = self.root
+        twin.root, twin.encoder_len = self.root, self.encoder_len
         twin.length = self.length
         self.writable_len = 0
         return twin
@@ -520,6 +528,8 @@ class SequenceCache:
         size = self.pool.page_size
         if len(self.pages) != -(-self.length // size):
             raise IntegrityError(f"{len(self.pages)} pages of {size} tokens for length {self.length}")
+        if 0 < self.length < self.encoder_len:
+            raise IntegrityError(f"{self.length} of the {self.encoder_len} tokens of an input are held")
         if len(set(self.pages)) != len(self.pages):
             raise IntegrityError(f"a page occurs twice in {self.pages}")
         if self.writable_len > self.length and not (

@@ -15,12 +15,16 @@ class Scoring(NamedTuple):
         sliding_window: number of keys a query may see, its own included; None for all.
         softcap: scores become `softcap * tanh(scores / softcap)`.
         sinks: [num_query_heads] extra logits in the softmax, without values.
+        bias: added to the scores. Of a decoder [num_query_heads, num_distances], by how far a key is behind
+            its query, the last entry for all that are farther; of an encoder [1, num_query_heads, num_tokens,
+            num_tokens].
     """
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class LayerCache:

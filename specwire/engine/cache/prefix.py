@@ -6,8 +6,9 @@ tokens up to the page's end, and a known chain is found by walking it from its s
     digest(page i) = blake2b(digest(page i - 1), tokens of page i)
 
 Keys and values depend only on the tokens up to theirs: not on the stream that computed them, nor on whether
-the tokens were accepted later. But a hit reveals that a prefix was computed before, so a chain begins at a
-root derived from a salt, and is never found under another salt.
+the tokens were accepted later. With an encoder they depend on its whole input too, so a chain begins at a
+root derived from that. And a hit reveals that a prefix was computed before, so the root is derived from a
+salt, and a chain is never found under another salt.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ _PAGE_BYTES = 16
 _ROOT_BYTES = 32
 
 
-def root(salt: str) -> bytes:
-    """Parent of the first page of sequences with this salt; never equal to the name of a page."""
-    return blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
+def root(salt: str, encoder_input: Sequence[int] = ()) -> bytes:
+    """Parent of the first page of sequences with this salt; never equal to the name of a page.
+
+    Args:
+        encoder_input: all that the encoder reads, which every key depends on; empty without an encoder.
+    """
+    own = blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
+    if not encoder_input:
+        return own
+    return blake2b(array("q", encoder_input).tobytes(), key=own, digest_size=_ROOT_BYTES).digest()
 
 
 ROOT = root("")

@@ -54,7 +54,7 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
     source = os.fspath(source)
     with errors_naming(source):
         config = read_config(source)
-        model = load_weights(source, weights_dtype(config, dtype, device), **_placement(config, device))
+        model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
         if not is_quantised(config):
             model = model.to(device)
         pack_linears(model)
@@ -62,8 +62,11 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
     return model
 
 
-def read_config(source: str) -> Any:
+def read_config(source: str, *, may_encode: bool = False) -> Any:
     """The config of a model, checked as far as possible without its weights.
+
+    Args:
+        may_encode: whether it may be an encoder-decoder.
 
     Raises:
         ModelLoadError: there is none, or it describes a model that cannot be served.
@@ -75,7 +78,8 @@ def read_config(source: str) -> Any:
     elif path.exists() or not _HUB_ID.fullmatch(source):
         raise ModelLoadError("no such model directory")
     config = AutoConfig.from_pretrained(source)
-    check_config(config)
+    if not (may_encode and config.is_encoder_decoder):
+        check_config(config)
     _check_quantiser(config)
     return config
 
@@ -131,17 +135,18 @@ def weights_dtype(config: Any, dtype: str, device: str) -> str:
     return "auto" if stored in ("bfloat16", "float16") else "bfloat16"
 
 
-def _placement(config: Any, device: str) -> dict[str, Any]:
+def placement(config: Any, device: str) -> dict[str, Any]:
     """Keywords that place quantised weights: many quantisers create them on the device, for good."""
     on_device = is_quantised(config) and torch.device(device).type != "cpu"
     return {"device_map": {"": device}} if on_device else {}
 
 
-def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
+def load_weights(source: str, dtype: str, *, kind: Any = AutoModelForCausalLM, **keywords: Any) -> Any:
     """The model with every weight taken from the checkpoint; none may be initialised at random.
 
     Args:
         dtype: the name of a torch dtype, or `auto`.
+        kind: what loads it, of transformers' auto classes.
         keywords: for `from_pretrained`.
 
     Raises:
@@ -150,7 +155,7 @@ def load_weights(source: str, dtype: str, **keywords: Any) -> Any:
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ModelLoadError(f"dtype {dtype!r} is not one of torch's")
     attention.register()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = kind.from_pretrained(
         source,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
         attn_implementation=attention.ATTENTION_NAME,
@@ -181,11 +186,18 @@ def self_check(model: Any) -> None:
     attention.register()
     tokens = _check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
-    errors = []
     for size, replay in _check_modes(model):
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
-        errors.append(relative_error(_packed_logits(runner, tokens), reference))
-    error = float(np.max(errors))  # NaN if any of them is
+        check_logits(model, _packed_logits(runner, tokens), reference)
+
+
+def check_logits(model: Any, logits: Tensor, reference: Tensor) -> None:
+    """Compare the engine's logits with the model's own.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    error = relative_error(logits, reference)
     tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
     if not error <= tolerance:  # also if it is NaN
         raise ModelLoadError(

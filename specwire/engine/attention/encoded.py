@@ -1,0 +1,125 @@
+"""Attention of encoder-decoders: an encoder's to its input, and a decoder's to its own keys and the input's.
+
+    slots of a sequence   | input of the encoder | tokens of the decoder |
+    decoder layer           cross-attention reads   self-attention reads
+
+Both attentions of a decoder layer have keys of the same shape, so one cache serves both: a page belongs to a
+sequence, whether it holds input or output, and forks share either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specwire.engine.attention import views
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.attention.probe import LayerShape, Probe
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.errors import ModelLoadError, UnsupportedError
+
+
+class EncoderPass:
+    """The argument `packed=` of an encoder that reads one input: every token sees all others."""
+
+    takes_bias: ClassVar = True
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`.
+
+        Raises:
+            UnsupportedError: a layer that scores in a way that is not implemented here.
+        """
+        for name in ("sliding_window", "softcap", "sinks"):
+            if getattr(scoring, name) is not None:
+                raise UnsupportedError(name, "given", "not implemented for encoders")
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=scoring.bias, scale=scoring.scale
+        )
+        return output.transpose(1, 2)
+
+
+@dataclass
+class DecoderBatch(PackedBatch):
+    """One step of a decoder.
+
+    Attributes:
+        cross: by module of a cross-attention, the cache of its layer, which is in `layers` too.
+        input_slots: int64, where keys and values of the inputs that were encoded for this step are written.
+    """
+
+    takes_bias: ClassVar = True
+
+    cross: dict[nn.Module, LayerCache] = field(kw_only=True)
+    input_slots: Tensor = field(kw_only=True)
+    _input_plans: dict[bool, views.ReadPlan] = field(init=False, default_factory=dict)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`. Of a cross-attention, the keys are those of the new inputs, or none."""
+        layer = self.cross.get(module)
+        if layer is None:
+            layer = self.layers[module]
+            layer.write(self.slots, key, value)
+            return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+        if len(self.input_slots):
+            layer.write(self.input_slots, key, value)
+        plan = self._input_plan(layer, fused=views.can_fuse(layer, scoring))
+        return views.view_attention(plan, layer, query, scoring)
+
+    def _input_plan(self, layer: LayerCache, *, fused: bool) -> views.ReadPlan:
+        if fused not in self._input_plans:
+            self._input_plans[fused] = views.plan_inputs(self.segments, fused, layer.keys.device)
+        return self._input_plans[fused]
+
+
+class DecoderProbe(Probe):
+    """Finds the layers of a decoder in a pass of one token, with an input of more tokens than that.
+
+    Attributes:
+        cross: by module of a cross-attention, that of the self-attention whose cache it shares.
+    """
+
+    takes_bias: ClassVar = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross: dict[nn.Module, nn.Module] = {}
+        self._latest: nn.Module | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`; the result of a cross-attention is the value of the last token."""
+        if key.shape[2] == query.shape[2]:
+            self._latest = module
+            return super().attend(module, query, key, value, scoring)
+        name, own = type(module).__name__, self._latest
+        if own is None or own in self.cross.values():
+            raise ModelLoadError(f"{name} reads the input without a self-attention before it")
+        if not _are_alike(self.shapes[own], key, value):
+            raise ModelLoadError(f"{name} has keys of another shape than the self-attention before it")
+        self.cross[module] = own
+        return value[:, :, -1:].transpose(1, 2)
+
+    def check(self, config: object) -> None:
+        """Refuse a decoder that does not read its input in every layer.
+
+        Raises:
+            ModelLoadError: it does not.
+        """
+        if not self.shapes or len(self.cross) != len(self.shapes):
+            raise ModelLoadError(
+                f"{len(self.shapes)} self-attentions and {len(self.cross)} cross-attentions call "
+                "transformers' attention interface"
+            )
+
+
+def _are_alike(own: LayerShape, key: Tensor, value: Tensor) -> bool:
+    return own.key.shape == key[0, :, 0].shape and own.value.shape == value[0, :, 0].shape

@@ -1,0 +1,273 @@
+"""Encoder-decoders (T5, BART, Marian) on the packed, paged engine.
+
+    inputs of new sequences ──encoder──▶ states ──▶ keys of each cross-attention, into the inputs' slots
+    packed row of decoder tokens ──decoder──▶ logits
+
+The modules are transformers' own. Three things are put in their way during a pass: positions of a packed row
+where a decoder numbers its tokens itself; T5's bias by distance instead of by pairs of tokens; and a cache
+that has the keys of earlier inputs, so that they are not computed again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, EncoderDecoderCache
+
+from specwire.core import IntArray
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention.encoded import DecoderBatch, DecoderProbe, EncoderPass
+from specwire.engine.batch import Batch, EncoderInputs, Feed
+from specwire.engine.model import loading
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner, num_embeddings
+from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+_CHECK_INPUTS = (5, 9)
+_CHECK_TOKENS = 12
+
+
+def load(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu") -> Any:
+    """As `loading.load_model`, of an encoder-decoder."""
+    source = os.fspath(source)
+    with loading.errors_naming(source):
+        config = loading.read_config(source, may_encode=True)
+        wanted = loading.weights_dtype(config, dtype, device)
+        placement = loading.placement(config, device)
+        model = loading.load_weights(source, wanted, kind=AutoModelForSeq2SeqLM, **placement)
+        if not loading.is_quantised(config):
+            model = model.to(device)
+        first_tokens(model)
+        pack_linears(model)
+        self_check(model)
+    return model
+
+
+def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
+    """As `loading.describe`, with `encoder_len` and `decoder_token_ids` besides."""
+    described = loading.describe(model, source)
+    lengths = {"encoder_len": described["context_len"], "decoder_token_ids": first_tokens(model)}
+    return described | lengths
+
+
+def first_tokens(model: Any) -> tuple[int, ...]:
+    """What the decoder begins with: its start token, and the first token of all outputs if there is one.
+
+    Raises:
+        ModelLoadError: it has no start token.
+    """
+    start = _setting(model, "decoder_start_token_id")
+    if start is None:
+        raise ModelLoadError(f"{model.config.model_type!r} names no decoder_start_token_id")
+    forced = _setting(model, "forced_bos_token_id")
+    return (start,) if forced is None else (start, forced)
+
+
+def _setting(model: Any, name: str) -> int | None:
+    """From the generation config, else from the config."""
+    found = (getattr(config, name, None) for config in (model.generation_config, model.config))
+    return next((value for value in found if value is not None), None)
+
+
+def self_check(model: Any) -> None:
+    """As `loading.self_check`: two sequences with inputs of their own share the passes.
+
+    Raises:
+        ModelLoadError: the logits differ, so the engine does not compute this model.
+    """
+    attention.register()
+    rng, most = np.random.default_rng(0), num_embeddings(model)
+    inputs = [rng.integers(most, size=size).tolist() for size in _CHECK_INPUTS]
+    tokens = rng.integers(most, size=_CHECK_TOKENS).tolist()
+    reference = _own_logits(model, inputs, tokens)
+    num_pages = sum(len(each) + len(tokens) for each in inputs)
+    runner = EncoderDecoderRunner(model, num_pages=num_pages, page_size=4)
+    loading.check_logits(model, _packed_logits(runner, inputs, tokens), reference)
+
+
+def _packed_logits(runner: ModelRunner, inputs: list[list[int]], tokens: list[int]) -> Tensor:
+    """Logits [2 * num_tokens, vocab_size]: in two chunks after the first input, at once after the second."""
+    num_tokens, first = len(tokens), len(tokens) // 2
+    with runner.new_sequence() as pieces, runner.new_sequence() as whole:
+        pieces.encoder_len, whole.encoder_len = map(len, inputs)
+        wrong = tokens[first : first + 3][::-1]
+        start = runner.forward([Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))])[:first]
+        pieces.truncate(len(inputs[0]) + first)
+        rest = Feed(pieces, tokens[first:], num_tokens - first)
+        both = runner.forward([rest, Feed(whole, inputs[1] + tokens, num_tokens)])
+    return torch.cat([start, both])
+
+
+@torch.inference_mode()
+def _own_logits(model: Any, inputs: list[list[int]], tokens: list[int]) -> Tensor:
+    """The model's own eager forward after each input, float32 [2 * num_tokens, vocab_size]."""
+    model.set_attn_implementation("eager")
+    try:
+        decoded = torch.tensor([tokens], device=model.device)
+        encoded = [torch.tensor([each], device=model.device) for each in inputs]
+        found = [model(input_ids=ids, decoder_input_ids=decoded, use_cache=False) for ids in encoded]
+        return torch.cat([output.logits[0].float() for output in found])
+    finally:
+        model.set_attn_implementation(attention.ATTENTION_NAME)
+
+
+class EncoderDecoderRunner(ModelRunner):
+    """As `ModelRunner`; first tokens of a sequence are its encoder's input (`SequenceCache.encoder_len`)."""
+
+    def __init__(self, model: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16) -> None:
+        self._halves = _Halves(model)
+        super().__init__(model, num_pages=num_pages, page_size=page_size)
+        self.attention_path = "views"
+        self._cross = {module: self._layers[own] for module, own in self._cross_of.items()}
+
+    @torch.inference_mode()
+    def _probe(self) -> DecoderProbe:
+        probe, row = DecoderProbe(), np.zeros(1, dtype=np.int64)
+        with loading.errors_naming("the model cannot be served"):
+            states = self._halves.encoded(np.zeros(2, dtype=np.int64), [2])
+            token = to_device(row, self.device)
+            logits = self._halves.logits(token, token, probe, states)
+        self.vocab_size = int(logits.shape[-1])
+        probe.check(self.model.config)
+        self._cross_of = probe.cross
+        return probe
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        inputs = batch.inputs or EncoderInputs(batch.slots[:0], (), batch.slots[:0])
+        packed = DecoderBatch(
+            to_device(batch.slots, self.device),
+            batch.segments,
+            self._layers,
+            self.pool.page_size,
+            cross=self._cross,
+            input_slots=to_device(inputs.slots, self.device),
+        )
+        states = self._halves.encoded(inputs.token_ids, inputs.lens)
+        token_ids, positions = (to_device(part, self.device) for part in (batch.token_ids, batch.positions))
+        logits = self._halves.logits(token_ids, positions, packed, states)
+        return logits if len(batch.rows) == len(token_ids) else logits[to_device(batch.rows, self.device)]
+
+
+class _Halves:
+    """Encoder and decoder of a model, as packed passes call them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        attention.register()
+        if model.config._attn_implementation != attention.ATTENTION_NAME:
+            model.set_attn_implementation(attention.ATTENTION_NAME)
+        self._encoder, decoder = model.get_encoder(), model.get_decoder()
+        self._positions: Tensor | None = None  # of the pass that runs
+        for module in decoder.modules():
+            if getattr(module, "has_relative_attention_bias", False):
+                self._bias_by_distance(module)
+            elif isinstance(module, nn.Embedding) and _takes(module, "position_ids"):
+                module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
+
+    def encoded(self, token_ids: IntArray, lens: list[int] | Any) -> Tensor:
+        """The encoder's states [1, num_tokens, hidden_size] of inputs that are given one after another."""
+        parts = [self._encode(each) for each in np.split(token_ids, np.cumsum(lens)[:-1])] if lens else []
+        if not parts:
+            return torch.empty(1, 0, self._model.config.hidden_size, device=self._model.device)
+        return torch.cat(parts, dim=1)
+
+    def _encode(self, token_ids: IntArray) -> Tensor:
+        ids = to_device(token_ids, self._model.device)[None]
+        states: Tensor = self._encoder(input_ids=ids, packed=EncoderPass()).last_hidden_state
+        return states
+
+    def logits(
+        self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, states: Tensor
+    ) -> Tensor:
+        """A packed row of decoder tokens.
+
+        Args:
+            token_ids, positions: int64 [num_tokens].
+            states: of the inputs whose keys and values the cross-attentions are to compute.
+
+        Returns:
+            [num_tokens, vocab_size] in the model's dtype.
+        """
+        with self._numbered(positions):
+            output = self._model(
+                encoder_outputs=(states,),
+                decoder_input_ids=token_ids[None],
+                past_key_values=_Known(token_ids.new_empty(1, 1, 0, 1)) if not states.shape[1] else None,
+                use_cache=False,
+                packed=packed,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @contextmanager
+    def _numbered(self, positions: Tensor) -> Iterator[None]:
+        self._positions = positions
+        try:
+            yield
+        finally:
+            self._positions = None
+
+    def _with_positions(self, _: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        if self._positions is None:
+            return None
+        return args, keywords | {"position_ids": self._positions}
+
+    def _bias_by_distance(self, module: Any) -> None:
+        """In passes, T5's layers hand on the bias by distance: `Scoring.bias`."""
+        own = module.compute_bias
+        with torch.inference_mode():
+            # From the farthest distance that has an entry of its own down to 0, the query's own key.
+            num = module.relative_attention_max_distance + 1
+            table = own(1, num, past_seen_tokens=num - 1)[0, :, 0].flip(-1).contiguous()
+
+        def compute_bias(*args: Any, **keywords: Any) -> Tensor:
+            found: Tensor = own(*args, **keywords) if self._positions is None else table
+            return found
+
+        module.compute_bias = compute_bias
+
+
+class _Known(EncoderDecoderCache):  # type: ignore[misc]
+    """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys.
+
+    Those of self-attentions pass through, and are kept by `DecoderBatch`.
+    """
+
+    def __init__(self, nothing: Tensor) -> None:
+        """Args:
+        nothing: [1, 1, 0, 1], what the cross-attentions are given instead of keys and values.
+        """
+        layer = SimpleNamespace(keys=nothing, values=nothing)
+        passing = SimpleNamespace(
+            layers=_Same(layer),
+            update=lambda keys, values, *_, **__: (keys, values),
+            get_seq_length=lambda *_: 0,
+        )
+        self.self_attention_cache = self.cross_attention_cache = passing
+        self.is_updated = _Same(True)
+
+
+class _Same:
+    """The same thing for every layer."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __getitem__(self, index: int) -> Any:
+        return self._thing
+
+    def get(self, index: int) -> Any:
+        return self._thing
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    return name in inspect.signature(module.forward).parameters

@@ -1,0 +1,332 @@
+"""Encoder-decoders in packed, paged passes: logits equal transformers' own, whatever shares the pages."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specwire import SamplingParams
+from specwire.config.services import VerifyConfig
+from specwire.engine import models
+from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
+from specwire.engine.device import LogitsDecider
+from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
+from specwire.engine.model import encoder_decoder
+from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
+from specwire.engine.thread import ComputeThread
+from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError
+from specwire.tree import TokenTree, path_to
+from tests.support import encoder_decoders
+from tests.support.encoder_decoders import FAMILIES, LENGTH, MAX_DISTANCE, START, own_logits
+from tests.support.harness import LoopThread
+from verify_service.verifier import VerifyJob
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PAGE_SIZE = 4
+NUM_TOKENS = 2 * MAX_DISTANCE
+TOLERANCE = 2e-5
+
+
+def tokens_of(num: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 97) for _ in range(num)]
+
+
+INPUTS = [tokens_of(num, num) for num in (1, 8, 23)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: Any) -> tuple[EncoderDecoderRunner, Any]:
+    """A runner, and transformers' own model."""
+    runner = EncoderDecoderRunner(encoder_decoders.build(request.param), num_pages=128, page_size=PAGE_SIZE)
+    return runner, encoder_decoders.build(request.param)
+
+
+def opened(runner: EncoderDecoderRunner, encoder_input: list[int]) -> SequenceCache:
+    cache = runner.new_sequence()
+    cache.encoder_len = len(encoder_input)
+    return cache
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_idle(runner: EncoderDecoderRunner) -> None:
+    runner.pool.check_integrity()
+    assert runner.pool.num_held_pages == 0
+
+
+def test_random_chunks_of_several_sequences(pair: tuple[EncoderDecoderRunner, Any]) -> None:
+    """Inputs are encoded beside decoding and verifying sequences with other inputs, and rolled back."""
+    runner, own = pair
+    rng, texts = random.Random(1), [[START, *tokens_of(NUM_TOKENS, seed)] for seed in range(3)]
+    caches = [opened(runner, each) for each in INPUTS]
+    expected = [own_logits(own, each, text) for each, text in zip(INPUTS, texts, strict=True)]
+    ends = [0, 0, 0]
+    while min(ends) < len(texts[0]):
+        chosen = [i for i in range(3) if ends[i] < len(texts[i]) and rng.random() < 0.7]
+        sizes = {i: rng.choice([1, 1, 2, 5, 9]) for i in chosen}
+        feeds = []
+        for i in chosen:
+            chunk = texts[i][ends[i] : ends[i] + sizes[i]]
+            feeds.append(Feed(caches[i], chunk if ends[i] else INPUTS[i] + chunk, len(chunk)))
+        logits = runner.forward(feeds)
+        for i, feed in zip(chosen, feeds, strict=True):
+            rows, logits = logits[: feed.num_rows], logits[feed.num_rows :]
+            assert_close(rows, expected[i][ends[i] : ends[i] + feed.num_rows])
+            ends[i] += feed.num_rows
+            if rng.random() < 0.3:  # the last tokens are run again
+                ends[i] = max(1, ends[i] - 3)
+                caches[i].truncate(len(INPUTS[i]) + ends[i])
+    for cache in caches:
+        cache.release()
+    assert_idle(runner)
+
+
+def test_forks_share_the_input_and_do_not_disturb_each_other(pair: tuple[EncoderDecoderRunner, Any]) -> None:
+    runner, own = pair
+    text, other = [START, *tokens_of(9, 1)], tokens_of(4, 2)
+    with opened(runner, INPUTS[2]) as first:
+        runner.forward([Feed(first, INPUTS[2] + text, 0)])
+        with first.fork() as second:
+            assert runner.pool.num_shared_pages == first.num_pages
+            second.truncate(len(INPUTS[2]) + 6)
+            both = runner.forward([Feed(first, tokens_of(4, 3), 4), Feed(second, other, 4)])
+            assert runner.pool.num_shared_pages >= len(INPUTS[2]) // PAGE_SIZE
+    assert_close(both[:4], own_logits(own, INPUTS[2], text + tokens_of(4, 3))[-4:])
+    assert_close(both[4:], own_logits(own, INPUTS[2], text[:6] + other)[-4:])
+    assert_idle(runner)
+
+
+def test_a_tree_beside_a_decoding_sequence(pair: tuple[EncoderDecoderRunner, Any]) -> None:
+    """Siblings have the same position and the same distance from the tokens before them."""
+    runner, own = pair
+    text, parents = [START, *tokens_of(MAX_DISTANCE + 3, 1)], (-1, -1, 0, 0, 2, 1, 5, 4)
+    nodes = tokens_of(len(parents), 2)
+    tree = TokenTree(len(INPUTS[1]) + len(text), parents)
+    with opened(runner, INPUTS[1]) as growing, opened(runner, INPUTS[2]) as decoding:
+        runner.forward([Feed(growing, INPUTS[1] + text[:-2], 0), Feed(decoding, INPUTS[2] + text[:-1], 0)])
+        # In two passes, so that nodes are read from the cache too; the first one has tokens before the tree.
+        first = runner.forward([Feed(growing, text[-2:] + nodes[:3], 3, tree), Feed(decoding, text[-1:], 1)])
+        rest = runner.forward([Feed(growing, nodes[3:], len(nodes) - 3, tree)])
+    assert_close(first[-1:], own_logits(own, INPUTS[2], text)[-1:])
+    for node, row in enumerate(torch.cat([first[:3], rest])):
+        path = [nodes[i] for i in path_to(parents, node)]
+        assert_close(row, own_logits(own, INPUTS[1], text + path)[-1])
+    assert_idle(runner)
+
+
+def test_an_input_in_pieces_is_refused(pair: tuple[EncoderDecoderRunner, Any]) -> None:
+    runner, own = pair
+    with opened(runner, INPUTS[1]) as cache:
+        for feed in (Feed(cache, INPUTS[1], 0), Feed(cache, [*INPUTS[1], START], 2)):
+            with pytest.raises(InvalidRequestError):
+                runner.forward([feed])
+        most = runner.context_len
+        assert most is not None
+        if most == LENGTH:
+            with pytest.raises(ContextLengthError, match=str(LENGTH)):
+                runner.forward([Feed(cache, INPUTS[1] + [START] * (most + 1), 1)])
+            full = runner.forward([Feed(cache, INPUTS[1] + [START] * most, 1)])
+            assert_close(full, own_logits(own, INPUTS[1], [START] * most)[-1:])
+    assert_idle(runner)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loading_checks_logits_and_describes(family: str, tmp_path: Path) -> None:
+    saved = encoder_decoders.save(tmp_path, family)
+    model = encoder_decoder.load(saved, dtype="float32")
+    described = encoder_decoder.describe(model, saved)
+    assert described["decoder_token_ids"] == (START,)
+    assert described["encoder_len"] == described["context_len"] == (2048 if "t5" in family else LENGTH)
+    assert described["vocab_size"] == 97
+    model.generation_config.forced_bos_token_id = 7
+    assert encoder_decoder.first_tokens(model) == (START, 7)
+
+
+def test_the_self_check_notices_a_model_that_is_computed_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: without the bias, or with positions counted along the row, nothing is served."""
+    halves: Any = encoder_decoder._Halves
+    for family, hook in (("t5", "_bias_by_distance"), ("bart", "_with_positions")):
+        saved = encoder_decoders.save(tmp_path / family, family)
+        with monkeypatch.context() as patched:
+            patched.setattr(halves, hook, lambda *_: None)
+            with pytest.raises(ModelLoadError):
+                encoder_decoder.load(saved, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--batch-invariant", {"batch_invariant": True}),
+        ("--heads", {"heads": "somewhere"}),
+        ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, Any], tmp_path: Path) -> None:
+    saved = encoder_decoders.save(tmp_path, "t5")
+    config = VerifyConfig(model=str(saved), **options)
+    with pytest.raises(ModelLoadError, match=f"encoder-decoder, which is not served with {flag}"):
+        models.make_runner(config, str(saved))
+
+
+# --- the engine ---------------------------------------------------------------------------------------
+
+
+class LogitsEngine:
+    """The real engine, and a reference to compare each job's logits with."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.own = encoder_decoders.build("t5_gated")
+        model = encoder_decoders.build("t5_gated")
+        self.runner = EncoderDecoderRunner(model, num_pages=num_pages, page_size=PAGE_SIZE)
+        self.logits: dict[Job, Tensor] = {}
+        self.engine = Engine(
+            self.runner,
+            LogitsDecider(self._consume),
+            max_num_tokens=40,
+            max_prefill_tokens=10,  # less than an input
+            context_len=num_pages * PAGE_SIZE,
+            thread=ComputeThread("test"),
+        )
+        self.thread = LoopThread()
+
+    def _consume(self, jobs: list[Job], logits: Tensor) -> None:
+        parts = logits.clone().split([job.num_rows for job in jobs])
+        for job, rows in zip(jobs, parts, strict=True):
+            self.logits[job], job.result = rows, True
+
+    def verify_all(self, jobs: list[VerifyJob]) -> None:
+        """Run them together and compare every row with transformers' own."""
+
+        async def together() -> None:
+            await asyncio.gather(*(self.engine.run(job) for job in jobs))
+
+        self.thread.run(together())
+        for job in jobs:
+            tokens, num_read = job.sequence.tokens, job.sequence.cache.encoder_len
+            expected = own_logits(self.own, tokens[:num_read], tokens[num_read:])
+            assert_close(self.logits.pop(job), expected[-job.num_rows :])
+
+    def settle(self) -> None:
+        """Wait until the engine has seen every close."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.engine._inbox.put(lambda: done.put(None))
+        done.get(timeout=10)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.thread.close()
+
+
+class Stream:
+    """What a coordinator knows of one sequence."""
+
+    def __init__(self, engine: Engine, encoder_input: list[int]) -> None:
+        self.num_read = len(encoder_input)
+        self.sequence: TokenSequence = engine.open(SamplingParams(seed=0), self.num_read + 1, self.num_read)
+        self.committed, self.held = [*encoder_input, START], 0
+
+    def job(self, rng: np.random.Generator) -> VerifyJob:
+        draft = [int(each) for each in rng.integers(3, 6, rng.integers(0, 8))]
+        if rng.random() < 0.3:  # roll back, into the input too
+            self.held = int(rng.integers(0, self.held + 1))
+            self.committed = self.committed[: max(self.held, self.num_read + 1)]
+        if self.held < self.num_read and rng.random() < 0.5:  # and go on with another one of the same length
+            self.committed[self.num_read - 1] = int(rng.integers(3, 97))
+        return VerifyJob(self.sequence, self.held, self.committed[self.held :], draft_token_ids=draft)
+
+    def commit(self, rng: np.random.Generator, job: VerifyJob) -> None:
+        num_accepted = int(rng.integers(0, len(job.draft_token_ids) + 1))
+        self.held = len(self.committed) + num_accepted
+        self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
+
+
+@pytest.fixture(params=[160, 24], ids=["enough memory", "evictions and preemptions"])
+def engine(request: Any) -> Iterator[LogitsEngine]:
+    made = LogitsEngine(request.param)
+    yield made
+    made.close()
+
+
+def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine) -> None:
+    """Equal and nearly equal inputs, rollbacks into them, reused pages, preemption; all in shared passes."""
+    rng, num_pages = np.random.default_rng(5), engine.runner.pool.num_pages
+    first = tokens_of(16, 1)
+    inputs = [first, [*first[:-1], 90], [91, *first[1:]], tokens_of(21, 2)]
+    streams = [Stream(engine.engine, each) for each in inputs]
+    for _ in range(60):
+        chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
+        for i in chosen:
+            if rng.random() < 0.2 or len(streams[i].committed) > 70:
+                engine.engine.close_sequence(streams[i].sequence)
+                streams[i] = Stream(engine.engine, inputs[rng.integers(len(inputs))])
+        jobs = [streams[i].job(rng) for i in chosen]
+        engine.verify_all(jobs)
+        for i, job in zip(chosen, jobs, strict=True):
+            streams[i].commit(rng, job)
+    status = engine.engine.status()
+    assert status.num_hit_tokens > 50
+    assert (status.num_preemptions > 0) == (num_pages == 24)
+    for stream in streams:
+        engine.engine.close_sequence(stream.sequence)
+    engine.settle()
+    assert_idle(engine.runner)
+
+
+# --- bookkeeping --------------------------------------------------------------------------------------
+
+
+def test_sequences_with_other_inputs_never_share_pages() -> None:
+    """Inputs that differ in their last token have the same first pages, by their tokens alone."""
+    pool = PagePool(16, PAGE_SIZE)
+    same, other = tokens_of(8, 1), [*tokens_of(8, 1)[:-1], 90]
+    found = []
+    for salt, encoder_input in (("", same), ("", other), ("", same), ("x", same)):
+        cache = pool.new_sequence()
+        cache.encoder_len = len(encoder_input)
+        sequence = TokenSequence(SamplingParams(seed=0, cache_salt=salt), 9, cache, 1)
+        sequence.rebase(0, [*encoder_input, START, 5, 6, 7, 8])
+        found.append(cache.reuse_prefix(sequence.tokens, 12))
+        cache.reserve(13 - cache.length)
+        cache.remember(sequence.tokens)
+        pool.check_integrity()
+        cache.release()
+    assert found == [0, 0, 12, 0]
+
+
+def test_an_input_is_held_whole_or_not_at_all() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    with pool.new_sequence() as cache:
+        cache.encoder_len = 10
+        cache.reserve(14)
+        cache.remember(list(range(14)))
+        cache.truncate(10)
+        assert cache.length == 10
+        cache.truncate(9)
+        assert cache.length == cache.num_pages == 0
+        assert cache.reuse_prefix(list(range(14)), 9) == 0, "two of its three pages are known"
+        assert cache.reuse_prefix(list(range(14)), 13) == 12
+        pool.check_integrity()
+
+
+def test_a_request_that_ends_within_the_input_is_refused() -> None:
+    sequence = TokenSequence(SamplingParams(seed=0), 9, PagePool(4, PAGE_SIZE).new_sequence(), 1)
+    sequence.cache.encoder_len = 8
+    with pytest.raises(InvalidRequestError, match="the encoder's input has 8 tokens"):
+        sequence.rebase(0, tokens_of(8, 1))
