@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
+from draft_service.lessons import Lesson
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
 from specwire.core import MAX_TREE_NODES, Preparation, Proposal
@@ -193,6 +194,7 @@ class Lookahead:
         vocab_limit: token ids from here on are never proposed; 0 for no limit.
         forecast: of this sequence's rounds.
         transcript: of a draft with another vocabulary than the target.
+        lesson: collects the committed tokens for a draft that learns.
         sink: gets the results of all jobs, to pass each on to `settle`; the tag of a job is the id of the
             sequence, and the branch that it is for.
         answer: called with every request that was served.
@@ -212,6 +214,7 @@ class Lookahead:
         sink: Sink,
         answer: Callable[[Request], None],
         transcript: Transcript | None = None,
+        lesson: Lesson | None = None,
     ) -> None:
         self.requests: deque[Request] = deque()
         self._engine = engine
@@ -222,6 +225,7 @@ class Lookahead:
         self._sink = sink
         self._answer = answer
         self._transcript = transcript
+        self._lesson = lesson
         self._root: Branch | None = None
         self._branches: list[Branch] = []
         self._preparation: Preparation | None = None  # for the root; None while a request is served
@@ -259,6 +263,8 @@ class Lookahead:
         """Close all forks; the sequence itself belongs to the caller."""
         self._close(self._branches)
         self._branches, self._preparation = [], None
+        if self._lesson is not None:
+            self._lesson.close()
 
     def _close(self, branches: Iterable[Branch]) -> None:
         for branch in branches:
@@ -282,6 +288,8 @@ class Lookahead:
     def _begin(self, request: Request) -> None:
         """Take the branch that was made for its tokens, if there is one, else draft them."""
         self._preparation = None
+        if self._lesson is not None:
+            self._lesson.commit(request.order.base_len, request.order.token_ids, self._drafted)
         branch = self._prepared(request.order)
         if branch is None:
             branch = self._draft_unprepared(request.order)
@@ -359,9 +367,13 @@ class Lookahead:
         """All tokens that a request commits, where the draft has another vocabulary."""
         if self._transcript is None:
             return None
+        return self._transcript.commit(order.base_len, order.token_ids, self._drafted)
+
+    @property
+    def _drafted(self) -> Sequence[int]:
+        """The root's proposal, if it is a chain."""
         root = self._root
-        drafted = root.proposal.token_ids if root and root.proposal and not root.proposal.parents else ()
-        return self._transcript.commit(order.base_len, order.token_ids, drafted)
+        return root.proposal.token_ids if root and root.proposal and not root.proposal.parents else ()
 
     def _followed(self, path: Sequence[int]) -> Committed | None:
         """The root's committed tokens and others after them; None as above."""

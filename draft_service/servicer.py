@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draft_service.learner import Learner
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
@@ -48,6 +49,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         trace_detail: bool = False,
         limits: Limits | None = None,
         shared: SharedVocabulary | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self._service = service
         self._tracer = tracer
@@ -59,6 +61,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             defaultdict(SharedForecast),
             self._spans,
             shared,
+            learner,
         )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
@@ -78,7 +81,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model=wire.model_info_to_proto(
-                dataclasses.replace(self._service.info, prepares_outcomes=self._settings.max_outcomes > 0)
+                dataclasses.replace(
+                    self._service.info,
+                    prepares_outcomes=self._settings.max_outcomes > 0,
+                    learning=self._settings.learner.learning if self._settings.learner else None,
+                )
             ),
             status=self._service.status(),
         )
@@ -94,6 +101,7 @@ class _Settings:
         forecasts: learnt from sequences that sample in the same way.
         spans_of: makes the spans of a sequence.
         shared: of a draft with another vocabulary than the target.
+        learner: of a draft that learns.
     """
 
     max_outcomes: int
@@ -101,6 +109,7 @@ class _Settings:
     forecasts: defaultdict[str, SharedForecast]
     spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
     shared: SharedVocabulary | None
+    learner: Learner | None
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +162,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     # --- requests -------------------------------------------------------------------------------------
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
+        learner = self._settings.learner
         lookahead = Lookahead(
             self.service.engine,
             tokens,
@@ -162,6 +172,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             sink=self._settle,
             answer=self._answered,
             transcript=self._transcript(),
+            lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
         return _Drafting(lookahead, self._settings.spans_of(message))
 

@@ -480,6 +480,30 @@ class Continuation(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """What a draft that learns while it serves has come to.
+
+    Agreement is the probability that the draft's own token is the target's, at the temperature of the
+    request; under greedy decoding the share of tokens that are.
+
+    Attributes:
+        num_steps: of its optimiser.
+        num_judged_tokens: of the target, which the draft was tested on before it learnt from them.
+        first_agreement: of the weights that it began with, until they were replaced.
+        agreement: of its weights now, over the latest of these tokens.
+        num_versions: how often the weights that it serves with were replaced.
+        num_rollbacks: how often it went back to them, since what it had learnt was no better.
+    """
+
+    num_steps: int = 0
+    num_judged_tokens: int = 0
+    first_agreement: float = 0.0
+    agreement: float = 0.0
+    num_versions: int = 0
+    num_rollbacks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
     """A model service's description of itself in the handshake.
 
@@ -503,6 +527,7 @@ class ModelInfo:
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
             and of those of a sample text.
+        learning: of a draft that learns while it serves; None for one that does not.
     """
 
     name: str
@@ -523,6 +548,7 @@ class ModelInfo:
     target_tokenizer_fingerprint: str = ""
     shared_vocab: float = 0.0
     shared_text: float = 0.0
+    learning: Learning | None = None
 
 
 def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -411,6 +411,8 @@ def _draft_flags(config: StackConfig) -> list[str]:
         device=config.draft_device,
         num_threads=config.draft_num_threads,
         target_tokenizer=config.target_tokenizer,
+        learn=config.draft_learn,
+        learn_share=config.draft_learn_share,
         metrics_address=metrics_address(config, "draft"),
         **_shared(config),
     )

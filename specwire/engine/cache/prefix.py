@@ -22,9 +22,14 @@ _PAGE_BYTES = 16
 _ROOT_BYTES = 32
 
 
-def root(salt: str) -> bytes:
-    """Parent of the first page of sequences with this salt; never equal to the name of a page."""
-    return blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
+def root(salt: str, version: int = 0) -> bytes:
+    """Parent of the first page of sequences with this salt; never equal to the name of a page.
+
+    Args:
+        version: of the model's weights; pages of other versions are never found.
+    """
+    key = version.to_bytes(8, "little") if version else b""
+    return blake2b(salt.encode(), digest_size=_ROOT_BYTES, key=key).digest()
 
 
 ROOT = root("")
