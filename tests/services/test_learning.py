@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,7 @@ from specwire.config.client import ClientConfig
 from specwire.config.services import DraftConfig, UpConfig
 from specwire.core import Learning
 from specwire.errors import ConfigError
+from specwire.v1 import draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import markov_model
@@ -46,11 +48,13 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
 
 
 def learning(stack: LocalStack) -> Learning:
-    """As the coordinator passes it on."""
-    _, draft = stack.client.get_model_info()
-    assert draft is not None
-    assert draft.learning is not None
-    return draft.learning
+    """As the draft service says now; the coordinator asks it every second."""
+    with grpc.insecure_channel(stack.draft_address) as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        answer = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5)
+    found = wire.model_info_from_proto(answer.model).learning
+    assert found is not None
+    return found
 
 
 def generate(stack: LocalStack, **settings: Any) -> None:
@@ -140,7 +144,7 @@ def settle(stack: LocalStack) -> None:
     """Until there is nothing left to study."""
     deadline, now = time.monotonic() + TIMEOUT_S, learning(stack)
     while True:
-        time.sleep(1.5)  # the coordinator polls every second
+        time.sleep(0.3)
         if now == (now := learning(stack)):
             return
         assert time.monotonic() < deadline
