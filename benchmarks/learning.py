@@ -119,13 +119,18 @@ def learn(
             done = client.generate(params=params, prompt_token_ids=prompt)
             samples.append(Sample(time.monotonic() - began_s, kind, done))
             if number % 100 == 0:
-                print(f"{samples[-1].ended_s:.0f} s", client.get_model_info()[1].learning, flush=True)
+                print(f"{samples[-1].ended_s:.0f} s", _learning(client), flush=True)
             if samples[-1].ended_s > 60 * minutes:
                 break
-        _, info = client.get_model_info()
+        learning = _learning(client)
+    return samples, learning
+
+
+def _learning(client: Client) -> Learning:
+    _, info = client.get_model_info()
     assert info is not None
     assert info.learning is not None
-    return samples, info.learning
+    return info.learning
 
 
 def _requests() -> Iterator[tuple[str, list[int]]]:

@@ -12,7 +12,7 @@ from collections import deque
 from enum import Enum
 from typing import NamedTuple
 
-MIN_LABELS = 1024
+MIN_LABELS = 512
 """Fewer tokens decide nothing."""
 MAX_GRADES = 64
 """The latest ones decide."""
@@ -88,7 +88,6 @@ class Grades:
         self._undecided.clear()
         if gain < 0:
             return Decision.GO_BACK
-        self._recent.clear()
         self._is_first = False
         return Decision.REPLACE
 

@@ -490,7 +490,7 @@ class Learning:
         num_steps: of its optimiser.
         num_judged_tokens: of the target, which the draft was tested on before it learnt from them.
         first_agreement: of the weights that it began with, until they were replaced.
-        agreement: of its weights now, over the latest of these tokens.
+        agreement: of the weights that served, over the latest of these tokens.
         num_versions: how often the weights that it serves with were replaced.
         num_rollbacks: how often it went back to them, since what it had learnt was no better.
     """

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from transformers import AutoModelForCausalLM
 
+from draft_service import grades
 from draft_service.learner import Learner
 from draft_service.lessons import Window
 from draft_service.student import Student
@@ -209,7 +210,7 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with local_stack(*pair, draft_options=LEARN | {"learn_out": str(out)}) as stack:
         now = generate_until(stack, 1)
         assert now.num_steps > 0
-        assert now.num_judged_tokens >= 1024
+        assert now.num_judged_tokens >= grades.MIN_LABELS
         assert 0 < now.first_agreement < 1
         shown = drafts.show(ClientConfig(server=stack.address), colour=False)
         assert "draft learns: " in shown

@@ -109,7 +109,7 @@ def test_agreement_before_and_now() -> None:
         found.add(Grade(64, 6.4, 16.0))
     assert (found.first_agreement, found.agreement) == (0.25, 0.25)
     assert found.decide() is Decision.REPLACE
-    for _ in range(20):
+    for _ in range(grades.MAX_GRADES):
         found.add(Grade(64, 0.0, 48.0))
     assert (found.first_agreement, found.agreement) == (0.25, 0.75)
 
