@@ -1,8 +1,8 @@
 """`python -m benchmarks.learning`: a draft that learns while it serves, on a text that it has not seen.
 
 The draft has the shape of the embedded one, and has read prose alone: the topics of Python's `help`. It
-serves the embedded target, which writes Python after the beginnings of files that neither has seen: one
-stream, half of the requests greedy and half sampled at temperature 1 with rejection sampling. Acceptance is
+serves the embedded target, which writes Python after the beginnings of files that neither has seen: several
+streams, half of the requests greedy and half sampled at temperature 1 with rejection sampling. Acceptance is
 counted while it learns; and before and after on other prompts, beside plain decoding and the embedded draft,
 which was distilled from this target for 22 minutes.
 """
@@ -10,6 +10,7 @@ which was distilled from this target for 22 minutes.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +26,16 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import windows
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.embedded import corpus, train
-from benchmarks.trees import table
-from specwire import Client, Completion, Rule, SamplingParams, embedded, tokenizer
+from benchmarks.trees import NUM_STREAMS, generate_all, table
+from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
 from specwire.core import Learning
 
-KINDS = {
-    "greedy": SamplingParams(temperature=0, ignore_eos=True),
-    "temperature 1": SamplingParams(rule=Rule.REJECTION, ignore_eos=True),
-}
 NUM_DRAFT_TOKENS = 4
+_COMMON = SamplingParams(num_draft_tokens=NUM_DRAFT_TOKENS, rule=Rule.REJECTION, ignore_eos=True)
+KINDS = {"greedy": replace(_COMMON, temperature=0), "temperature 1": _COMMON}
+"""Chains."""
 LEAST_RISE = 0.1
 WINDOW, NUM_WINDOWS = 256, 8
 """Tokens of a training step."""
@@ -98,7 +97,7 @@ def config(draft: Path | str, **settings: Any) -> UpConfig:
         draft_dtype="float32",
         address="127.0.0.1:0",
         num_threads=1,
-        num_draft_tokens=str(NUM_DRAFT_TOKENS),
+        num_outcomes="0",
         **settings,
     )
 
@@ -107,30 +106,35 @@ def learn(
     draft: Path, out: Path, minutes: float, share: float, num_tokens: int
 ) -> tuple[list[Sample], Learning]:
     """Requests in turns of their kinds, for so long; and what the draft says of itself at the end."""
-    environ = {"SPECWIRE_LEARN_OUT": str(out)}
-    samples: list[Sample] = []
-    with (
-        Stack(config(draft, draft_learn=True, draft_learn_share=share), environ) as stack,
-        Client(stack.address) as client,
-    ):
-        began_s = time.monotonic()
-        for number, (kind, prompt) in enumerate(_requests()):
-            params = replace(KINDS[kind], max_tokens=num_tokens, seed=number)
-            done = client.generate(params=params, prompt_token_ids=prompt)
-            samples.append(Sample(time.monotonic() - began_s, kind, done))
-            if number % 100 == 0:
-                print(f"{samples[-1].ended_s:.0f} s", _learning(client), flush=True)
-            if samples[-1].ended_s > 60 * minutes:
-                break
-        learning = _learning(client)
-    return samples, learning
-
-
-def _learning(client: Client) -> Learning:
-    _, info = client.get_model_info()
+    with Stack(
+        config(draft, draft_learn=True, draft_learn_share=share), {"SPECWIRE_LEARN_OUT": str(out)}
+    ) as stack:
+        samples = asyncio.run(_serve(stack.address, 60 * minutes, num_tokens))
+        with Client(stack.address) as client:
+            _, info = client.get_model_info()
     assert info is not None
     assert info.learning is not None
-    return info.learning
+    return samples, info.learning
+
+
+async def _serve(address: str, seconds: float, num_tokens: int) -> list[Sample]:
+    """`NUM_STREAMS` at a time."""
+    samples: list[Sample] = []
+    requests = enumerate(_requests())
+    began_s = time.monotonic()
+
+    async def stream(client: AsyncClient) -> None:
+        while (now_s := time.monotonic() - began_s) < seconds:
+            number, (kind, prompt) = next(requests)
+            params = replace(KINDS[kind], max_tokens=num_tokens, seed=number)
+            done = await client.generate(params=params, prompt_token_ids=prompt)
+            samples.append(Sample(time.monotonic() - began_s, kind, done))
+            if number % 50 == 0:
+                print(f"{now_s:.0f} s", (await client.get_model_info())[1], flush=True)
+
+    async with AsyncClient(address) as client:
+        await asyncio.gather(*(stream(client) for _ in range(NUM_STREAMS)))
+    return sorted(samples, key=lambda each: each.ended_s)
 
 
 def _requests() -> Iterator[tuple[str, list[int]]]:
@@ -158,23 +162,15 @@ def acceptance(completions: Sequence[Completion]) -> float:
 
 
 def over_time(samples: Sequence[Sample]) -> list[list[Any]]:
-    """Rows of acceptance by kind, and tokens/s, for every two minutes."""
-    rows = []
-    last = int(samples[-1].ended_s // BUCKET_S)
-    for bucket in range(last + 1):
+    """Rows of acceptance by kind, and tokens/s of all streams, for every two minutes."""
+    rows: list[list[Any]] = []
+    for bucket in range(int(samples[-1].ended_s // BUCKET_S)):
         some = [each for each in samples if int(each.ended_s // BUCKET_S) == bucket]
-        if len(some) < 2 * len(KINDS):
-            continue
         by_kind = [[each.done for each in some if each.kind == kind] for kind in KINDS]
         minutes = f"{bucket * BUCKET_S / 60:g} to {(bucket + 1) * BUCKET_S / 60:g}"
-        rates = [median(map(tokens_per_s, done)) for done in by_kind]
-        rows.append([minutes, *map(acceptance, by_kind), *rates])
+        num_tokens = sum(len(each.done.token_ids) for each in some)
+        rows.append([minutes, *map(acceptance, by_kind), num_tokens / BUCKET_S])
     return rows
-
-
-def tokens_per_s(done: Completion) -> float:
-    """Of one request alone, its prompt included."""
-    return len(done.token_ids) / done.timing.total_ms * 1e3
 
 
 # --- before and after -------------------------------------------------------------------------------------
@@ -186,38 +182,31 @@ class Measured(NamedTuple):
     alpha: float
     tokens_a_pass: float
     tokens_per_s: float
-    texts: list[Sequence[int]]
+    texts: Sequence[Sequence[int]]
 
 
 def measure(
-    draft: Path | str, prompts: Sequence[list[int]], num_tokens: int
+    draft: Path | str, prompts: Sequence[list[int]], num_tokens: int, names: Sequence[str]
 ) -> dict[str, dict[str, Measured]]:
-    """By kind: with the draft, and plain."""
+    """By kind: with the `draft`, and `plain`."""
     found: dict[str, dict[str, Measured]] = {}
     with Stack(config(draft)) as stack:
         for kind, params in KINDS.items():
             found[kind] = {}
-            for name, given in (("draft", params), ("plain", replace(params, num_draft_tokens=0))):
-                with Client(stack.address) as client:
-                    each = [
-                        client.generate(
-                            params=replace(given, max_tokens=num_tokens, seed=i), prompt_token_ids=prompt
-                        )
-                        for i, prompt in enumerate(prompts)
-                    ]
-                found[kind][name] = _measured(each)
+            for name in names:
+                given = replace(params, max_tokens=num_tokens, draft="off" if name == "plain" else None)
+                began_s = time.monotonic()
+                done = asyncio.run(generate_all(stack.address, prompts, given))
+                found[kind][name] = _measured(done, time.monotonic() - began_s)
                 print(draft, kind, name, *found[kind][name][:3], flush=True)
     return found
 
 
-def _measured(each: Sequence[Completion]) -> Measured:
+def _measured(each: Sequence[Completion], wall_s: float) -> Measured:
     num_tokens = sum(len(done.token_ids) for done in each)
-    return Measured(
-        acceptance(each),
-        num_tokens / sum(done.speculation.num_rounds for done in each),
-        median(map(tokens_per_s, each)),
-        [done.token_ids for done in each],
-    )
+    num_rounds = sum(done.speculation.num_rounds for done in each)
+    texts = [done.token_ids for done in each]
+    return Measured(acceptance(each), num_tokens / num_rounds, num_tokens / wall_s, texts)
 
 
 def main() -> None:
@@ -240,7 +229,8 @@ def main() -> None:
     print(*rows, learning, sep="\n", flush=True)
     _, prompts = cut_prompts(args.prompts)
     drafts = {"before": before, "after": after, "embedded draft": "embedded"}
-    found = {name: measure(draft, prompts, args.tokens) for name, draft in drafts.items()}
+    found = {name: measure(draft, prompts, args.tokens, ["draft"]) for name, draft in drafts.items()}
+    plain = measure("none", prompts, args.tokens, ["plain"])
     bars = [
         Bar(
             what=f"acceptance after less before, {kind}",
@@ -254,12 +244,12 @@ def main() -> None:
         ours != theirs
         for name in drafts
         for ours, theirs in zip(
-            found[name]["greedy"]["draft"].texts, found[name]["greedy"]["plain"].texts, strict=True
+            found[name]["greedy"]["draft"].texts, plain["greedy"]["plain"].texts, strict=True
         )
     )
     bars.append(Bar(what="greedy texts unlike those of plain decoding", measured=num_unlike, limit=0))
     about = (
-        f"{args.minutes:g} minutes, one stream, {args.tokens} tokens a request, chains of "
+        f"{args.minutes:g} minutes, {NUM_STREAMS} streams, {args.tokens} tokens a request, chains of "
         f"{NUM_DRAFT_TOKENS}, learning in {args.share:.0%} of the draft's time; embedded target in float32, "
         f"one thread for each model, on a machine that was busy with other work. Then {args.prompts} prompts "
         "without learning."
@@ -278,11 +268,8 @@ def main() -> None:
         details="\n\n".join(
             [
                 said,
-                table(
-                    ["minutes", *(f"α, {kind}" for kind in KINDS), *(f"tokens/s, {kind}" for kind in KINDS)],
-                    rows,
-                ),
-                *(_table_of(kind, found) for kind in KINDS),
+                table(["minutes", *(f"α, {kind}" for kind in KINDS), "tokens/s"], rows),
+                *(_table_of(kind, found, plain) for kind in KINDS),
             ]
         ),
         data={
@@ -300,10 +287,11 @@ def main() -> None:
     print(report.write(args.out))
 
 
-def _table_of(kind: str, found: dict[str, dict[str, dict[str, Measured]]]) -> str:
+def _table_of(
+    kind: str, found: dict[str, dict[str, dict[str, Measured]]], plain: dict[str, dict[str, Measured]]
+) -> str:
     rows = [[name, *each[kind]["draft"][:3]] for name, each in found.items()]
-    plain = median(each[kind]["plain"].tokens_per_s for each in found.values())
-    rows.append(["plain decoding", 0.0, 1.0, plain])
+    rows.append(["plain decoding", "", *plain[kind]["plain"][1:3]])
     return f"## {kind.capitalize()}\n\n{table(['draft', 'α', 'tokens a pass', 'tokens/s'], rows)}"
 
 

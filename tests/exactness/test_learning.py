@@ -165,8 +165,10 @@ def test_control_supports_of_other_weights_are_caught(
     monkeypatch.setattr(DraftDecider, "_draw", swapped)
     options = {"learn": True, "learn_rate": RATE, "learn_share": 1.0, "support_mass": 1.0}
     with local_stack(*save_pair(tmp_path), draft_options=options) as stack:
-        found, _ = sampled_while_it_learns(stack.address, [{"rule": Rule.REJECTION}])
-    assert fit_p_value(found[0], logits, SamplingParams(rule=Rule.REJECTION)) < CLEARLY_WRONG
+        settings = {"rule": Rule.REJECTION}
+        sampled_while_it_learns(stack.address, [settings])
+        later = [done for _ in range(2) for done in sample(stack.address, settings, 0)]
+    assert fit_p_value(later, logits, SamplingParams(rule=Rule.REJECTION)) < CLEARLY_WRONG
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "gumbel"])
