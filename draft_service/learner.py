@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draft_service.grades import Decision, Grades
 from draft_service.lessons import Lesson, Window, Windows
-from draft_service.student import Student
 from specwire.config.services import DraftConfig
 from specwire.core import Learning
 from specwire.engine import boot
@@ -24,6 +24,9 @@ from specwire.engine.loop import Engine
 from specwire.errors import ModelLoadError
 from specwire.estimate import clock
 from specwire.rule.columns import EDITED
+
+if TYPE_CHECKING:
+    from draft_service.student import Student
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +154,8 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
     """
     if not config.learn:
         return None
+    from draft_service.student import Student  # transformers takes seconds to import
+
     try:
         student = Student(service.runner.model, config.learn_rate)  # type: ignore[attr-defined]
     except ModelLoadError as error:
