@@ -93,6 +93,12 @@ class GenerationRequest:
         return self.prompt_len - len(self.target.decoder_token_ids)
 
     @property
+    def may_teach(self) -> bool:
+        """Whether a draft may change its weights by the output: no other request uses the random numbers that
+        decided about it, or tokens are matched, where any draft is exact."""
+        return self.params.matches_tokens or self.keyed_params.seed != self.params.seed
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the output."""
         own = () if self.params.ignore_eos else self.target.eos_token_ids
@@ -109,10 +115,12 @@ class RequestParser:
         tokenizer: Tokenizer | None,
         drafts: DraftChoices,
         draft_is_far: Callable[[], bool],
+        draft_learns: Callable[[], bool],
     ) -> None:
         """Args:
         drafts: what may propose.
         draft_is_far: whether proposals take long to arrive; asked where a request leaves the rule open.
+        draft_learns: whether the draft model changes its weights by outputs.
         """
         self._config = config
         self._target = target
@@ -120,6 +128,7 @@ class RequestParser:
         self._encoder = Encoder(tokenizer)
         self._drafts = drafts
         self._draft_is_far = draft_is_far
+        self._draft_learns = draft_learns
 
     def check(self, message: generation_pb2.GenerateRequest, caller: Principal) -> CheckedRequest:
         """Parse a first message, and choose what it leaves open.
@@ -166,10 +175,12 @@ class RequestParser:
         prompt += target.decoder_token_ids
         generated_token_ids = list(message.generated_token_ids)
         scope = self._output_scope(checked)
+        learns = checked.draft.uses_model and self._draft_learns()
+        is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,
-            keyed_params=_keyed(params, is_adaptive=checked.num_draft_tokens is None or scope is not None),
+            keyed_params=_keyed(params, is_adaptive=is_adaptive),
             target=target,
             generated_token_ids=generated_token_ids,
             resume_info=checked_resume_info(
@@ -232,9 +243,9 @@ def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:
     """Draw a fresh seed where the draft could otherwise know how rounds will end.
 
     Under rejection sampling an adaptive length depends on what other requests have taught, and so do drafts
-    from earlier outputs. If one of these requests used the same random numbers (a seed given twice, a resumed
-    request), a length or a draft token would depend on the outcome of this request's rounds. So no number is
-    used twice; the text does not repeat in any case.
+    from earlier outputs, and those of a model that learns from them. If one of these requests used the same
+    random numbers (a seed given twice, a resumed request), a length or a draft token would depend on the
+    outcome of this request's rounds. So no number is used twice; the text does not repeat in any case.
     """
     if params.matches_tokens or not is_adaptive:
         return params

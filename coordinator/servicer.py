@@ -87,7 +87,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
         )
         self._parser = RequestParser(
-            config, verify.info, tokenizer, drafts, lambda: self._shapes.chains.draft_is_far
+            config,
+            verify.info,
+            tokenizer,
+            drafts,
+            lambda: self._shapes.chains.draft_is_far,
+            lambda: draft.info is not None and draft.info.learning is not None,
         )
         self._num_finished = 0
         self._writes = Writes()

@@ -33,6 +33,7 @@ from draft_service.chains import ChainsJob
 from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
 from draft_service.inner.jobs import InnerJob
 from draft_service.inner.stream import InnerStream
+from draft_service.lessons import Lesson
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
 from specwire.core import MAX_TREE_NODES, Preparation, Proposal
@@ -196,6 +197,7 @@ class Lookahead:
         vocab_limit: token ids from here on are never proposed; 0 for no limit.
         forecast: of this sequence's rounds.
         transcript: of a draft with another vocabulary than the target.
+        lesson: collects the committed tokens for a draft that learns.
         sink: gets the results of all jobs, to pass each on to `settle`; the tag of a job is the id of the
             sequence, and the branch that it is for.
         answer: called with every request that was served.
@@ -217,6 +219,7 @@ class Lookahead:
         answer: Callable[[Request], None],
         transcript: Transcript | None = None,
         inner: InnerStream | None = None,
+        lesson: Lesson | None = None,
     ) -> None:
         self.requests: deque[Request] = deque()
         self._engine = engine
@@ -228,6 +231,7 @@ class Lookahead:
         self._answer = answer
         self._transcript = transcript
         self._inner = inner
+        self._lesson = lesson
         self._root: Branch | None = None
         self._branches: list[Branch] = []
         self._preparation: Preparation | None = None  # for the root; None while a request is served
@@ -267,6 +271,8 @@ class Lookahead:
         self._branches, self._preparation = [], None
         if self._inner is not None:
             self._engine.run_soon(self._inner.close)
+        if self._lesson is not None:
+            self._lesson.close()
 
     def _close(self, branches: Iterable[Branch]) -> None:
         for branch in branches:
@@ -290,6 +296,8 @@ class Lookahead:
     def _begin(self, request: Request) -> None:
         """Take the branch that was made for its tokens, if there is one, else draft them."""
         self._preparation = None
+        if self._lesson is not None:
+            self._lesson.commit(request.order.base_len, request.order.token_ids, self._drafted)
         branch = self._prepared(request.order)
         if branch is None:
             branch = self._draft_unprepared(request.order)
@@ -380,9 +388,13 @@ class Lookahead:
         """All tokens that a request commits, where the draft has another vocabulary."""
         if self._transcript is None:
             return None
+        return self._transcript.commit(order.base_len, order.token_ids, self._drafted)
+
+    @property
+    def _drafted(self) -> Sequence[int]:
+        """The root's proposal, if it is a chain."""
         root = self._root
-        drafted = root.proposal.token_ids if root and root.proposal and not root.proposal.parents else ()
-        return self._transcript.commit(order.base_len, order.token_ids, drafted)
+        return root.proposal.token_ids if root and root.proposal and not root.proposal.parents else ()
 
     def _followed(self, path: Sequence[int]) -> Committed | None:
         """The root's committed tokens and others after them; None as above."""

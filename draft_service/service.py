@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from draft_service import learner as learning
 from draft_service import pairing
 from draft_service.drafter import DraftDecider
 from draft_service.inner import loading
+from draft_service.metrics import TABLE
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
+from specwire.core import Learning
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.streams import Limits
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
+from specwire.telemetry.metrics import Group
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -41,11 +45,13 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         if hierarchy is not None:
             stack.callback(hierarchy.close)
             service = hierarchy.described(service)
-        stack.callback(service.close)
+        learner = learning.start(config, service)
+        stack.callback(learning.close, config, service, learner)
         if shared is not None:
             service = pairing.described(service, shared)
         group = engine_metrics.group(service, "draft")
-        await stack.enter_async_context(endpoint.serving(config, [group], tracer, "draft"))
+        learnt = Group(TABLE, lambda: learner.learning if learner else Learning(), group.fixed)
+        await stack.enter_async_context(endpoint.serving(config, [group, learnt], tracer, "draft"))
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         draft_pb2_grpc.add_DraftServiceServicer_to_server(
@@ -58,6 +64,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
                 limits=Limits(server.drain),
                 shared=shared,
                 hierarchy=hierarchy,
+                learner=learner,
             ),
             server.grpc,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.stream import InnerStream
+from draft_service.learner import Learner
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
@@ -51,6 +52,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         limits: Limits | None = None,
         shared: SharedVocabulary | None = None,
         hierarchy: Hierarchy | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self._service = service
         self._tracer = tracer
@@ -63,6 +65,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._spans,
             shared,
             hierarchy,
+            learner,
         )
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
@@ -82,7 +85,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model=wire.model_info_to_proto(
-                dataclasses.replace(self._service.info, prepares_outcomes=self._settings.max_outcomes > 0)
+                dataclasses.replace(
+                    self._service.info,
+                    prepares_outcomes=self._settings.max_outcomes > 0,
+                    learning=self._settings.learner.learning if self._settings.learner else None,
+                )
             ),
             status=self._service.status(),
         )
@@ -99,6 +106,7 @@ class _Settings:
         spans_of: makes the spans of a sequence.
         shared: of a draft with another vocabulary than the target.
         hierarchy: of a draft with a drafter of its own.
+        learner: of a draft that learns.
     """
 
     max_outcomes: int
@@ -107,6 +115,7 @@ class _Settings:
     spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
     shared: SharedVocabulary | None
     hierarchy: Hierarchy | None
+    learner: Learner | None
 
 
 @dataclass(eq=False, slots=True)
@@ -159,6 +168,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     # --- requests -------------------------------------------------------------------------------------
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
+        learner = self._settings.learner
         lookahead = Lookahead(
             self.service.engine,
             tokens,
@@ -169,6 +179,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             answer=self._answered,
             transcript=self._transcript(),
             inner=self._inner(tokens.params),
+            lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
         return _Drafting(lookahead, self._settings.spans_of(message))
 

@@ -490,6 +490,30 @@ class Continuation(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """What a draft that learns while it serves has come to.
+
+    Agreement is the probability that the draft's own token is the target's, at the temperature of the
+    request; under greedy decoding the share of tokens that are.
+
+    Attributes:
+        num_steps: of its optimiser.
+        num_judged_tokens: of the target, which the draft was tested on before it learnt from them.
+        first_agreement: of the weights that it began with, until they were replaced.
+        agreement: of the weights that served, over the latest of these tokens.
+        num_versions: how often the weights that it serves with were replaced.
+        num_rollbacks: how often it went back to them, since what it had learnt was no better.
+    """
+
+    num_steps: int = 0
+    num_judged_tokens: int = 0
+    first_agreement: float = 0.0
+    agreement: float = 0.0
+    num_versions: int = 0
+    num_rollbacks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
     """A model service's description of itself in the handshake.
 
@@ -518,6 +542,7 @@ class ModelInfo:
         encoder_len: of an encoder-decoder, most tokens of its encoder's input; 0 for other models.
         decoder_token_ids: of an encoder-decoder, what its decoder begins with, after the input and before the
             output.
+        learning: of a draft that learns while it serves; None for one that does not.
     """
 
     name: str
@@ -541,6 +566,7 @@ class ModelInfo:
     inner: str = ""
     encoder_len: int = 0
     decoder_token_ids: tuple[int, ...] = ()
+    learning: Learning | None = None
 
     @property
     def has_encoder(self) -> bool:

@@ -87,7 +87,11 @@ class RemoteDrafter:
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
         self._opening = wire.open_sequence(
-            params, request.prompt_len, vocab_size, tracer.propagators.headers(parent.context)
+            params,
+            request.prompt_len,
+            vocab_size,
+            tracer.propagators.headers(parent.context),
+            may_learn=request.may_teach,
         )
         self._check = partial(
             check_proposal,

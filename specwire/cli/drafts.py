@@ -15,7 +15,7 @@ from specwire.v1 import generation_pb2
 _MODEL = "model"
 _HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
-    _MODEL: "a draft service: --draft DIR",
+    _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
@@ -55,7 +55,19 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         target, draft = client.get_model_info()
         status = client.get_status()
     found = lines(target, draft, {each.source: each for each in status.by_source})
-    return table([_HEAD, *found], colour)
+    text = table([_HEAD, *found], colour)
+    return f"{text}\n\n{learnt(draft)}" if draft and draft.learning else text
+
+
+def learnt(draft: ModelInfo) -> str:
+    """What a draft that learns has come to."""
+    now = draft.learning
+    assert now is not None
+    return (
+        f"{draft.name} learns: {now.num_steps} steps, {now.num_judged_tokens} tokens of the target judged; "
+        f"its own was the same with a probability of {now.first_agreement:.2f} at first, {now.agreement:.2f} "
+        f"now; weights replaced {now.num_versions} times, given up {now.num_rollbacks} times"
+    )
 
 
 def lines(

@@ -412,6 +412,8 @@ def _draft_flags(config: StackConfig) -> list[str]:
         num_threads=config.draft_num_threads,
         target_tokenizer=config.target_tokenizer,
         inner=config.inner,
+        learn=config.draft_learn,
+        learn_share=config.draft_learn_share,
         metrics_address=metrics_address(config, "draft"),
         **_shared(config),
     )

@@ -90,6 +90,12 @@ INNER_HELP = (
     f"what guesses the draft's own tokens, so that it takes fewer passes: {', '.join(INNER_METHODS)}, or "
     "a smaller model with its tokenizer; empty for none"
 )
+LEARN_HELP = "let the draft learn from the target's tokens while it serves"
+LEARN_SHARE = 0.2
+LEARN_SHARE_HELP = "most of the draft's time that learning may take while no request waits, in (0, 1]"
+LEARN_SHARED_HELP = (
+    "learn from requests with a bearer token or a cache_salt too; drafts that are rejected show them"
+)
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
@@ -182,6 +188,10 @@ def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
         check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
         problem = "is served with --tensor-parallel-size 1 only"
         check(num_devices == 1, name, heads, problem)
+
+
+def _check_share(name: str, share: float) -> None:
+    check(0 < share <= 1, name, share, "must lie in (0, 1]")
 
 
 def check_model(name: str, source: str) -> None:
@@ -333,6 +343,11 @@ class DraftConfig(ModelServiceConfig):
     max_outcomes: int = option(32, "most outcomes of a stream's round to work ahead on; 0 for none")
     target_tokenizer: str = option("", TARGET_TOKENIZER_HELP)
     inner: str = option("", INNER_HELP)
+    learn: bool = option(False, LEARN_HELP)
+    learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
+    learn_rate: float = option(3e-4, "learning rate of --learn", check=check_duration)
+    learn_shared: bool = option(False, LEARN_SHARED_HELP)
+    learn_out: str = option("", "directory that --learn writes the draft to at the end; empty for none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -345,6 +360,20 @@ class DraftConfig(ModelServiceConfig):
         check(alone, "target_tokenizer", self.target_tokenizer, "is served on one device only")
         most = MAX_NUM_OUTCOMES
         check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
+        _check_share("learn_share", self.learn_share)
+        if self.learn:
+            self._check_learn()
+
+    def _check_learn(self) -> None:
+        """Refuse what does not go together with weights that change."""
+        check(not self.model.startswith(EMULATED), "learn", True, f"{self.model} has no weights")
+        for name, other, usual in (
+            ("tensor_parallel_size", self.tensor_parallel_size, 1),
+            ("batch_invariant", self.batch_invariant, False),
+            ("target_tokenizer", self.target_tokenizer, ""),
+            ("least_pass_ms", self.least_pass_ms, 0.0),
+        ):
+            check(other == usual, name, other, "does not go together with --learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,6 +547,8 @@ class StackConfig(CheckedConfig):
     )
     draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
     draft_device: str = option("cpu", "device of the draft")
+    draft_learn: bool = option(False, LEARN_HELP)
+    draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
     address: str = option(
         "127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )
@@ -565,12 +596,21 @@ class StackConfig(CheckedConfig):
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)
+        self._check_learn()
         _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
             check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+
+    def _check_learn(self) -> None:
+        _check_share("draft_learn_share", self.draft_learn_share)
+        if not self.draft_learn:
+            return
+        check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
+        check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
+        check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
     def _check_heads(self) -> None:
         draft, given = self.draft, heads_draft(self.speculative_config)

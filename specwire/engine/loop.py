@@ -9,7 +9,8 @@ do with the logits is up to the service: it passes in a `Decider`. No locks: cal
 inbox, and only the thread touches queues and caches.
 
 *Background* jobs work ahead on what may be requested. They run when no foreground job waits, and beside
-foreground jobs as far as that adds next to nothing to the step.
+foreground jobs as far as that adds next to nothing to the step. *Spare work* (`spare.py`) runs
+between steps, while no foreground job waits.
 
 The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams about to return), `executor.py`
 (one step and its failures), `recovery.py` (a lost device), `progress.py` (a hung device), `replies.py`
@@ -33,11 +34,12 @@ from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
 from specwire.engine.jobs import Job, TokenSequence, check_job, check_token
-from specwire.engine.progress import Heartbeat, Watchdog
+from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.recovery import DeviceRecovery
 from specwire.engine.replies import Replies, Sink, into_future
 from specwire.engine.schedule import Scheduler, Step
+from specwire.engine.spare import NoSpareWork, SpareWork
 from specwire.engine.thread import ComputeThread
 from specwire.errors import (
     RequestCancelledError,
@@ -120,6 +122,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             prefix_sharing=prefix_sharing,
         )
+        self._spare_work: SpareWork = NoSpareWork()
         self._executor = StepExecutor(
             runner, decider, self._replies, self._counts, prefix_sharing=prefix_sharing
         )
@@ -155,7 +158,8 @@ class Engine:
     ) -> TokenSequence:
         self._num_opened += 1
         cache = self._runner.new_sequence()
-        cache.root, cache.encoder_len = prefix.root(params.cache_salt), encoder_len
+        cache.root = prefix.root(params.cache_salt, version=self._spare_work.version)
+        cache.encoder_len = encoder_len
         sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
         self._sequences.add(sequence)
         return sequence
@@ -235,6 +239,14 @@ class Engine:
         """Detect a device that hangs, and fail what waits for it, until cancelled; see `Watchdog.watch`."""
         await self._watchdog.watch(on_change)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Run something on the thread, between steps; it must not raise."""
+        self._inbox.put(function)
+
+    def add_spare_work(self, work: SpareWork) -> None:
+        """Do this work from now on, while no foreground job waits."""
+        self.call(lambda: setattr(self, "_spare_work", work))
+
     def check_device(self) -> None:
         """The device was seen to be lost: recover it now rather than when the next job arrives."""
         self._inbox.put(self._recovery.check)
@@ -273,12 +285,14 @@ class Engine:
     def _run(self) -> None:
         while not self._closing:
             self._heartbeat.beat()
-            self._drain_inbox(timeout_s=0 if self._queues else None)
+            self._drain_inbox(timeout_s=0 if self._queues else self._spare_work.wait_s())
             self._heartbeat.beat()
             while wait_s := self._gathering_s():
                 self._drain_inbox(timeout_s=wait_s)
             if self._queues:
                 self._step()
+            if not (self._queues.foreground or self._closing) and self._inbox.empty():
+                self._do_spare_work()
         self._drain_inbox(timeout_s=0)
         self._queues.fail_all(ServiceUnavailableError("the service is shutting down"))
         self._replies.flush()
@@ -292,6 +306,13 @@ class Engine:
         except queue.Empty:
             pass
         self._replies.flush()
+
+    def _do_spare_work(self) -> None:
+        """One piece of it, if it is due: a request that comes now waits for no more."""
+        work = self._spare_work
+        if work.wait_s() == 0:
+            self._heartbeat.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
+            work.do()
 
     def _gathering_s(self) -> float:
         """How long the next step may still wait for streams that are about to return, in seconds."""

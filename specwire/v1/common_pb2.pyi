@@ -67,7 +67,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on", "end_len")
+    __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on", "end_len", "may_learn")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class OpenSequence(_message.Message):
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
     MAY_GO_ON_FIELD_NUMBER: _ClassVar[int]
     END_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     sampling: SamplingParams
     prompt_len: int
@@ -93,7 +94,8 @@ class OpenSequence(_message.Message):
     trace_headers: _containers.ScalarMap[str, str]
     may_go_on: bool
     end_len: int
-    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., may_go_on: _Optional[bool] = ..., end_len: _Optional[int] = ...) -> None: ...
+    may_learn: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_len: _Optional[int] = ..., vocab_limit: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., may_go_on: _Optional[bool] = ..., end_len: _Optional[int] = ..., may_learn: _Optional[bool] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("sequence_id", "reason", "message", "fields")
@@ -163,7 +165,7 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids")
+    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +184,7 @@ class ModelInfo(_message.Message):
     INNER_FIELD_NUMBER: _ClassVar[int]
     ENCODER_LEN_FIELD_NUMBER: _ClassVar[int]
     DECODER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_len: int
@@ -200,7 +203,24 @@ class ModelInfo(_message.Message):
     inner: str
     encoder_len: int
     decoder_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    learning: Learning
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ...) -> None: ...
+
+class Learning(_message.Message):
+    __slots__ = ("num_steps", "num_judged_tokens", "first_agreement", "agreement", "num_versions", "num_rollbacks")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    num_judged_tokens: int
+    first_agreement: float
+    agreement: float
+    num_versions: int
+    num_rollbacks: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_judged_tokens: _Optional[int] = ..., first_agreement: _Optional[float] = ..., agreement: _Optional[float] = ..., num_versions: _Optional[int] = ..., num_rollbacks: _Optional[int] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("num_sequences", "num_requests", "num_held_pages", "num_free_pages", "page_size", "num_steps", "num_tokens", "num_preemptions", "num_cached_pages", "num_hit_tokens", "silent_ms")

@@ -7,6 +7,7 @@ only valid nouns.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     FloatArray,
     IntArray,
+    Learning,
     Load,
     ModelInfo,
     Rule,
@@ -116,6 +118,7 @@ def open_sequence(
     *,
     may_go_on: bool = False,
     end_len: int = 0,
+    may_learn: bool = False,
 ) -> common_pb2.OpenSequence:
     """What opens a sequence; the caller fills in its id and its deadline."""
     return common_pb2.OpenSequence(
@@ -126,6 +129,7 @@ def open_sequence(
         trace_headers=dict(trace_headers),
         may_go_on=may_go_on,
         end_len=end_len,
+        may_learn=may_learn,
     )
 
 
@@ -167,19 +171,23 @@ _CAPABILITIES = {
     "trees": common_pb2.CAPABILITY_TREES,
     "drafts": common_pb2.CAPABILITY_DRAFTS,
 }
-_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in _CAPABILITIES]
+_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in {*_CAPABILITIES, "learning"}]
+_LEARNING = [*Learning.__dataclass_fields__]
 
 
 def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(info, name) for name in _MODEL_INFO}
     capabilities = [number for name, number in _CAPABILITIES.items() if getattr(info, name)]
-    return common_pb2.ModelInfo(**fields, capabilities=capabilities)
+    learning = common_pb2.Learning(**asdict(info.learning)) if info.learning else None
+    return common_pb2.ModelInfo(**fields, capabilities=capabilities, learning=learning)
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
-    lists = {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids")}
-    return ModelInfo(**fields | lists)
+    fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids")}
+    if message.HasField("learning"):
+        fields["learning"] = Learning(**{name: getattr(message.learning, name) for name in _LEARNING})
+    return ModelInfo(**fields)

@@ -29,6 +29,7 @@ import verify_service.service
 from coordinator.ledger import Ledger
 from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, CallRecord, Totals
+from draft_service.metrics import TABLE as LEARNING
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.completion import Stage
@@ -44,7 +45,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
 TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.7"
 MODEL_NAMES = {("model_name", TARGET), ("model_name", DRAFT)}
-EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *TRACING)
+EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *LEARNING, *TRACING)
 TIMEOUT_S = 30.0
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]

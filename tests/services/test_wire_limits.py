@@ -232,6 +232,7 @@ FREE = {
     "VerifyRequest.request_ids",
     "OpenSequence.timeout_ms",
     "OpenSequence.may_go_on",
+    "OpenSequence.may_learn",
     "OpenSequence.trace_headers",
     "StopConditions.ignore_eos",
     "GenerateRequest.generated_token_ids",

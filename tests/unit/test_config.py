@@ -56,7 +56,7 @@ def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
 
 def another_value(field: dataclasses.Field[Any]) -> Any:
     """Valid, and not the default."""
-    if field.name in ("support_mass", "kv_cache_memory"):
+    if field.name in ("support_mass", "kv_cache_memory", "learn_share", "draft_learn_share"):
         return 0.5
     if isinstance(field.default, bool):
         return not field.default

@@ -23,13 +23,15 @@ _PAGE_BYTES = 16
 _ROOT_BYTES = 32
 
 
-def root(salt: str, encoder_input: Sequence[int] = ()) -> bytes:
+def root(salt: str, encoder_input: Sequence[int] = (), version: int = 0) -> bytes:
     """Parent of the first page of sequences with this salt; never equal to the name of a page.
 
     Args:
         encoder_input: all that the encoder reads, which every key depends on; empty without an encoder.
+        version: of the model's weights; pages of other versions are never found.
     """
-    own = blake2b(salt.encode(), digest_size=_ROOT_BYTES).digest()
+    key = version.to_bytes(8, "little") if version else b""
+    own = blake2b(salt.encode(), digest_size=_ROOT_BYTES, key=key).digest()
     if not encoder_input:
         return own
     return blake2b(array("q", encoder_input).tobytes(), key=own, digest_size=_ROOT_BYTES).digest()

@@ -1,0 +1,101 @@
+"""Whether what a draft has learnt is better than what it serves with. No torch.
+
+Both are tested on tokens of the target before the draft learns from them. The score of a draft distribution q
+for the target's token x is 2 q(x) - Σ q², the quadratic score: on average it is the highest where q is the
+target's distribution, and lower by Σ (target - q)². So sharper guesses that are no better do not win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from enum import Enum
+from typing import NamedTuple
+
+MIN_LABELS = 512
+"""Fewer tokens decide nothing."""
+MAX_GRADES = 64
+"""The latest ones decide."""
+NUM_ERRORS = 2.0
+"""Standard errors that a difference has to be away from 0."""
+
+
+class Grade(NamedTuple):
+    """A test on one window; sums over its labels.
+
+    Attributes:
+        num_labels: tokens of the target.
+        gain: score of what was learnt less that of what is served.
+        agreement: probability that the served weights give to the token, at the request's temperature.
+    """
+
+    num_labels: int
+    gain: float
+    agreement: float
+
+
+class Decision(Enum):
+    """What the grades say."""
+
+    WAIT = "wait"
+    REPLACE = "replace"
+    """What was learnt is better."""
+    GO_BACK = "go back"
+    """It is worse."""
+
+
+class Grades:
+    """The grades since the last decision, and agreement over longer.
+
+    Attributes:
+        num_labels: of all grades.
+    """
+
+    def __init__(self) -> None:
+        self.num_labels = 0
+        self._recent: deque[Grade] = deque(maxlen=MAX_GRADES)
+        self._undecided: deque[Grade] = deque(maxlen=MAX_GRADES)
+        self._first = (0, 0.0)
+        self._is_first = True
+
+    def add(self, grade: Grade) -> None:
+        """One more."""
+        self.num_labels += grade.num_labels
+        self._recent.append(grade)
+        self._undecided.append(grade)
+        if self._is_first:
+            num_labels, agreement = self._first
+            self._first = num_labels + grade.num_labels, agreement + grade.agreement
+
+    @property
+    def first_agreement(self) -> float:
+        """See `core.Learning`."""
+        num_labels, agreement = self._first
+        return agreement / max(1, num_labels)
+
+    @property
+    def agreement(self) -> float:
+        """See `core.Learning`."""
+        return sum(each.agreement for each in self._recent) / max(
+            1, sum(each.num_labels for each in self._recent)
+        )
+
+    def decide(self) -> Decision:
+        """What they say; a decision begins anew."""
+        gain, error = self._gain()
+        if abs(gain) <= NUM_ERRORS * error:
+            return Decision.WAIT
+        self._undecided.clear()
+        if gain < 0:
+            return Decision.GO_BACK
+        self._is_first = False
+        return Decision.REPLACE
+
+    def _gain(self) -> tuple[float, float]:
+        """Mean gain of a token and its standard error, from the spread between windows."""
+        num_labels = sum(each.num_labels for each in self._undecided)
+        if num_labels < MIN_LABELS:
+            return 0.0, 0.0
+        mean = sum(each.gain for each in self._undecided) / num_labels
+        squares = sum((each.gain - mean * each.num_labels) ** 2 for each in self._undecided)
+        return mean, math.sqrt(squares) / num_labels

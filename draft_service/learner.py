@@ -1,0 +1,173 @@
+"""A draft that learns while it serves (Liu et al. 2023, arXiv 2310.07177), in the spare time of its engine.
+
+    committed tokens ─▶ Lesson ─▶ Windows ─▶ Student.study ─▶ Grades ─▶ replace the served weights, or go back
+      (event loop)               └──────────── engine thread, between steps ────────────────────────────────┘
+
+Between steps, no draft token has been drawn whose distribution is still to be computed: what is sent is what
+was drawn from, whatever the weights are afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draft_service.grades import Decision, Grades
+from draft_service.lessons import Lesson, Window, Windows
+from specwire.config.services import DraftConfig
+from specwire.core import Learning
+from specwire.engine import boot
+from specwire.engine.boot import ModelService
+from specwire.engine.jobs import TokenSequence
+from specwire.engine.loop import Engine
+from specwire.errors import ModelLoadError
+from specwire.estimate import clock
+from specwire.rule.columns import EDITED
+
+if TYPE_CHECKING:
+    from draft_service.student import Student
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 256
+"""Windows that are kept: half a megabyte."""
+NUM_REPEATS = 3
+_MEMORY = 0.9
+"""Of the average time of a piece."""
+
+
+class Learner:
+    """`engine.spare.SpareWork`.
+
+    Args:
+        share: of the engine thread's time.
+        is_shared: learn from sequences that share no cached prefix with others, too.
+
+    Attributes:
+        learning: what it has come to; any thread may read it.
+    """
+
+    def __init__(self, engine: Engine, student: Student, *, share: float, is_shared: bool) -> None:
+        self.version = 0
+        self.usual_s = 0.0
+        self.learning = Learning()
+        self._engine = engine
+        self._student = student
+        self._pause_ratio = 1 / share - 1
+        self._is_shared = is_shared
+        self._windows = Windows(CAPACITY, NUM_REPEATS)
+        self._grades = Grades()
+        self._due_ns = 0
+        self._num_steps = self._num_rollbacks = 0
+
+    # --- on the event loop ----------------------------------------------------------------------------
+
+    def lesson(self, sequence: TokenSequence) -> Lesson | None:
+        """What collects the tokens of a new sequence; None if nothing is to be learnt from it.
+
+        With biases and penalties the target's tokens follow another distribution than its own. A salt keeps
+        what a request says from others, who would see some of it in draft tokens.
+        """
+        params = sequence.params
+        is_private = params.cache_salt != "" and not self._is_shared
+        if is_private or sequence.encoded.traits & EDITED:
+            return None
+        return Lesson(sequence.prompt_len, 0.0 if params.greedy else params.temperature, self._hand_over)
+
+    def _hand_over(self, window: Window) -> None:
+        self._engine.call(lambda: self._windows.add(window))
+
+    # --- on the engine's thread -----------------------------------------------------------------------
+
+    def wait_s(self) -> float | None:
+        """See `SpareWork`."""
+        if not self._windows:
+            return None
+        return max(0, self._due_ns - clock.stopwatch_ns()) / 1e9
+
+    def do(self) -> None:
+        """Study one window. A failure ends the learning, not the service."""
+        started_ns = clock.stopwatch_ns()
+        try:
+            self._study()
+        except Exception:
+            log.exception("the draft learns no more")
+            self._windows = Windows(0, 0)
+        finished_ns = clock.stopwatch_ns()
+        spent_ns = finished_ns - started_ns
+        self._due_ns = finished_ns + int(self._pause_ratio * spent_ns)
+        self.usual_s = max(spent_ns / 1e9, _MEMORY * self.usual_s)
+        self._report()
+
+    def _study(self) -> None:
+        window, is_fresh = self._windows.take()
+        grade = self._student.study(window, is_graded=is_fresh)
+        if self._student.is_step_due:
+            if self._student.step():
+                self._num_steps += 1
+            else:
+                self._go_back()
+        if grade is not None:
+            self._grades.add(grade)
+            self._decide()
+
+    def _decide(self) -> None:
+        match self._grades.decide():
+            case Decision.REPLACE:
+                self._student.publish()
+                self.version += 1
+                log.info("version %d of the draft's weights", self.version)
+            case Decision.GO_BACK:
+                self._go_back()
+            case Decision.WAIT:
+                pass
+
+    def _go_back(self) -> None:
+        self._student.go_back()
+        self._num_rollbacks += 1
+        log.info("the draft learns on from version %d of its weights", self.version)
+
+    def _report(self) -> None:
+        self.learning = Learning(
+            num_steps=self._num_steps,
+            num_judged_tokens=self._grades.num_labels,
+            first_agreement=self._grades.first_agreement,
+            agreement=self._grades.agreement,
+            num_versions=self.version,
+            num_rollbacks=self._num_rollbacks,
+        )
+
+    # --- when the engine has ended --------------------------------------------------------------------
+
+    def save(self, directory: Path, source: Path) -> None:
+        """Write the weights that were served last; see `Student.save`."""
+        self._student.save(directory, source)
+        log.info("version %d of the draft's weights is in %s", self.version, directory)
+
+
+def start(config: DraftConfig, service: ModelService) -> Learner | None:
+    """Let the service learn, if it is to.
+
+    Raises:
+        ModelLoadError: its weights cannot be changed.
+    """
+    if not config.learn:
+        return None
+    from draft_service.student import Student  # transformers takes seconds to import
+
+    try:
+        student = Student(service.runner.model, config.learn_rate)  # type: ignore[attr-defined]
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--model {config.model}: {error}") from error
+    learner = Learner(service.engine, student, share=config.learn_share, is_shared=config.learn_shared)
+    service.engine.add_spare_work(learner)
+    return learner
+
+
+def close(config: DraftConfig, service: ModelService, learner: Learner | None) -> None:
+    """End the service; what was learnt is written where the config says."""
+    service.close()
+    if learner is not None and config.learn_out and learner.version:
+        source = boot.model_directory(boot.resolve(config.model, "draft"))
+        learner.save(Path(config.learn_out), source)
