@@ -371,6 +371,7 @@ class DraftConfig(ModelServiceConfig):
             ("tensor_parallel_size", self.tensor_parallel_size, 1),
             ("batch_invariant", self.batch_invariant, False),
             ("target_tokenizer", self.target_tokenizer, ""),
+            ("inner", self.inner, ""),
             ("least_pass_ms", self.least_pass_ms, 0.0),
         ):
             check(other == usual, name, other, "does not go together with --learn")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from specwire.config.services import EMBEDDED, ModelServiceConfig
+from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
 from specwire.engine.device import Runner
 from specwire.engine.model import encoder_decoder
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
@@ -75,6 +75,8 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }
+    if isinstance(config, DraftConfig):
+        refused |= {"--inner": config.inner != "", "--learn": config.learn}
     for flag, is_given in refused.items():
         if is_given:
             raise ModelLoadError(f"{source}: is an encoder-decoder, which is not served with {flag}")
