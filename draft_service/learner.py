@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CAPACITY = 256
-"""Windows that are kept: half a megabyte."""
+"""Windows that wait to be studied; with those that wait to be studied again, 2 MiB at most."""
 NUM_REPEATS = 3
 _MEMORY = 0.9
 """Of the average time of a piece."""

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from transformers import AutoModelForCausalLM
 
-from draft_service import grades
+from draft_service import grades, learner
 from draft_service.learner import Learner
 from draft_service.lessons import Window
 from draft_service.student import Student
@@ -83,7 +83,7 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
 def teaches(stack: LocalStack, taught: list[Window], **settings: Any) -> bool:
     """Whether a generation hands over windows."""
     taught.clear()
-    generate(stack, **settings)
+    generate(stack, max_tokens=30, **settings)
     stack.assert_idle_within(5.0)
     return bool(taught)
 
@@ -162,9 +162,9 @@ def test_requests_do_not_wait_for_more_than_one_piece(
         return study(self, window, is_graded=is_graded)
 
     monkeypatch.setattr(Student, "study", slow)
+    monkeypatch.setattr(learner, "NUM_REPEATS", 200)
     with local_stack(*pair, draft_options=LEARN) as stack:
-        for seed in range(8):
-            generate(stack, seed=seed)
+        generate(stack, max_tokens=20)
         done = stack.client.generate(params=replace(PARAMS, max_tokens=40), prompt_token_ids=PROMPT)
         queued_ms = done.timing.draft_queue_ms / done.speculation.num_rounds
         assert queued_ms < 60
@@ -179,9 +179,9 @@ def test_a_share_of_the_time(pair: tuple[Path, Path], monkeypatch: pytest.Monkey
         time.sleep(0.02)
 
     monkeypatch.setattr(Student, "study", noted)
+    monkeypatch.setattr(learner, "NUM_REPEATS", 10)
     with local_stack(*pair, draft_options=LEARN | {"learn_share": 0.25}) as stack:
-        for seed in range(4):
-            generate(stack, seed=seed)
+        generate(stack, max_tokens=20)
         deadline = time.monotonic() + TIMEOUT_S
         while len(starts) < 5:
             assert time.monotonic() < deadline
