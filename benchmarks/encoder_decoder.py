@@ -21,7 +21,7 @@ from specwire.cli.supervisor import Stack
 from specwire.completion import Stage
 from specwire.config.services import UpConfig
 
-PACED_MS = 25.0
+PACED_MS = 100.0
 TRIED = 4
 """Draft tokens a round where acceptance is measured."""
 MOST = 10

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ from specwire import (
 )
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
+from specwire.v1 import generation_pb2_grpc
+from specwire.wire.client import chunk_from_proto, generate_request
 from tests.support import encoder_decoders, vocabularies
 from tests.support.encoder_decoders import LENGTH, START
 from tests.support.harness import LocalStack, local_stack
@@ -113,6 +116,18 @@ def test_the_end_token_ends_the_output(stack: LocalStack, family: str) -> None:
     done = stack.client.generate(params=params, prompt_token_ids=PROMPTS[0])
     assert list(done.token_ids) == expected[: expected.index(expected[9]) + 1]
     assert done.finish_reason == "stop"
+
+
+def test_a_resumed_generation_says_the_same(stack: LocalStack, family: str) -> None:
+    """The output so far is the decoder's, after the same input."""
+    expected = generated(family, PROMPTS[0], 24)
+    request = generate_request(None, GREEDY, PROMPTS[0])
+    request.generated_token_ids.extend(expected[:9])
+    with grpc.insecure_channel(stack.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        chunks = [each.chunk for each in stub.Generate(iter([request]), timeout=60) if each.HasField("chunk")]
+    found = [token_id for chunk in chunks for token_id in chunk_from_proto(chunk).token_ids]
+    assert found == expected[9:]
 
 
 def test_a_small_cache_preempts_and_the_text_stays(pair: tuple[Path, Path], family: str) -> None:

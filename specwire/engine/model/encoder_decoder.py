@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -173,12 +173,12 @@ class _Halves:
             elif isinstance(module, nn.Embedding) and _takes(module, "position_ids"):
                 module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
 
-    def encoded(self, token_ids: IntArray, lens: list[int] | Any) -> Tensor:
+    def encoded(self, token_ids: IntArray, lens: Sequence[int]) -> Tensor:
         """The encoder's states [1, num_tokens, hidden_size] of inputs that are given one after another."""
-        parts = [self._encode(each) for each in np.split(token_ids, np.cumsum(lens)[:-1])] if lens else []
-        if not parts:
+        if not lens:
             return torch.empty(1, 0, self._model.config.hidden_size, device=self._model.device)
-        return torch.cat(parts, dim=1)
+        inputs = np.split(token_ids, np.cumsum(lens)[:-1])
+        return torch.cat([self._encode(each) for each in inputs], dim=1)
 
     def _encode(self, token_ids: IntArray) -> Tensor:
         ids = to_device(token_ids, self._model.device)[None]
