@@ -107,11 +107,10 @@ def main() -> None:
             print(part, num, found[part][num], flush=True)
     bars = [bar for part in found for bar in _BARS[part](found[part])]
     about = (
-        f"Embedded pair in float32, temperature 1; {args.prompts} prompts, {args.tokens} tokens each, 8 "
-        "streams. Tokens a round: accepted ones and the one after them; draft tokens: those that the target "
-        "runs, as chains share what coincides. Tokens/s: one stream, medians, in turns, and "
-        "of the ratio to plain decoding of the same prompt; `default` is block verification with lengths that "
-        "the coordinator chooses, `chosen` several chains likewise."
+        "Embedded pair in float32, temperature 1. Tokens a round: accepted ones and the one after them, 8 "
+        "streams; draft tokens: those that the target runs, as chains share what coincides. Tokens/s: one "
+        "stream, medians, in turns, and of the ratio to plain decoding of the same prompt; `default` is block "
+        "verification with lengths that the coordinator chooses, `chosen` several chains likewise."
     )
     details = "\n\n".join(_TABLES[part](found[part]) for part in found)
     result = Report(
