@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks import trees
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
 
 NUMS_CHAINS = (1, 2, 4, 8)
 LENGTHS = (4, 8)
@@ -33,18 +36,20 @@ WAYS = {
 LEAST_OF_PLAIN = 0.98
 LEAST_OF_ONE = 1.1
 LEAST_PACED = 2.0
-PASS_MS = 60
+PASS_MS = 200
 """Of a target whose pass costs the same for all of these tokens: the embedded one, which sleeps meanwhile."""
-SETTLING_TOKENS, SETTLING_TOKENS_PACED = 800, 300
+SETTLING_TOKENS, SETTLING_TOKENS_PACED = 500, 160
 
 
-def tokens_a_round(address: str, num_prompts: int, num_tokens: int) -> dict[int, list[float]]:
-    """By length: tokens a round, and the share of rounds that accept a first draft token."""
+def tokens_a_round(config: UpConfig, num_prompts: int, num_tokens: int) -> dict[str, list[float]]:
+    """By length: tokens a round, the share of rounds that accept a first draft token, and draft tokens."""
     prompts, found = trees.cut_prompts(num_prompts), {}
-    for length in LENGTHS:
-        params = replace(PARAMS, num_draft_tokens=length, max_tokens=num_tokens)
-        done = asyncio.run(trees.generate_all(address, prompts, params))
-        found[length] = [trees.tokens_a_round(done), _first_accepted(done), _draft_tokens_a_round(done)]
+    with Stack(config) as stack:
+        for length in LENGTHS:
+            params = replace(PARAMS, num_draft_tokens=length, max_tokens=num_tokens)
+            done = asyncio.run(trees.generate_all(stack.address, prompts, params))
+            figures = trees.tokens_a_round(done), _first_accepted(done), _draft_tokens_a_round(done)
+            found[str(length)] = [*figures]
     return found
 
 
@@ -58,11 +63,12 @@ def _draft_tokens_a_round(done: Sequence[Completion]) -> float:
     return sum(s.num_draft_tokens for s in each) / sum(sum(s.acceptance_histogram) for s in each)
 
 
-def rates(address: str, num_runs: int, num_tokens: int, num_settling: int) -> dict[str, float]:
-    """Tokens/s of one stream, each way, medians, after so many tokens of the ways that choose lengths."""
+def rates(config: UpConfig, num_runs: int, num_tokens: int, num_settling: int) -> dict[str, list[float]]:
+    """Tokens/s of one stream and their ratio to plain decoding, each way, medians, after so many tokens of
+    the ways that choose lengths."""
     prompts = trees.cut_prompts(num_runs)
     runs: dict[str, list[float]] = {way: [] for way in WAYS}
-    with Client(address) as client:
+    with Stack(config) as stack, Client(stack.address) as client:
         for way in ("default", "chosen"):
             settling = replace(WAYS[way], max_tokens=num_settling)
             client.generate(params=settling, prompt_token_ids=prompts[0])
@@ -70,82 +76,127 @@ def rates(address: str, num_runs: int, num_tokens: int, num_settling: int) -> di
             for way, params in WAYS.items():
                 done = client.generate(params=replace(params, max_tokens=num_tokens), prompt_token_ids=prompt)
                 runs[way].append(num_tokens / done.timing.total_ms * 1e3)
-    return {way: median(of_way) for way, of_way in runs.items()}
+    over_plain = {way: [*map(truediv, of_way, runs["plain"])] for way, of_way in runs.items()}
+    return {way: [median(of_way), median(over_plain[way])] for way, of_way in runs.items()}
 
 
 def main() -> None:
-    """Measure each number of chains and write what was found."""
+    """Measure the parts that are asked for; the report has the latest of all that were measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kseq", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96, help="of each generation")
-    parser.add_argument("--runs", type=int, default=7, help="of each way, for tokens/s")
+    parser.add_argument("parts", nargs="*", help="counts, rates, paced; all by default")
+    parser.add_argument("--prompts", type=int, default=16, help="of `counts`")
+    parser.add_argument("--tokens", type=int, default=96, help="of each generation; of `paced` half as many")
+    parser.add_argument("--runs", type=int, default=5, help="of each way, in `rates` and `paced`")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     facts = machine()
-    counts: dict[int, dict[int, list[float]]] = {}
-    speeds: dict[int, dict[str, float]] = {}
-    paced: dict[int, dict[str, float]] = {}
-    for num in NUMS_CHAINS:
-        config = {"method": "draft_model", "selection": "kseq", "num_chains": num}
-        own = replace(trees.EMBEDDED, speculative_config=json.dumps(config))
-        with Stack(own) as stack:
-            counts[num] = tokens_a_round(stack.address, args.prompts, args.tokens)
-            speeds[num] = rates(stack.address, args.runs, args.tokens, SETTLING_TOKENS)
-        with Stack(replace(own, least_pass_ms=PASS_MS)) as stack:
-            paced[num] = rates(stack.address, args.runs, args.tokens // 2, SETTLING_TOKENS_PACED)
-        print(num, counts[num], speeds[num], paced[num], flush=True)
-    bars = [
-        *(
-            Bar(
-                what=f"tokens a round of 4 chains of {length} over those of one",
-                measured=counts[4][length][0] / counts[1][length][0],
-                limit=LEAST_OF_ONE,
-                at_least=True,
-            )
-            for length in LENGTHS
+    found = _earlier(args.out)
+    measure: dict[str, Callable[[UpConfig], Any]] = {
+        "counts": lambda config: tokens_a_round(config, args.prompts, args.tokens),
+        "rates": lambda config: rates(config, args.runs, args.tokens, SETTLING_TOKENS),
+        "paced": lambda config: rates(
+            replace(config, least_pass_ms=PASS_MS), args.runs, args.tokens // 2, SETTLING_TOKENS_PACED
         ),
-        *(
-            Bar(
-                what=f"tokens/s of {num} chains, lengths chosen, over plain",
-                measured=speeds[num]["chosen"] / speeds[num]["plain"],
-                limit=LEAST_OF_PLAIN,
-                at_least=True,
-            )
-            for num in NUMS_CHAINS
-        ),
-        *(
-            Bar(
-                what=f"tokens/s of 4 chains of {length} over plain, passes of {PASS_MS} ms",
-                measured=paced[4][f"{length} tokens"] / paced[4]["plain"],
-                limit=LEAST_PACED,
-                at_least=True,
-            )
-            for length in LENGTHS
-        ),
-    ]
+    }
+    for part in args.parts or measure:
+        found[part] = {}
+        for num in NUMS_CHAINS if part == "counts" else NUMS_CHAINS[1:]:
+            given = {"method": "draft_model", "selection": "kseq", "num_chains": num}
+            config = replace(trees.EMBEDDED, speculative_config=json.dumps(given))
+            found[part][num] = measure[part](config)
+            print(part, num, found[part][num], flush=True)
+    bars = [bar for part in found for bar in _BARS[part](found[part])]
     about = (
-        f"Embedded pair in float32, temperature 1; {args.prompts} prompts, {args.tokens} tokens each, 8 "
-        "streams. Tokens a round: accepted ones and the one after them; draft tokens: those that the target "
-        f"runs, as chains share what coincides. Tokens/s: one stream, medians of {args.runs} runs, in turns."
+        "Embedded pair in float32, temperature 1. Tokens a round: accepted ones and the one after them, 8 "
+        "streams; draft tokens: those that the target runs, as chains share what coincides. Tokens/s: one "
+        "stream, medians, in turns, and of the ratio to plain decoding of the same prompt; `default` is block "
+        "verification with lengths that the coordinator chooses, `chosen` several chains likewise."
     )
-    data = {"counts": counts, "rates": speeds, f"rates, passes of {PASS_MS} ms": paced}
-    paced_head = f"A target whose pass takes {PASS_MS} ms, for one token and for all of these alike:"
-    details = "\n".join([_counts(counts), "", _rates(speeds), "", paced_head, "", _rates(paced)])
+    details = "\n\n".join(_TABLES[part](found[part]) for part in found)
     result = Report(
-        name="kseq", title="Several chains", machine=facts, about=about, bars=bars, details=details, data=data
+        name="kseq",
+        title="Several chains",
+        machine=facts,
+        about=about,
+        bars=bars,
+        details=details,
+        data=found,
     )
     print(result.write(args.out))
 
 
-def _counts(counts: dict[int, dict[int, list[float]]]) -> str:
+def _earlier(out: Path) -> dict[str, Any]:
+    """Parts of the report that is there."""
+    path = out / "kseq.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        part: {int(num): of_num for num, of_num in known[part].items()} for part in _TABLES if part in known
+    }
+
+
+def _bars_of_counts(counts: dict[int, dict[str, list[float]]]) -> list[Bar]:
+    return [
+        Bar(
+            what=f"tokens a round of 4 chains of {length} over those of one",
+            measured=counts[4][str(length)][0] / counts[1][str(length)][0],
+            limit=LEAST_OF_ONE,
+            at_least=True,
+        )
+        for length in LENGTHS
+    ]
+
+
+def _bars_of_rates(speeds: dict[int, dict[str, list[float]]]) -> list[Bar]:
+    return [
+        Bar(
+            what=f"tokens/s of {num} chains, lengths chosen, over plain",
+            measured=by["chosen"][1],
+            limit=LEAST_OF_PLAIN,
+            at_least=True,
+        )
+        for num, by in speeds.items()
+    ]
+
+
+def _bars_of_paced(speeds: dict[int, dict[str, list[float]]]) -> list[Bar]:
+    return [
+        Bar(
+            what=f"tokens/s of 4 chains of {length} over plain, passes of {PASS_MS} ms",
+            measured=speeds[4][f"{length} tokens"][1],
+            limit=LEAST_PACED,
+            at_least=True,
+        )
+        for length in LENGTHS
+    ]
+
+
+def _table_of_counts(counts: dict[int, dict[str, list[float]]]) -> str:
     head = ["chains", "length", "tokens a round", "first token accepted", "draft tokens a round"]
     rows = [[num, length, *found] for num, by in counts.items() for length, found in by.items()]
     return trees.table(head, rows)
 
 
-def _rates(speeds: dict[int, dict[str, float]]) -> str:
-    head = ["chains", *(f"{way} (tokens/s)" for way in WAYS)]
-    return trees.table(head, [[num, *by.values()] for num, by in speeds.items()])
+def _table_of_rates(speeds: dict[int, dict[str, list[float]]]) -> str:
+    head = ["chains", *(f"{way}: tokens/s (× plain)" for way in WAYS)]
+    rows = [[num, *(f"{rate:.1f} ({gain:.2f})" for rate, gain in by.values())] for num, by in speeds.items()]
+    return trees.table(head, rows)
+
+
+def _table_of_paced(speeds: dict[int, dict[str, list[float]]]) -> str:
+    head = f"A target whose pass takes {PASS_MS} ms, for one token and for all of these alike:"
+    return f"{head}\n\n{_table_of_rates(speeds)}"
+
+
+_BARS: dict[str, Callable[[Any], list[Bar]]] = {
+    "counts": _bars_of_counts,
+    "rates": _bars_of_rates,
+    "paced": _bars_of_paced,
+}
+_TABLES: dict[str, Callable[[Any], str]] = {
+    "counts": _table_of_counts,
+    "rates": _table_of_rates,
+    "paced": _table_of_paced,
+}
 
 
 if __name__ == "__main__":

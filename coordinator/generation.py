@@ -11,7 +11,7 @@ from typing import Protocol
 from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
-from specwire import tree
+from specwire import chains, tree
 from specwire.completion import Stage
 from specwire.config.speculative import METHODS
 from specwire.core import Logprobs, Outcome, Proposal, Verdict
@@ -54,7 +54,8 @@ class Plan:
 
     def limit(self, proposal: Proposal) -> Proposal:
         """What the plan allows of a proposal that was made for an earlier one."""
-        return tree.within(proposal, self.num_draft_tokens, self.num_steps)
+        found = tree.within(proposal, self.num_draft_tokens, self.num_steps)
+        return chains.first(found, self.num_chains)
 
     def within(self, most: int, room: int) -> Plan:
         """The same for a round near the end of a generation.

@@ -58,6 +58,20 @@ def merged(
     )
 
 
+def first(proposal: Proposal, num_chains: int) -> Proposal:
+    """The first of its chains; which ones these are must not depend on their tokens."""
+    if len(proposal.leaves) <= num_chains:
+        return proposal
+    token_ids, supports = split(proposal)
+    return merged(
+        token_ids[:num_chains],
+        supports[:num_chains],
+        proposal.base_len,
+        source=proposal.source,
+        support_len=proposal.support_len,
+    )
+
+
 def paths(proposal: Proposal) -> list[list[int]]:
     """[num_chains][length] the nodes of each chain."""
     parents = tree.parents_of(proposal)

@@ -195,6 +195,7 @@ MIXED: list[dict[str, Any]] = [
     {"rule": Rule.REJECTION, "temperature": 0.5},
     {"rule": Rule.REJECTION, "temperature": 1.6, "top_k": 6},
     {"rule": Rule.BLOCK, "temperature": 1.2},
+    {"rule": Rule.KSEQ, "temperature": 1.1},
     {"rule": Rule.GUMBEL, "temperature": 0.7},
     {"rule": Rule.GUMBEL, "top_p": 0.9},
     {"rule": Rule.GUMBEL, "temperature": 0},

@@ -145,4 +145,6 @@ def test_a_plan_near_the_end() -> None:
     assert plan.within(10, 12) == plan
     assert plan.within(3, 12) == Plan(3, num_chains=3)
     assert plan.within(10, 11) == Plan(4)
-    assert Plan(2).limit(proposal_of([[1, 2, 3], [1, 3, 2]])).leaves == [1, 2]
+    several = proposal_of([[1, 2, 3], [1, 3, 2]])
+    assert Plan(2, num_chains=2).limit(several).leaves == [1, 2]
+    assert chains.split(Plan(2).limit(several))[0] == [[1, 2]]
