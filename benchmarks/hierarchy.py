@@ -33,14 +33,14 @@ from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 WINDOW, NUM_WINDOWS = 256, 8
 """Tokens of a training step."""
-DRAFT_PASS_MS, TARGET_PASS_MS = 10.0, 50.0
+DRAFT_PASS_MS, TARGET_PASS_MS = 20.0, 100.0
 NUM_DRAFT_TOKENS = 8
 LEAST_RATIO = 0.98
-SHAPES: dict[str, dict[str, Any]] = {
-    f"chains of {NUM_DRAFT_TOKENS}": {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_depth": 0},
-    "shapes chosen": {},
+CHAINS: dict[str, dict[str, Any]] = {
+    f"chains of {NUM_DRAFT_TOKENS}": {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_depth": 0}
 }
-ALONE = "draft alone"
+SHAPES: dict[str, dict[str, Any]] = CHAINS | {"shapes chosen": {}}
+ALONE, PLAIN, TEXT = "draft alone", "plain", "ngram alone"
 
 
 def distil(out: Path, num_steps: int) -> None:
@@ -142,15 +142,17 @@ def measure(inners: dict[str, str], num_tokens: int, num_runs: int, *, is_paced:
     with ExitStack() as stack:
         running = {name: _started(stack, draft, is_paced=is_paced) for name, draft in inners.items()}
         for kind, given in KINDS.items():
-            for shape, fields in SHAPES.items():
-                params = replace(given, max_tokens=num_tokens, **fields)
-                plain = replace(params, num_draft_tokens=0, max_depth=None)
-                found: dict[str, list[Run]] = {name: [] for name in ("plain", *running)}
+            for shape, fields in (CHAINS if is_paced else SHAPES).items():
+                given = replace(given, max_tokens=num_tokens)  # noqa: PLW2901
+                wanted = {
+                    PLAIN: (running[ALONE], replace(given, num_draft_tokens=0)),
+                    TEXT: (running[ALONE], replace(given, draft="ngram")),
+                    **{name: (each, replace(given, **fields)) for name, each in running.items()},
+                }
+                found: dict[str, list[Run]] = {name: [] for name in wanted}
                 for i, prompt in enumerate([prompts[0], *prompts]):  # the first is to warm up
-                    params, plain = replace(params, seed=i), replace(plain, seed=i)
-                    found["plain"].append(_run(running[ALONE], plain, prompt))
-                    for name, each in running.items():
-                        found[name].append(_run(each, params, prompt))
+                    for name, (each, params) in wanted.items():
+                        found[name].append(_run(each, replace(params, seed=i), prompt))
                 title = f"{kind}, {shape}, {passes}"
                 rows = _rows({name: runs[1:] for name, runs in found.items()})
                 print(title, *rows, sep="\n", flush=True)
@@ -166,7 +168,7 @@ def _rows(found: dict[str, list[Run]]) -> list[list[Any]]:
     for name, runs in found.items():
         ratios = [
             median(a.rate / b.rate for a, b in zip(runs, found[other], strict=True))
-            for other in ("plain", ALONE)
+            for other in (PLAIN, ALONE)
         ]
         num_rounds = sum(run.done.speculation.num_rounds for run in runs)
         tokens = sum(len(run.done.token_ids) for run in runs) / num_rounds
@@ -179,7 +181,7 @@ def _rows(found: dict[str, list[Run]]) -> list[list[Any]]:
 def _bars(title: str, rows: Sequence[Sequence[Any]], found: dict[str, list[Run]]) -> list[Bar]:
     texts = [[run.done.token_ids for run in runs] for runs in found.values()]
     num_unlike = sum(a != b for each in texts for a, b in zip(each, texts[0], strict=True))
-    ours = {row[0]: row[3] for row in rows if row[0] not in ("plain", ALONE)}
+    ours = {row[0]: row[3] for row in rows if row[0] not in (PLAIN, TEXT, ALONE)}
     return [
         Bar(what=f"texts unlike those of plain decoding, {title}", measured=num_unlike, limit=0),
         *(

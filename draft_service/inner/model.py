@@ -15,13 +15,13 @@ from draft_service.inner.stream import Asked
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
-from specwire.engine.jobs import TokenSequence
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
 from specwire.estimate import clock
 
 _LOOK = Look(0, 0.6)
-_RATE = 0.1
-"""Of the moving average of `guess_ns`."""
+_RATE, _MAX_JUMP = 0.2, 4.0
+"""Of the moving average of `guess_ns`; a single pause of the machine is an outlier."""
 
 
 class ModelMemory:
@@ -131,14 +131,19 @@ class ModelDrafter:
         return DraftJob(sequence, length, [], num_rows=1, num_draft_tokens=num, vocab_limit=limit)
 
     def _run(self, drafts: Sequence[DraftJob]) -> None:
-        """One pass."""
+        """One pass. What those with a part of a prompt cost tells nothing of others."""
         started_ns = clock.stopwatch_ns()
         feeds = Feeds.of([Feed(draft.sequence.cache, draft.pending) for draft in drafts])
+        is_usual = max(feeds.num_query) <= MAX_CATCH_UP_TOKENS
         question = self._decider.ask(drafts)
         self._decider.apply(drafts, self.runner.run(feeds, question, self._decider.decide))
         self.runner.end_step()
-        spent_ns = clock.stopwatch_ns() - started_ns
-        self.guess_ns += (_RATE if self.guess_ns else 1.0) * (spent_ns - self.guess_ns)
+        if is_usual:
+            self._learn(clock.stopwatch_ns() - started_ns)
+
+    def _learn(self, spent_ns: int) -> None:
+        usual_ns = self.guess_ns or spent_ns
+        self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
 
     def close(self) -> None:
         """See `InnerDrafter`."""

@@ -18,8 +18,8 @@ _MEMORY = 0.97
 """Of acceptance, from pass to pass: with a shorter one the prior would outweigh guesses that are wrong."""
 _LEAST_GAIN = 1.03
 """Tokens a second of a pass with guesses over one without, where guesses are run."""
-_LEAST_REST = 15
-"""Passes between two trials, where they cost next to nothing."""
+_LEAST_REST, _MOST_REST = 15, 255
+"""Passes between two trials, where they cost next to nothing, and where they cost several passes."""
 _TRIAL_SHARE = 0.01
 """Most time that trials may take."""
 
@@ -67,7 +67,7 @@ class Pace:
         if look is not None and (num := self._best(look, times)):
             self._rest = 0
             return num
-        longest = max(_LEAST_REST, ceil((times[1] / times[0] - 1) / _TRIAL_SHARE))
+        longest = min(max(_LEAST_REST, ceil((times[1] / times[0] - 1) / _TRIAL_SHARE)), _MOST_REST)
         is_trial = look is not None and self._rest >= longest
         self._rest = min(longest, 2 * self._rest + 1)
         return int(is_trial)
