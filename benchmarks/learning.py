@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -194,7 +195,8 @@ def measure(
         for kind, params in KINDS.items():
             found[kind] = {}
             for name in names:
-                given = replace(params, max_tokens=num_tokens, draft="off" if name == "plain" else None)
+                num_draft_tokens = 0 if name == "plain" else NUM_DRAFT_TOKENS
+                given = replace(params, max_tokens=num_tokens, num_draft_tokens=num_draft_tokens)
                 began_s = time.monotonic()
                 done = asyncio.run(generate_all(stack.address, prompts, given))
                 found[kind][name] = _measured(done, time.monotonic() - began_s)
@@ -212,7 +214,9 @@ def _measured(each: Sequence[Completion], wall_s: float) -> Measured:
 def main() -> None:
     """Train what is not there, measure, and write the report."""
     parser = argparse.ArgumentParser(prog="benchmarks.learning", description=__doc__)
-    parser.add_argument("--models", type=Path, required=True, help="where the drafts are, or go")
+    parser.add_argument(
+        "--models", type=Path, required=True, help="where drafts and their learning are, or go"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--share", type=float, default=0.2)
@@ -224,8 +228,12 @@ def main() -> None:
     before, after = args.models / "prose", args.models / "learnt"
     if not before.exists():
         train_draft(before, args.steps)
-    samples, learning = learn(before, after, args.minutes, args.share, args.tokens)
-    rows = over_time(samples)
+    kept = args.models / "learnt.json"
+    if not kept.exists():
+        samples, found_out = learn(before, after, args.minutes, args.share, args.tokens)
+        kept.write_text(json.dumps({"over_time": over_time(samples), "learning": asdict(found_out)}))
+    seen = json.loads(kept.read_text())
+    rows, learning = seen["over_time"], Learning(**seen["learning"])
     print(*rows, learning, sep="\n", flush=True)
     _, prompts = cut_prompts(args.prompts)
     drafts = {"before": before, "after": after, "embedded draft": "embedded"}
@@ -274,7 +282,8 @@ def main() -> None:
         ),
         data={
             "over_time": rows,
-            "learning": {name: getattr(learning, name) for name in Learning.__dataclass_fields__},
+            "learning": asdict(learning),
+            "plain": {kind: each["plain"][:3] for kind, each in plain.items()},
             "found": {
                 name: {
                     kind: {which: each[:3] for which, each in of_kind.items()}

@@ -361,6 +361,9 @@ class DraftConfig(ModelServiceConfig):
         most = MAX_NUM_OUTCOMES
         check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
         _check_share("learn_share", self.learn_share)
+        out = self.learn_out
+        check(self.learn or not out, "learn_out", out, "is of use together with --learn only")
+        check(not out or Path(out) != Path(self.model), "learn_out", out, "is --model itself")
         if self.learn:
             self._check_learn()
 

@@ -86,6 +86,7 @@ class TestSources:
         needed: dict[Any, dict[str, Any]] = {
             (UpConfig, "target"): {"draft": "none"},
             (ProxyConfig, "jitter_ms"): {"rtt_ms": 2.0},
+            (DraftConfig, "learn_out"): {"learn": True},
             **{(one, "ray_address"): {"tensor_parallel_size": 2} for one in (DraftConfig, VerifyConfig)},
             (UpConfig, "ray_address"): {"tensor_parallel_size": 2},
             **{
