@@ -109,8 +109,8 @@ def main() -> None:
     about = (
         "Embedded pair in float32, temperature 1. Tokens a round: accepted ones and the one after them, 8 "
         "streams; draft tokens: those that the target runs, as chains share what coincides. Tokens/s: one "
-        "stream, medians, in turns, and of the ratio to plain decoding of the same prompt; `default` is block "
-        "verification with lengths that the coordinator chooses, `chosen` several chains likewise."
+        "stream, medians, in turns, and of the ratio to plain decoding of the same prompt; `default` is "
+        "block verification with lengths that the coordinator chooses, `chosen` several chains likewise."
     )
     details = "\n\n".join(_TABLES[part](found[part]) for part in found)
     result = Report(
