@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from draft_service.inner.jobs import InnerJob
-from draft_service.inner.pace import MOST_GUESSES, Look
+from draft_service.inner.pace import MOST_GUESSES, Look, Pace
 from draft_service.inner.stream import InnerDrafter, InnerStream
 from specwire.core import SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import Job
 from specwire.errors import SpecwireError
 from specwire.estimate.costs import CostModel
+from specwire.estimate.rates import Rate
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Hierarchy:
         self._name = name
         self._load = load
         self._has_failed = False
+        self._rates: defaultdict[bool, dict[int, Rate]] = defaultdict(dict)
 
     def load(self, vocab_size: int) -> None:
         """See `StepHook`."""
@@ -52,7 +55,9 @@ class Hierarchy:
     def open(self, params: SamplingParams) -> InnerStream | None:
         """For a new stream; None under rejection sampling, where the number of passes must not depend on
         tokens that are not judged. Any thread."""
-        return InnerStream(self.drafter.open()) if params.matches_tokens else None
+        if not params.matches_tokens:
+            return None
+        return InnerStream(self.drafter.open(), Pace(self._rates[params.greedy]))
 
     def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
         """Give jobs that begin another pass their guesses, if it can; see `StepHook`."""

@@ -14,7 +14,7 @@ from specwire.estimate.rates import Rate, best_length, expected_tokens
 
 MOST_GUESSES = 16
 """In one pass."""
-_MEMORY = 0.97
+_MEMORY, _SHARED_MEMORY = 0.97, 0.995
 """Of acceptance, from pass to pass: with a shorter one the prior would outweigh guesses that are wrong."""
 _LEAST_GAIN = 1.03
 """Tokens a second of a pass with guesses over one without, where guesses are run."""
@@ -43,9 +43,13 @@ class Pace:
 
     Where none are worth it, looks become rarer, and then one guess is run at each as a trial. After one that
     was right the next one comes sooner.
+
+    Args:
+        shared: acceptance by kind in all streams that sample alike, which a new stream begins with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: dict[int, Rate] | None = None) -> None:
+        self._shared = {} if shared is None else shared
         self._rates: dict[int, Rate] = {}
         self._rest = self._num_rested = 0
 
@@ -73,12 +77,14 @@ class Pace:
         return int(is_trial)
 
     def _best(self, look: Look, times: Sequence[float]) -> int:
-        rate = self._rates.setdefault(look.kind, Rate(look.prior, _MEMORY)).value
-        expected = expected_tokens([rate] * (len(times) - 1))
+        usual = self._shared.setdefault(look.kind, Rate(look.prior, _SHARED_MEMORY))
+        rate = self._rates.setdefault(look.kind, Rate(usual.value, _MEMORY))
+        expected = expected_tokens([rate.value] * (len(times) - 1))
         return best_length(expected, [times[0], *(_LEAST_GAIN * time for time in times[1:])])
 
     def add(self, kind: int, num_right: int, num_guessed: int) -> None:
         """So many of the guesses that were run were the draft's own tokens, up to the first that was not."""
-        self._rates[kind].add(num_right, min(num_right + 1, num_guessed))
+        for rate in (self._rates[kind], self._shared[kind]):
+            rate.add(num_right, min(num_right + 1, num_guessed))
         if num_right:
             self._num_rested = self._rest // 2

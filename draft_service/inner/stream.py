@@ -35,9 +35,9 @@ class InnerStream:
         is_closed: nothing is guessed any more.
     """
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: Any, pace: Pace | None = None) -> None:
         self.memory = memory
-        self.pace = Pace()
+        self.pace = pace or Pace()
         self.is_closed = False
 
     def commit(self, sequence: TokenSequence, base_len: int, length: int) -> None:
