@@ -15,10 +15,13 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib import import_module
-from itertools import cycle
+from itertools import cycle, product
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import windows
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.embedded import corpus, train
-from benchmarks.trees import NUM_STREAMS, generate_all, table
+from benchmarks.trees import NUM_STREAMS, table
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -43,6 +46,7 @@ WINDOW, NUM_WINDOWS = 256, 8
 NUM_PROMPTS, EVERY = 720, 30
 """Every thirtieth is kept for the tests before and after."""
 BUCKET_S = 120.0
+PLAIN = "plain decoding"
 
 
 class Sample(NamedTuple):
@@ -178,37 +182,57 @@ def over_time(samples: Sequence[Sample]) -> list[list[Any]]:
 
 
 class Measured(NamedTuple):
-    """One draft, one kind of request."""
+    """One draft, one kind of request.
+
+    Attributes:
+        over_plain: tokens/s over those of plain decoding, median of the prompts.
+    """
 
     alpha: float
     tokens_a_pass: float
     tokens_per_s: float
-    texts: Sequence[Sequence[int]]
+    over_plain: float
+    num_unlike: int
 
 
 def measure(
-    draft: Path | str, prompts: Sequence[list[int]], num_tokens: int, names: Sequence[str]
+    drafts: dict[str, Path | str], prompts: Sequence[list[int]], num_tokens: int
 ) -> dict[str, dict[str, Measured]]:
-    """By kind: with the `draft`, and `plain`."""
-    found: dict[str, dict[str, Measured]] = {}
-    with Stack(config(draft)) as stack:
-        for kind, params in KINDS.items():
-            found[kind] = {}
-            for name in names:
-                num_draft_tokens = 0 if name == "plain" else NUM_DRAFT_TOKENS
-                given = replace(params, max_tokens=num_tokens, num_draft_tokens=num_draft_tokens)
-                began_s = time.monotonic()
-                done = asyncio.run(generate_all(stack.address, prompts, given))
-                found[kind][name] = _measured(done, time.monotonic() - began_s)
-                print(draft, kind, name, *found[kind][name][:3], flush=True)
-    return found
+    """By kind and draft, and of plain decoding, which take turns: one stream, each prompt with each."""
+    done: dict[str, dict[str, list[Completion]]] = {
+        kind: {name: [] for name in (*drafts, PLAIN)} for kind in KINDS
+    }
+    with ExitStack() as running:
+        clients = {
+            name: running.enter_context(Client(running.enter_context(Stack(config(draft))).address))
+            for name, draft in drafts.items()
+        }
+        clients[PLAIN] = next(iter(clients.values()))
+        for seed, (prompt, (kind, params)) in enumerate(product(prompts, KINDS.items())):
+            for name, client in clients.items():
+                given = replace(params, max_tokens=num_tokens, seed=seed)
+                if name == PLAIN:
+                    given = replace(given, num_draft_tokens=0)
+                done[kind][name].append(client.generate(params=given, prompt_token_ids=prompt))
+    return {
+        kind: {name: _measured(each, by_name[PLAIN]) for name, each in by_name.items()}
+        for kind, by_name in done.items()
+    }
 
 
-def _measured(each: Sequence[Completion], wall_s: float) -> Measured:
-    num_tokens = sum(len(done.token_ids) for done in each)
-    num_rounds = sum(done.speculation.num_rounds for done in each)
-    texts = [done.token_ids for done in each]
-    return Measured(acceptance(each), num_tokens / num_rounds, num_tokens / wall_s, texts)
+def _measured(each: Sequence[Completion], plain: Sequence[Completion]) -> Measured:
+    rates, plain_rates = (list(map(_tokens_per_s, some)) for some in (each, plain))
+    return Measured(
+        acceptance(each),
+        sum(len(done.token_ids) for done in each) / sum(done.speculation.num_rounds for done in each),
+        median(rates),
+        median(map(truediv, rates, plain_rates)),
+        sum(ours.token_ids != theirs.token_ids for ours, theirs in zip(each, plain, strict=True)),
+    )
+
+
+def _tokens_per_s(done: Completion) -> float:
+    return len(done.token_ids) / done.timing.total_ms * 1e3
 
 
 def main() -> None:
@@ -236,31 +260,23 @@ def main() -> None:
     rows, learning = seen["over_time"], Learning(**seen["learning"])
     print(*rows, learning, sep="\n", flush=True)
     _, prompts = cut_prompts(args.prompts)
-    drafts = {"before": before, "after": after, "embedded draft": "embedded"}
-    found = {name: measure(draft, prompts, args.tokens, ["draft"]) for name, draft in drafts.items()}
-    plain = measure("none", prompts, args.tokens, ["plain"])
+    found = measure({"before": before, "after": after, "embedded draft": "embedded"}, prompts, args.tokens)
     bars = [
         Bar(
             what=f"acceptance after less before, {kind}",
-            measured=found["after"][kind]["draft"].alpha - found["before"][kind]["draft"].alpha,
+            measured=each["after"].alpha - each["before"].alpha,
             limit=LEAST_RISE,
             at_least=True,
         )
-        for kind in KINDS
+        for kind, each in found.items()
     ]
-    num_unlike = sum(
-        ours != theirs
-        for name in drafts
-        for ours, theirs in zip(
-            found[name]["greedy"]["draft"].texts, plain["greedy"]["plain"].texts, strict=True
-        )
-    )
+    num_unlike = sum(each.num_unlike for each in found["greedy"].values())
     bars.append(Bar(what="greedy texts unlike those of plain decoding", measured=num_unlike, limit=0))
     about = (
         f"{args.minutes:g} minutes, {NUM_STREAMS} streams, {args.tokens} tokens a request, chains of "
         f"{NUM_DRAFT_TOKENS}, learning in {args.share:.0%} of the draft's time; embedded target in float32, "
         f"one thread for each model, on a machine that was busy with other work. Then {args.prompts} prompts "
-        "without learning."
+        "without learning, one stream, drafts and plain decoding in turns; medians."
     )
     said = (
         f"{learning.num_steps} steps, {learning.num_judged_tokens} judged tokens; weights replaced "
@@ -277,31 +293,25 @@ def main() -> None:
             [
                 said,
                 table(["minutes", *(f"α, {kind}" for kind in KINDS), "tokens/s"], rows),
-                *(_table_of(kind, found, plain) for kind in KINDS),
+                *(_table_of(kind, each) for kind, each in found.items()),
             ]
         ),
         data={
             "over_time": rows,
             "learning": asdict(learning),
-            "plain": {kind: each["plain"][:3] for kind, each in plain.items()},
             "found": {
-                name: {
-                    kind: {which: each[:3] for which, each in of_kind.items()}
-                    for kind, of_kind in by_kind.items()
-                }
-                for name, by_kind in found.items()
+                kind: {name: each._asdict() for name, each in by_name.items()}
+                for kind, by_name in found.items()
             },
         },
     )
     print(report.write(args.out))
 
 
-def _table_of(
-    kind: str, found: dict[str, dict[str, dict[str, Measured]]], plain: dict[str, dict[str, Measured]]
-) -> str:
-    rows = [[name, *each[kind]["draft"][:3]] for name, each in found.items()]
-    rows.append(["plain decoding", "", *plain[kind]["plain"][1:3]])
-    return f"## {kind.capitalize()}\n\n{table(['draft', 'α', 'tokens a pass', 'tokens/s'], rows)}"
+def _table_of(kind: str, by_name: dict[str, Measured]) -> str:
+    rows = [[name, *each[:4]] for name, each in by_name.items()]
+    head = ["draft", "α", "tokens a pass", "tokens/s", "times plain"]
+    return f"## {kind.capitalize()}\n\n{table(head, rows)}"
 
 
 if __name__ == "__main__":
