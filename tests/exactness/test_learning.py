@@ -119,7 +119,7 @@ def sampled_while_it_learns(
     rates: list[float] = []
     versions: list[int] = []
     deadline = time.monotonic() + TIMEOUT_S
-    while len(rates) < NUM_TURNS or versions[-1] < NUM_VERSIONS:
+    while len(rates) < NUM_TURNS or versions[-2] < NUM_VERSIONS:  # at the start of the last turn
         assert time.monotonic() < deadline, versions
         turn = [sample(address, each, 0) for each in settings]
         for completions, new in zip(found, turn, strict=True):
