@@ -210,9 +210,10 @@ class TestUsage:
         ]
         for field in dataclasses.fields(UpConfig):
             value = getattr(changed, field.name)
-            if field.name not in ("start_timeout_s", "replicas"):  # those are for `up` itself
+            if field.name not in ("start_timeout_s", "replicas", "draft_learn"):
                 word = flag_words(field.name, value)[-1]
                 assert word in said, field.name
+        assert "--learn" in supervisor._draft_flags(UpConfig(draft_learn=True))
 
 
 FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
