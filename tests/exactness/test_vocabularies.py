@@ -25,11 +25,9 @@ from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.rule.columns import Places
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -68,19 +66,10 @@ class TestDistributions:
     def address(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """Of real processes."""
         target, draft = save_markov_pair(tmp_path_factory.mktemp("letters"))
-        config = UpConfig(
-            target=str(target),
-            draft=str(draft),
-            dtype="float32",
-            draft_dtype="float32",
-            address="127.0.0.1:0",
-            num_draft_tokens="3",
-            num_outcomes="8",
-            num_threads=1,
-            speculative_config=CONFIG,
-        )
-        with Stack(config) as stack:
-            yield stack.address
+        with float32_processes(
+            target, draft, num_draft_tokens="3", num_outcomes="8", speculative_config=CONFIG
+        ) as address:
+            yield address
 
     @pytest.mark.parametrize("rule", list(Rule))
     @pytest.mark.parametrize(

@@ -24,10 +24,8 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import local_stack
+from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -66,18 +64,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("markov")
     target = save(markov_model(), directory / "target")
     draft = save(markov_model(scale=-1.0), directory / "draft")
-    config = UpConfig(
-        target=str(target),
-        draft=str(draft),
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="2",
-        num_outcomes="0",
-        num_threads=1,
-    )
-    with Stack(config) as stack:
-        yield stack.address
+    with float32_processes(target, draft, num_draft_tokens="2", num_outcomes="0") as address:
+        yield address
 
 
 def test_plain_rejection_sampling_and_a_wrong_distribution(address: str, logits: torch.Tensor) -> None:
