@@ -7,9 +7,9 @@ wins the race of some list. At every node the lists are shared out among the cha
                      after "the"         chain 0: 0 2                chain 2: 1 3
                      after "a"                         chain 1: 0 1 2 3
 
-Races over different lists are independent draws. A chain that is alone races over all lists as the target does,
-which is the coupling of one list; were it left with its own one, lists that no chain follows would decide about
-most of the target's tokens.
+Races over different lists are independent draws. A chain that is alone races over all lists as the target
+does: that is the coupling of one list. Were it left with one of its own, lists that no chain follows would
+decide about most of the target's tokens.
 """
 
 from __future__ import annotations

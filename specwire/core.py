@@ -154,10 +154,9 @@ class SamplingParams:
     server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
     k-SEQ takes `KSEQ` where no seed is given."""
     num_lists: int | None = None
-    """Lists of noise that the target's tokens are drawn from under `Rule.GUMBEL`, in [1, 8]: over 1, a draft model
-    draws so many chains, each with lists of its own (Rowan et al. 2025, arXiv 2506.05632). The text is
-    another one for each number, whatever the draft. None leaves it to the server, and the completion reports
-    it."""
+    """Lists of noise that the target's tokens are drawn from under `Rule.GUMBEL`, in [1, 8]. With several, a
+    draft model draws as many chains, each with lists of its own (Rowan et al. 2025, arXiv 2506.05632). The
+    text depends on their number, on no draft. None leaves it to the server, and the completion reports it."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     max_depth: int | None = None

@@ -69,8 +69,8 @@ METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = (
-    "rule of requests that name none; auto takes gumbel for a given seed and where lists are selected, else kseq "
-    "where that is, else gumbel for a far draft, else block"
+    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
+    "kseq where that is, else gumbel for a far draft, else block"
 )
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"

@@ -16,7 +16,7 @@ length that a round begins at, is part of the address, and no number of one roun
 it is 0, which is no round's base.
 
 Where several tokens are drawn or judged at one position, as in chains that are drawn independently, each has
-numbers of its own: the index of its chain is in the upper bits of the stream word. So is the index of a list of
+numbers of its own: the index of its chain is in the upper bits of the stream word. So is that of a list of
 Gumbel noise.
 
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
@@ -221,7 +221,7 @@ def gumbel_noise(
 
 
 def _gumbel_words(rows: Any, blocks: Any) -> Words:
-    """Words for `rows` [3, n] (seeds, positions, lists) and `blocks` [b]; a lane is used for two token ids."""
+    """Words for `rows` [3, n] (seeds, positions, lists) and `blocks` [b]; a lane is for two token ids."""
     key, position = rows[0][:, None], rows[1][:, None]
     stream = rows[2][:, None] << _CHAIN_SHIFT | int(Purpose.GUMBEL)
     counter = position & _MASK32, position >> 32, blocks[None, :], stream
