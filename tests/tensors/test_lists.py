@@ -51,8 +51,8 @@ def test_acceptance_is_not_below_the_list_matching_lemma() -> None:
 
 
 def test_more_chains_match_more_often() -> None:
-    """At most as often as any chains do: the token is one of n draws with probability Σ min(target, n · draft)
-    at most. Two lists of each chain are as one of each."""
+    """No coupling of n draws with the target's token exceeds Σ min(target, n · draft). Two lists of each chain
+    are as one of each."""
     for draft, target in PAIRS:
         found = [match_probability(draft, target, [1] * num) for num in (1, 2, 3)]
         assert all(more > less - 1e-12 for less, more in itertools.pairwise(found))
@@ -117,7 +117,7 @@ def independence_p_value(of_chains: np.ndarray) -> float:
 
 
 def test_wrong_races_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: two chains with the same list; the smallest of the lists instead of the largest; their sum."""
+    """Controls: two chains with one list; the smallest number of the lists instead of the largest; the sum."""
     rows, races = rows_of(2), [Race(row, [0]) for row in range(NUM_DRAWS)]
     same = greedy(raced_scores(log_probs(DRAFT), rows, races)).numpy()
     assert independence_p_value(np.stack([same, same])) < CLEARLY_WRONG
@@ -130,11 +130,8 @@ def test_wrong_races_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_list_is_the_coupling_of_today_to_the_last_bit() -> None:
     seeds, positions = np.array([1, 2, 3]), np.array([10, 2**40, 12])
-    ones = np.ones(3, np.int64)
-    assert (
-        coupled_noise(seeds, positions, ones, 101, CPU).numpy() == gumbel_noise(seeds, positions, 101)
-    ).all()
-    assert (gumbel_noise(seeds, positions, 101, None, 0) == gumbel_noise(seeds, positions, 101)).all()
+    noise = gumbel_noise(seeds, positions, 101)
+    assert (coupled_noise(seeds, positions, np.ones(3, np.int64), 101, CPU).numpy() == noise).all()
     own = [choose_matched(log_probs(TARGET, 50), rows_of(num, 50)) for num in (None, 1)]
     assert (own[0] == own[1]).all()
     assert (choose_matched(log_probs(TARGET, 50), rows_of(2, 50)) != own[0]).any()
@@ -174,14 +171,13 @@ def test_lists_are_shared_out_at_every_node(num_lists: int) -> None:
 
 def test_parameters_that_do_not_combine() -> None:
     for given, problem in (
-        ({"num_lists": 0}, r"num_lists: must lie in \[1, 8\]"),
-        ({"num_lists": 9}, r"num_lists"),
-        ({"num_lists": True}, r"num_lists"),
-        ({"num_lists": 2, "rule": "block"}, "needs rule gumbel"),
-        ({"num_lists": 2, "max_depth": 4}, "max_depth=4"),
+        ({"num_lists": 0}, "num_lists=0: must lie in"),
+        ({"num_lists": 9}, "num_lists=9: must lie in"),
+        ({"num_lists": True}, "num_lists=True: must lie in"),
+        ({"num_lists": 2, "rule": "block"}, "num_lists=2: needs rule gumbel"),
+        ({"num_lists": 2, "max_depth": 4}, "num_lists=2: does not combine with max_depth=4"),
     ):
-        with pytest.raises(InvalidRequestError, match="num_lists") as refused:
+        with pytest.raises(InvalidRequestError, match=problem):
             SamplingParams(**given)
-        assert refused.match(problem) or problem in str(refused.value)
     assert SamplingParams(num_lists=1, rule="block").num_coupled_lists == 1
     assert SamplingParams(num_lists=4, temperature=0).num_coupled_lists == 1
