@@ -33,9 +33,9 @@ def match_probability(draft: Doubles, target: Doubles, shares: Sequence[int]) ->
 
     Let E = exp(-Gumbel noise) be the least number of a token in a chain's n lists, which is exponential with
     the rate n. The target takes the token with the least E / target of all chains, a chain the one with the
-    least E / draft of its own. If the target's token is j, with E = s · target[j] in the lists of chain k, then
-    every other number has E > s · target, and given s the chains are independent of each other. What is left
-    is the integral of a sum of exponentials over s.
+    least E / draft of its own. If the target's token is j, with E = s · target[j] in the lists of chain k,
+    then every other number has E > s · target, and given s the chains are independent of each other. What is
+    left is the integral of a sum of exponentials over s.
 
     Args:
         draft: [vocab_size], of all chains.

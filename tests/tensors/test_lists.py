@@ -51,8 +51,8 @@ def test_acceptance_is_not_below_the_list_matching_lemma() -> None:
 
 
 def test_more_chains_match_more_often() -> None:
-    """No coupling of n draws with the target's token exceeds Σ min(target, n · draft). Two lists of each chain
-    are as one of each."""
+    """No coupling of n draws with the target's token exceeds Σ min(target, n · draft). Chains with two lists
+    each are as chains with one."""
     for draft, target in PAIRS:
         found = [match_probability(draft, target, [1] * num) for num in (1, 2, 3)]
         assert all(more > less - 1e-12 for less, more in itertools.pairwise(found))
@@ -117,7 +117,7 @@ def independence_p_value(of_chains: np.ndarray) -> float:
 
 
 def test_wrong_races_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: two chains with one list; the smallest number of the lists instead of the largest; the sum."""
+    """Controls: two chains with one list; the smallest of the lists instead of the largest; their sum."""
     rows, races = rows_of(2), [Race(row, [0]) for row in range(NUM_DRAWS)]
     same = greedy(raced_scores(log_probs(DRAFT), rows, races)).numpy()
     assert independence_p_value(np.stack([same, same])) < CLEARLY_WRONG
