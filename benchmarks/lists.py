@@ -116,7 +116,7 @@ def main() -> None:
     about = (
         "Embedded pair in float32, temperature 1. Tokens a round: accepted ones and the one after them, 8 "
         "streams; draft tokens: those that the target runs, as chains share what coincides. Trees are of one "
-        "list. Tokens/s: one stream, medians, in turns, and of the ratio to plain decoding of the same prompt."
+        "list. Tokens/s: one stream, medians, in turns, and of the ratio to plain decoding of a prompt."
     )
     result = Report(
         name="lists",
