@@ -65,7 +65,8 @@ def coupled_noise(
     """The noise that tokens are drawn with under Gumbel coupling: of several lists, the largest number.
 
     The largest of n independent standard Gumbel numbers is one plus log(n), so the draw has the same
-    distribution for any number of lists. `random.gumbel_noise` itself where there is one.
+    distribution for any number of lists. `random.gumbel_noise` itself where there is one. Where there are
+    several, siblings of a tree share what is computed.
 
     Args:
         seeds, positions, nums_lists: int64 [num_rows].
@@ -73,13 +74,16 @@ def coupled_noise(
     Returns:
         float64 [num_rows, vocab_size].
     """
+    if nums_lists.max(initial=1) == 1:
+        return random.gumbel_noise(seeds, positions, vocab_size, device)
+    (seeds, positions, nums_lists), places = _distinct(seeds, positions, nums_lists)
     noise = random.gumbel_noise(seeds, positions, vocab_size, device)
-    for index in range(1, nums_lists.max(initial=1)):
-        places = np.flatnonzero(nums_lists > index)
-        more = random.gumbel_noise(seeds[places], positions[places], vocab_size, device, index)
-        where = transfer.to_device(places, noise.device)
+    for index in range(1, nums_lists.max()):
+        having = np.flatnonzero(nums_lists > index)
+        more = random.gumbel_noise(seeds[having], positions[having], vocab_size, device, index)
+        where = transfer.to_device(having, noise.device)
         noise[where] = torch.maximum(noise[where], more)
-    return noise
+    return noise[transfer.to_device(places, noise.device)]
 
 
 class Race(NamedTuple):
@@ -110,10 +114,16 @@ def raced_scores(log_probs: Tensor, rows: Rows, races: Sequence[Race]) -> Tensor
     width = max(len(race.lists) for race in races)
     lists = np.array([[*race.lists, *[race.lists[0]] * (width - len(race.lists))] for race in races])
     at = np.array([race.row for race in races])
-    seeds, positions = rows.seeds[at].repeat(width), rows.positions[at].repeat(width)
-    noise = random.gumbel_noise(seeds, positions, log_probs.shape[1], log_probs.device, lists.ravel())
-    largest = noise.reshape(len(races), width, -1).amax(dim=1)
+    keys, places = _distinct(rows.seeds[at].repeat(width), rows.positions[at].repeat(width), lists.ravel())
+    noise = random.gumbel_noise(keys[0], keys[1], log_probs.shape[1], log_probs.device, keys[2])
+    largest = noise[transfer.to_device(places.reshape(lists.shape), noise.device)].amax(dim=1)
     return sampling.gumbel_scores(take_rows(log_probs, at), largest)
+
+
+def _distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
+    """Different columns of [n] arrays, [num_arrays, num_different], and which of them each place has, [n]."""
+    found, places = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    return found, places.reshape(-1)
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:
