@@ -18,7 +18,6 @@ from torch import Tensor
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
-from specwire.rule import rows
 from tests.support.harness import local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
@@ -83,7 +82,7 @@ def test_a_race_that_the_wrong_list_wins_is_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
     """Control: the target's noise is the smallest number of the lists, or their sum."""
-    monkeypatch.setattr(rows.torch, "maximum", wrong)
+    monkeypatch.setattr(torch, "maximum", wrong)
     with local_stack(*pair, coordinator_options={"num_draft_tokens": "3"}) as stack:
         done, params = sample(stack.address, 4, {})
     assert fit_p_value(done, logits, params) < CLEARLY_WRONG

@@ -123,7 +123,7 @@ def test_wrong_races_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert independence_p_value(np.stack([same, same])) < CLEARLY_WRONG
     for wrong in (torch.minimum, torch.add):
         with monkeypatch.context() as changed:
-            changed.setattr(rule_rows.torch, "maximum", wrong)
+            changed.setattr(torch, "maximum", wrong)
             own = choose_matched(log_probs(TARGET), rows_of(2)).numpy()
         assert chi_square_p_value(np.bincount(own, minlength=4), TARGET) < CLEARLY_WRONG
 
