@@ -84,7 +84,7 @@ def test_a_race_that_the_wrong_list_wins_is_caught(
     """Control: the target's noise is the smallest number of the lists, or their sum."""
     monkeypatch.setattr(torch, "maximum", wrong)
     with local_stack(*pair, coordinator_options={"num_draft_tokens": "3"}) as stack:
-        done, params = sample(stack.address, 4, {})
+        done, params = sample(stack.address, 8, {})
     assert fit_p_value(done, logits, params) < CLEARLY_WRONG
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,10 +16,12 @@ import torch
 from draft_service.lists import shared_out
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError, chains
 from specwire.cli import drafts
+from specwire.client.resume import ReceivedTokens
 from specwire.core import Fate, Preparation
 from specwire.rule.random import gumbel_noise
 from specwire.testing.delay_proxy import Link
 from specwire.v1 import common_pb2
+from specwire.wire import client as client_wire
 from specwire.wire import model as wire
 from specwire.wire import proposals
 from specwire.wire.draft import DraftOrder
@@ -31,6 +34,7 @@ from tests.support.pairs import (
     save_hostile_draft,
     save_target,
 )
+from tests.support.raw_streams import Wire
 from tests.support.tiny_models import save
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -170,6 +174,26 @@ def test_the_text_goes_on_after_a_target_was_lost(pair: tuple[Path, Path]) -> No
                 token_ids += [token.token_id for token in chunk.tokens if token.fate is not Fate.REJECTED]
         assert token_ids == list(expected.token_ids)
         stack.assert_idle_within(2.0)
+
+
+def test_another_server_goes_on_with_as_many_lists(stack: LocalStack, pair: tuple[Path, Path]) -> None:
+    """One that would choose another number by itself."""
+    params = replace(FOUR, rule=None, num_lists=None)
+
+    async def cut_and_resumed(first: str, second: str) -> tuple[int, list[int]]:
+        progress = ReceivedTokens(client_wire.generate_request(None, params, PROMPT))
+        async with Wire(first) as begun, Wire(second) as resumed:
+            for message in await begun.read(progress.request(), 2):
+                progress.take(message)
+            num_before = len(progress.tokens)
+            for message in (await resumed.read(progress.request()))[:-1]:
+                progress.take(message)
+        return num_before, [token.token_id for token in progress.tokens]
+
+    with local_stack(*pair, coordinator_options=options()) as other:
+        num_before, token_ids = asyncio.run(cut_and_resumed(other.address, stack.address))
+    assert 0 < num_before < len(token_ids)
+    assert token_ids == list(generate(stack, PLAIN).token_ids)
 
 
 def test_a_batch_invariant_target_judges_one_chain(stack: LocalStack, pair: tuple[Path, Path]) -> None:
