@@ -291,7 +291,8 @@ class _Noise:
         return scores.index_add(0, to_device(noisy, self._device), noise)
 
     def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
-        columns = np.array(keys, np.int64).T
+        seeds, positions, nums_lists = np.array(keys, np.int64).T
         self._places = {key: place for place, key in enumerate(keys)}
         # Single precision: what is proposed need not be exact.
-        self._noise = coupled_noise(*columns, self._vocab_size, self._device).float()
+        noise = coupled_noise(seeds, positions, nums_lists, self._vocab_size, self._device)
+        self._noise = noise.float()

@@ -43,7 +43,7 @@ def match_probability(draft: Doubles, target: Doubles, shares: Sequence[int]) ->
         shares: [num_chains] lists of each.
     """
     missed = 0.0
-    for token in np.flatnonzero(target):
+    for token in np.flatnonzero(target).tolist():
         losing = [_other_token(draft, target, token, num) for num in shares]
         for k, num in enumerate(shares):
             both = _other_token_where_won(draft, target, token, num)

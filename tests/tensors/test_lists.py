@@ -182,5 +182,5 @@ def test_parameters_that_do_not_combine() -> None:
     ):
         with pytest.raises(InvalidRequestError, match=problem):
             SamplingParams(**given)
-    assert SamplingParams(num_lists=1, rule="block").num_coupled_lists == 1
+    assert SamplingParams(num_lists=1, rule=Rule.BLOCK).num_coupled_lists == 1
     assert SamplingParams(num_lists=4, temperature=0).num_coupled_lists == 1
