@@ -94,6 +94,8 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "draft",
         "model",
         "kseq",
+        "lists",
+        "INNER>model",
         "heads",
         "ngram",
         "suffix",
