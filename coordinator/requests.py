@@ -148,15 +148,16 @@ class RequestParser:
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
         given = params.num_draft_tokens if draft.is_on else 0
+        num_chains = self._num_chains(params, draft)
         return CheckedRequest(
             message=message,
             caller=caller,
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
-            max_depth=self._max_depth(params),
+            max_depth=self._max_depth(params) if num_chains == 1 else 0,
             draft=draft,
-            num_chains=self._num_chains(params, draft),
+            num_chains=num_chains,
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -199,9 +200,10 @@ class RequestParser:
         )
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
-        """One where tokens are matched, without a draft model, and for a target that judges no trees."""
-        selects = params.rule is Rule.KSEQ and not params.matches_tokens
-        return self._config.num_chains if selects and draft.uses_model and self._target.trees else 1
+        """One under greedy decoding, without a draft model, and for a target that judges no trees."""
+        if params.greedy or not draft.uses_model or not self._target.trees:
+            return 1
+        return self._config.num_chains if params.rule is Rule.KSEQ else params.num_coupled_lists
 
     def _max_depth(self, params: SamplingParams) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
@@ -231,12 +233,16 @@ class RequestParser:
         rule = params.rule or self._config.fixed_rule
         if rule is None:
             asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
+            asks = asks or (params.num_lists or self._config.num_lists) > 1
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
                 rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return replace(params, seed=seed, rule=rule)
+        num_lists = params.num_lists
+        if num_lists is None:
+            num_lists = self._config.num_lists if rule is Rule.GUMBEL and not params.greedy else 1
+        return replace(params, seed=seed, rule=rule, num_lists=num_lists)
 
 
 def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:

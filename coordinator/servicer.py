@@ -31,6 +31,7 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
+from specwire.core import Rule
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -82,7 +83,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
-        self._kseq_shapes = SharedShapes(lambda: self._admission.num_running, num_chains=config.num_chains)
+        self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
         )
@@ -102,8 +103,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def shapes(self) -> SharedShapes:
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
-            return self._kseq_shapes
+            return self._shapes_of(Rule.KSEQ, self._config.num_chains)
+        if self._config.num_lists > 1:
+            return self._shapes_of(Rule.GUMBEL, self._config.num_lists)
         return self._heads_shapes if self._config.uses_heads else self._shapes
+
+    def _shapes_of(self, rule: Rule, num_chains: int) -> SharedShapes:
+        """Of rounds with several chains."""
+        key = rule, num_chains
+        if key not in self._several_shapes:
+            shapes = SharedShapes(lambda: self._admission.num_running, num_chains=num_chains)
+            self._several_shapes[key] = shapes
+        return self._several_shapes[key]
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -271,7 +282,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_planner(self, checked: CheckedRequest) -> Planner:
         num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
-            one = planner_of(self._kseq_shapes, num_draft_tokens, checked.max_depth, has_trees=False)
+            rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
+            shapes = self._shapes_of(rule, checked.num_chains)
+            one = planner_of(shapes, num_draft_tokens, checked.max_depth, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
         return planner_of(self._shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)

@@ -26,8 +26,9 @@ from specwire.engine.heads.model import Heads
 from specwire.engine.jobs import TokenSequence
 from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.estimate.growth import TreeGrowth
-from specwire.rule import acceptance, random, sampling
+from specwire.rule import acceptance, sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
+from specwire.rule.rows import coupled_noise
 from specwire.rule.transfer import to_device, to_host
 
 log = logging.getLogger(__name__)
@@ -263,10 +264,10 @@ class _Noise:
 
     def __init__(self, growing: Sequence[_Growing], vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._places: dict[tuple[int, int], int] = {}
+        self._places: dict[tuple[int, ...], int] = {}
         self._noise: Tensor
         keys = [
-            (each.sequence.seed, len(each.committed) + depth)
+            (each.sequence.seed, len(each.committed) + depth, each.sequence.encoded.num_lists)
             for each in growing
             if each.sequence.encoded.traits & GUMBEL
             for depth in range(each.growth.max_depth)
@@ -279,7 +280,8 @@ class _Noise:
         noisy = rows.having(GUMBEL)
         if noisy is None:
             return scores
-        keys = list(zip(rows.seeds[noisy].tolist(), rows.positions[noisy].tolist(), strict=True))
+        columns = np.stack([rows.seeds[noisy], rows.positions[noisy], rows.nums_lists[noisy]])
+        keys = [*zip(*columns.tolist(), strict=True)]
         if not self._places.keys() >= set(keys):
             self._compute(list(dict.fromkeys(keys)))
         places = np.array([self._places[key] for key in keys], np.int64)
@@ -288,8 +290,9 @@ class _Noise:
             return scores + noise
         return scores.index_add(0, to_device(noisy, self._device), noise)
 
-    def _compute(self, keys: Sequence[tuple[int, int]]) -> None:
-        seeds, positions = zip(*keys, strict=True)
+    def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
+        seeds, positions, nums_lists = np.array(keys, np.int64).T
         self._places = {key: place for place, key in enumerate(keys)}
         # Single precision: what is proposed need not be exact.
-        self._noise = random.gumbel_noise(seeds, positions, self._vocab_size, self._device).float()
+        noise = coupled_noise(seeds, positions, nums_lists, self._vocab_size, self._device)
+        self._noise = noise.float()

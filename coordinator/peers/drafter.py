@@ -96,7 +96,7 @@ class RemoteDrafter:
         self._check = partial(
             check_proposal,
             matches_tokens=params.matches_tokens,
-            may_be_tree=request.max_depth != 0,
+            may_be_tree=request.max_depth != 0 or request.num_chains > 1,
             num_chains=request.num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
@@ -234,7 +234,7 @@ class RemoteDrafter:
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
-            is_chain = not (plan.max_depth or found.leaves)
+            is_chain = not (plan.max_depth or found.leaves or found.parents)
             num_steps = len(found.token_ids) if is_chain else plan.num_steps
             replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, LISTS, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -17,6 +17,7 @@ _HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
+    LISTS: 'a draft service; its counts are the model\'s: "selection": "lists"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
@@ -84,7 +85,7 @@ def lines(
     inner = draft.inner if draft else ""
     is_there = {
         _MODEL: draft is not None,
-        KSEQ: has_chains,
+        **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
         HEADS: target.drafts,
     }
@@ -104,7 +105,7 @@ def lines(
 
 def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
     here = "yes" if is_there else "no"
-    if name == KSEQ:
+    if name in (KSEQ, LISTS):
         return Line(name, here, needs, "", "", "", "")
     if brought is None:
         return Line(name, here, needs, "0", "", "", "")

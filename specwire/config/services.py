@@ -47,6 +47,7 @@ from specwire.config.speculative import (
     HEADS,
     INNER_METHODS,
     KSEQ,
+    LISTS,
     MEDUSA,
     METHODS,
     SpeculativeConfig,
@@ -68,8 +69,8 @@ METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = (
-    "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is selected, "
-    "else gumbel for a far draft, else block"
+    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
+    "kseq where that is, else gumbel for a far draft, else block"
 )
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
@@ -148,8 +149,10 @@ def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
     for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
         value = getattr(config, name)
         check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
-    agrees = not given.selection or config.rule in (AUTO, KSEQ)
-    check(agrees, "rule", config.rule, f"contradicts selection {given.selection} in --speculative-config")
+    problem = f"contradicts selection {given.selection} in --speculative-config"
+    of_selection = {KSEQ: Rule.KSEQ, LISTS: Rule.GUMBEL}
+    agrees = not given.selection or config.rule in (AUTO, of_selection[given.selection])
+    check(agrees, "rule", config.rule, problem)
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
@@ -510,6 +513,12 @@ class CoordinatorConfig(ServiceConfig):
     def num_chains(self) -> int:
         """Of a round under `Rule.KSEQ`."""
         return model_draft(self.speculative_config).num_chains
+
+    @property
+    def num_lists(self) -> int:
+        """Of noise, for coupled requests that leave it open."""
+        given = model_draft(self.speculative_config)
+        return given.num_chains if given.selection == LISTS else 1
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

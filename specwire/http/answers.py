@@ -15,7 +15,7 @@ from specwire.http.body import Body, ChatBody
 from specwire.http.model import Spell
 
 Json = dict[str, Any]
-_RECORD = ("seed", "rule", "reproducible", "stop_reason", "speculation", "timing")
+_RECORD = ("seed", "rule", "num_lists", "reproducible", "stop_reason", "speculation", "timing")
 
 
 class Answer(ABC):

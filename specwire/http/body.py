@@ -24,7 +24,7 @@ _COMPLETION_TOKENS = 16
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "draft"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_lists", "num_draft_tokens", "max_depth", "draft"),
     "cache_salt",
 )
 """Fields with the same meaning in `SamplingParams`."""
@@ -117,6 +117,7 @@ class Body(_Part):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     # our extensions
     rule: Rule | None = Field(default=None, strict=False)
+    num_lists: int | None = None
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     draft: str | None = None

@@ -34,7 +34,7 @@ CAPABILITY_BATCH_INVARIANT: Capability
 CAPABILITY_DRAFTS: Capability
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs", "num_lists")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -64,7 +65,8 @@ class SamplingParams(_message.Message):
     seed: int
     rule: Rule
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    num_lists: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ..., num_lists: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
     __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on", "end_len", "may_learn")

@@ -105,14 +105,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., resume_info: _Optional[_Union[ResumeInfo, _Mapping]] = ...) -> None: ...
 
 class ResumeInfo(_message.Message):
-    __slots__ = ("seed", "rule", "context_digest")
+    __slots__ = ("seed", "rule", "context_digest", "num_lists")
     SEED_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     rule: _common_pb2.Rule
     context_digest: str
-    def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ...) -> None: ...
+    num_lists: int
+    def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ..., num_lists: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "fate", "logprob", "top_logprobs", "source")
@@ -173,7 +175,7 @@ class DraftTree(_message.Message):
     def __init__(self, source: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., parents: _Optional[_Iterable[int]] = ..., path: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible")
+    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible", "num_lists")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,7 @@ class Completion(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     REPRODUCIBLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -194,7 +197,8 @@ class Completion(_message.Message):
     timing: GenerationTiming
     rule: _common_pb2.Rule
     reproducible: bool
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., reproducible: _Optional[bool] = ...) -> None: ...
+    num_lists: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., reproducible: _Optional[bool] = ..., num_lists: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

@@ -95,6 +95,7 @@ def resuming_request(
     request.CopyFrom(original)
     request.sampling.seed = info.seed
     request.sampling.rule = RULES[info.rule]
+    request.sampling.num_lists = info.num_lists
     request.context_digest = info.context_digest
     request.generated_token_ids.extend(token_ids)
     return request
@@ -103,13 +104,21 @@ def resuming_request(
 def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
     """The resume info of a stream's first message."""
     return generation_pb2.ResumeInfo(
-        seed=info.seed, rule=RULES[info.rule], context_digest=info.context_digest
+        seed=info.seed,
+        rule=RULES[info.rule],
+        context_digest=info.context_digest,
+        num_lists=info.num_lists,
     )
 
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The resume info of a stream's first message."""
-    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
+    return ResumeInfo(
+        seed=message.seed,
+        rule=RULE_NAMES[message.rule],
+        context_digest=message.context_digest,
+        num_lists=message.num_lists or 1,
+    )
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -366,6 +375,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         speculation=_speculation_to_proto(completion.speculation),
         timing=_timing_to_proto(completion.timing),
         reproducible=completion.reproducible,
+        num_lists=completion.num_lists,
     )
 
 
@@ -388,6 +398,7 @@ def completion_from_proto(
         tokens=tuple(tokens),
         num_resumes=num_resumes,
         reproducible=message.reproducible,
+        num_lists=message.num_lists or 1,
     )
 
 

@@ -94,6 +94,7 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "draft",
         "model",
         "kseq",
+        "lists",
         "INNER>model",
         "heads",
         "ngram",

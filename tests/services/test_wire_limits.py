@@ -184,6 +184,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "SamplingParams.seed": (sampled(seed=-1), "seed"),
     "SamplingParams.rule": (sampled(rule=77), "rule"),
     "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
+    "SamplingParams.num_lists": (sampled(rule=common_pb2.RULE_GUMBEL, num_lists=9), "num_lists"),
     "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
     "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),
     "OpenSequence.vocab_limit": (drafting(opening(vocab_limit=-1)), "vocab_limit"),

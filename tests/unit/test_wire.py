@@ -60,6 +60,7 @@ EVERYTHING = SamplingParams(
     ignore_eos=True,
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
+    num_lists=1,
     num_draft_tokens=0,
     max_depth=3,
     logprobs=0,
