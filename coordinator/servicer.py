@@ -250,7 +250,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     answer.add(passes)
             first = answer.finish(search.finished)
             completion = answer.completion(drafts.unavailable)
-        call.count(completion.usage.completion_tokens)
+        num_sent = len(first.chunk.tokens)
+        reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
+        call.count(num_sent)
         last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
         for response in (first, last):
             reader.send(partial(lambda message: message, response))

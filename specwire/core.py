@@ -164,8 +164,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
     num_beams: int = 1
-    """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs temperature 0,
-    and neither seed, rule, penalties, stop strings nor log probabilities."""
+    """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs
+    temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities."""
     length_penalty: float = 1.0
     """Of beam search: a text's score is divided by its length to this power; over 0 favours long ones."""
     early_stopping: bool | str = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
@@ -31,7 +32,6 @@ class BeamAnswer:
         self._ledger = ledger
         self._tally, self._totals = Tally(), totals
         self._hypotheses: tuple[Hypothesis, ...] = ()
-        self._pieces: list[str] = []
 
     @property
     def ended(self) -> bool:
@@ -60,7 +60,12 @@ class BeamAnswer:
             self._hypothesis(each, "".join(text)) for each, text in zip(kept, pieces, strict=True)
         )
         chunk = client_wire.OpenChunk(self._request.resume_info)
-        for token_id, text in zip(self._hypotheses[0].token_ids, pieces[0], strict=True):
+        num_given = len(
+            self._request.generated_token_ids
+        )  # a resumed search begins again, with the same result
+        chunk.skip(num_given)
+        best = zip(self._hypotheses[0].token_ids, pieces[0], strict=True)
+        for token_id, text in islice(best, num_given, None):
             chunk.add(chunk.item(token_id, Fate.BONUS, "", None), text)
         return chunk.take(())
 

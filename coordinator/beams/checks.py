@@ -49,10 +49,9 @@ def check_beams(
             raise UnsupportedError(name, value, f"beam search is without: it must be {only!r}")
     if params.seed is not None and not resumes:
         raise UnsupportedError("seed", params.seed, "beam search draws no random numbers")
-    if message.generated_token_ids:
-        raise UnsupportedError(
-            "generated_token_ids", len(message.generated_token_ids), "beam search begins at the prompt"
-        )
+    num_given = len(message.generated_token_ids)
+    if num_given and not resumes:
+        raise UnsupportedError("generated_token_ids", num_given, "beam search begins at the prompt")
     if message.report_progress:
         raise UnsupportedError("report_progress", True, "beam search has nothing to report before its end")
     is_named = params.draft is not None

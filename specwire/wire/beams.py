@@ -1,4 +1,4 @@
-"""Beam search in messages between clients and the coordinator: what is asked for, and the texts found. No I/O."""
+"""Beam search between clients and the coordinator: what is asked for, and the texts found. No I/O."""
 
 from __future__ import annotations
 
