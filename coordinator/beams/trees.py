@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specwire.config.speculative import BEAMS
 from specwire.core import Proposal
 from specwire.rule.beam_search import Beam
 
@@ -23,7 +24,6 @@ class BeamTree:
         beams: the live ones, in the order of their scores.
         nodes: what the target runs after the prefix, parents before children.
         num_live_nodes: of these, those that lead to live beams; draft tokens follow.
-        source: what made the draft tokens; empty without any.
     """
 
     def __init__(self, beams: Sequence[Beam]) -> None:
@@ -31,7 +31,6 @@ class BeamTree:
         self.prefix = _ancestor(self.beams)
         self.nodes = _below(self.prefix, self.beams)
         self.num_live_nodes = len(self.nodes)
-        self.source = ""
         self._drafted: dict[tuple[Beam, int], Beam] = {}
 
     def add(self, beam: Beam, proposal: Proposal, room: int) -> None:
@@ -41,7 +40,6 @@ class BeamTree:
             room: most nodes of this tree, all together.
         """
         made: list[Beam] = []
-        self.source = self.source or proposal.source
         for node, token_id in enumerate(proposal.token_ids[: max(0, room - len(self.nodes))]):
             parent = proposal.parent(node)
             made.append(self._child(made[parent] if parent >= 0 else beam, token_id))
@@ -75,9 +73,7 @@ class BeamTree:
         places: dict[Beam | None, int] = {each: i for i, each in enumerate(nodes)}
         parents = [places.get(each.parent, -1) for each in nodes]
         is_chain = parents == list(range(-1, len(nodes) - 1))
-        return Proposal(
-            base_len, [each.token_id for each in nodes], (), self.source, () if is_chain else parents
-        )
+        return Proposal(base_len, [each.token_id for each in nodes], (), BEAMS, () if is_chain else parents)
 
 
 def packed(beams: Sequence[Beam], most: int) -> list[BeamTree]:

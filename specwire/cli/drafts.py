@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -18,6 +18,7 @@ _NEEDS = {
     _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
+    BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
@@ -86,6 +87,7 @@ def lines(
         _MODEL: draft is not None,
         KSEQ: has_chains,
         _HIERARCHY: inner != "",
+        BEAMS: draft is not None,
         HEADS: target.drafts,
     }
     sources = {_MODEL: "", _HIERARCHY: ""}

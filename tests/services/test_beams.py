@@ -150,7 +150,7 @@ def test_drafts_save_passes(stack: LocalStack, family: str) -> None:
         counts[name] = done.speculation
     assert (counts["off"].num_rounds, counts["off"].num_draft_tokens) == (MAX_TOKENS, 0)
     assert counts["tree"].num_accepted_tokens == MAX_TOKENS - counts["tree"].num_rounds > 2
-    assert [each.source for each in counts["tree"].by_source] == ["draft"]
+    assert [each.source for each in counts["tree"].by_source] == ["num_beams"]
 
 
 @pytest.mark.parametrize("num_beams", [2, 12])

@@ -137,7 +137,7 @@ def test_draft_tokens_follow_their_beams_within_the_room() -> None:
     assert tree.proposal(0).token_ids == [7, 8, 1, 2, 1, 3]
     assert tree.proposal(0).parents == [-1, -1, 0, 2, 1, 1]
     assert tree.drafts(0).parents == [-1, 0, -1, -1]
-    assert tree.source == "draft"
+    assert tree.drafts(0).source == "num_beams"
     tree.add(one, Proposal(1, [1, 5], source="draft"), 8)
     assert len(tree.nodes) == 7
     assert tree.extended(one, 1) is tree.nodes[2]
