@@ -85,9 +85,9 @@ def main() -> None:
         title="Beam search",
         machine=facts,
         about=(
-            "Embedded pair in float32, one search at a time, with as many steps as tokens. Steps a pass of the "
-            "target; steps/s, and in brackets their ratio to those of the same search without a draft, medians. "
-            "All texts are those without a draft."
+            "Embedded pair in float32, one search at a time, with as many steps as tokens. Steps a pass of "
+            "the target; steps/s, and in brackets their ratio to those of the same search without a draft, "
+            "medians. All texts are those without a draft."
         ),
         bars=[bar for pass_ms, by_width in found.items() for bar in _bars(pass_ms, by_width)],
         details="\n\n".join(_table(pass_ms, by_width) for pass_ms, by_width in found.items()),

@@ -97,7 +97,9 @@ class BeamDrafts:
     ) -> tuple[Proposal, Cost]:
         num_known = follower.num_known(beam)
         if num_known >= 0:
-            follower.slot.rewind(len(self._prompt) + num_known)
+            # A token is sent again: the draft would learn from tokens that continue its proposal, as if the
+            # target had chosen them.
+            follower.slot.rewind(len(self._prompt) + num_known - 1)
         follower.beam = beam
         return await follower.slot.propose([*self._prompt, *beam.tokens()], plan, parent)
 

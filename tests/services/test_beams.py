@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.v1 import generation_pb2_grpc
+from specwire.wire.client import generate_request, resume_info_from_proto, resuming_request
 from tests.support import encoder_decoders, tiny_models
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
@@ -181,6 +184,19 @@ def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -
     with stack.client.stream(params=BEAMS, prompt_token_ids=PROMPTS[0]) as stream:
         chunks = list(stream)
     assert [chunk.token_ids for chunk in chunks] == [list(stream.completion.token_ids)]
+
+
+def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) -> None:
+    """Another coordinator sends what is left of the best text, and the same completion."""
+    [text, *_] = [text for text, _ in expected(family, tuple(PROMPTS[0]), BEAMS)]
+    request = generate_request(None, BEAMS, PROMPTS[0])
+    with grpc.insecure_channel(stack.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        first, last = stub.Generate(iter([request]), timeout=60)
+        again = resuming_request(request, resume_info_from_proto(first.resume_info), text[:5])
+        chunk, completion = stub.Generate(iter([again]), timeout=60)
+    assert [token.id for token in chunk.chunk.tokens] == text[5:]
+    assert completion.completion.hypotheses == last.completion.hypotheses
 
 
 REFUSED: dict[str, dict[str, Any]] = {
