@@ -14,6 +14,7 @@ from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot, SlotSource
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.followers import Followers
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
@@ -228,26 +229,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """A beam search, which the client hears of at its end."""
         remaining_s = context.time_remaining
-        verifier = self._verifier(request, planner, remaining_s, call.span)
+        assert request.beam_rules is not None
+        verifiers = [
+            self._verifier(request, planner, remaining_s, call.span)
+            for _ in range(request.beam_rules.num_beams)
+        ]
+        targets = Followers(verifiers, request.prompt_token_ids)
         drafts = self._beam_drafts(request, remaining_s(), call.span)
-        with contextlib.closing(verifier), contextlib.closing(drafts):
+        with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
                 request,
                 drafts,
-                verifier,
+                targets,
                 planner=BeamPlanner(request.num_draft_tokens, request.max_depth),
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
-                turns=_Turns(reader, slot, call.ledger, (drafts, verifier)),
+                turns=_Turns(reader, slot, call.ledger, (drafts, targets)),
             )
             answer = BeamAnswer(
                 request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
             )
             call.begin(answer, request.num_prompt_tokens, lambda: drafts.unavailable)
             async with contextlib.aclosing(search.rounds()) as rounds:
-                async for passes in rounds:
-                    answer.add(passes)
+                async for done in rounds:
+                    answer.add(done)
             first = answer.finish(search.finished)
             completion = answer.completion(drafts.unavailable)
         num_sent = len(first.chunk.tokens)
@@ -396,7 +402,7 @@ class _Turns:
     reader: CreditReader
     slot: AdmissionSlot
     ledger: Ledger
-    peers: tuple[Drafter | BeamDrafts | RemoteVerifier, ...]
+    peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...]
 
     @property
     def may_start(self) -> bool:

@@ -38,11 +38,10 @@ class BeamAnswer:
         """Whether the search has."""
         return bool(self._hypotheses)
 
-    def add(self, passes: Sequence[Round]) -> None:
-        """Count the passes of a round."""
-        for done in passes:
-            self._tally.add(done)
-            self._totals.add(done)
+    def add(self, done: Round) -> None:
+        """Count a round."""
+        self._tally.add(done)
+        self._totals.add(done)
 
     def finish(self, found: Sequence[Scored]) -> generation_pb2.GenerateResponse:
         """The search has ended.

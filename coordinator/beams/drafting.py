@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.beams.trees import common_ancestor
+from coordinator.beams.followers import Followers, Rewindable, together
 from coordinator.cost import Cost
 from coordinator.generation import Plan
 from specwire.core import Proposal
@@ -24,7 +22,7 @@ _TRIED_EVERY = 24
 """Rounds between two of the kind that is slower."""
 
 
-class Slot(Protocol):
+class Slot(Rewindable, Protocol):
     """A sequence of the draft, such as `peers.drafter.RemoteDrafter`."""
 
     @property
@@ -38,75 +36,43 @@ class Slot(Protocol):
         """Draft tokens after these."""
         ...
 
-    def rewind(self, length: int) -> None:
-        """What was committed from there on is not any more."""
-        ...
-
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
-
-
-@dataclass(slots=True)
-class _Follower:
-    """A sequence of the draft, and the beam that it was asked about last; None before the first time."""
-
-    slot: Slot
-    beam: Beam | None = None
-
-    def num_known(self, beam: Beam) -> int:
-        """Tokens of a beam that the draft has; -1 if not even the prompt."""
-        return -1 if self.beam is None else common_ancestor(self.beam, beam).length
-
 
 class BeamDrafts:
-    """The draft of one search: each live beam is followed by the sequence that knows most of it."""
+    """The draft of one search: each live beam is followed by a sequence."""
 
-    def __init__(self, slots: Sequence[Slot], prompt: Sequence[int]) -> None:
+    def __init__(self, sequences: Sequence[Slot], prompt: Sequence[int]) -> None:
         """Args:
-        slots: one for each beam; none for plain rounds.
+        sequences: one for each beam; none for plain rounds.
         prompt: what all beams follow.
         """
-        self._followers = [_Follower(slot) for slot in slots]
-        self._prompt = prompt
+        self._followers = Followers(sequences, prompt)
+        self._prompt_len = len(prompt)
 
     @property
     def unavailable(self) -> str:
         """Why the draft was not there for a part of the search; empty if it always was."""
-        reasons = (each.slot.unavailable for each in self._followers)
-        return next(filter(None, reasons), "")
+        return next(filter(None, (each.unavailable for each in self._followers.sequences)), "")
 
     async def propose(
         self, beams: Sequence[Beam], plan: Plan, parent: tracing.Span
     ) -> tuple[list[Proposal], Cost]:
         """A proposal after each live beam, and the cost of the one that took longest."""
-        if not self._followers or plan.num_draft_tokens <= 0:
-            return [Proposal(len(self._prompt) + beam.length) for beam in beams], Cost()
-        free = list(self._followers)
+        if not self._followers.sequences or plan.num_draft_tokens <= 0:
+            return [Proposal(self._prompt_len + beam.length) for beam in beams], Cost()
+        taken: set[int] = set()
         calls = []
         for beam in beams:
-            follower = max(free, key=lambda each: each.num_known(beam))
-            free.remove(follower)
-            calls.append(self._ask(follower, beam, plan, parent))
-        answers = await asyncio.gather(*calls)
+            # A token is sent again: the draft would learn from tokens that continue its proposal, as if the
+            # target had chosen them.
+            sequence, committed = self._followers.moved_to(beam, taken, num_again=1)
+            calls.append(sequence.propose(committed, plan, parent))
+        answers = await together(calls)
         slowest = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
         return [proposal for proposal, _ in answers], slowest
 
-    async def _ask(
-        self, follower: _Follower, beam: Beam, plan: Plan, parent: tracing.Span
-    ) -> tuple[Proposal, Cost]:
-        num_known = follower.num_known(beam)
-        if num_known >= 0:
-            # A token is sent again: the draft would learn from tokens that continue its proposal, as if the
-            # target had chosen them.
-            follower.slot.rewind(len(self._prompt) + num_known - 1)
-        follower.beam = beam
-        return await follower.slot.propose([*self._prompt, *beam.tokens()], plan, parent)
-
     def close(self) -> None:
         """Close all sequences."""
-        for each in self._followers:
-            each.slot.close()
+        self._followers.close()
 
 
 class BeamPlanner:

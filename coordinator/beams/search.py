@@ -13,7 +13,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from coordinator.beams.drafting import BeamDrafts, BeamPlanner
-from coordinator.beams.trees import BeamTree, common_ancestor, packed
+from coordinator.beams.followers import Followers, Rewindable, together
+from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost
 from coordinator.generation import Round, Turns
 from coordinator.ledger import Ledger
@@ -26,17 +27,18 @@ from specwire.rule.beam_search import Beam, BeamSearch, Scored
 from specwire.telemetry import tracing
 
 
-class Target(Protocol):
+_MAX_LIVE_NODES = 24
+"""Of a tree, without draft tokens. Beams that are further apart than that are run below prefixes of their own,
+which the target has in its cache; there is room for draft tokens, too."""
+
+
+class Target(Rewindable, Protocol):
     """The target's side, such as `peers.verifier.RemoteVerifier`."""
 
     async def verify(
         self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
     ) -> tuple[Verdict, Cost]:
         """The target's log probabilities after the committed tokens and after each node."""
-        ...
-
-    def rewind(self, length: int) -> None:
-        """What was committed from there on is not any more."""
         ...
 
 
@@ -51,7 +53,7 @@ class BeamGeneration:
         self,
         request: GenerationRequest,
         drafts: BeamDrafts,
-        target: Target,
+        targets: Followers[Target],
         *,
         planner: BeamPlanner,
         ledger: Ledger,
@@ -59,54 +61,58 @@ class BeamGeneration:
         parent: tracing.Span,
         turns: Turns,
     ) -> None:
+        """Args:
+        targets: one for each beam; as many are used as live beams are run in trees.
+        """
         assert request.beam_rules is not None
         self._prompt = list(request.prompt_token_ids)
         self._rules = request.beam_rules
         self._search = BeamSearch(request.beam_rules)
         self._has_trees = request.target.trees
         self._longest_len = request.target.longest_len
-        self._drafts, self._target = drafts, target
+        self._drafts, self._targets = drafts, targets
         self._planner = planner
         self._ledger = ledger
         self._tracer = tracer
         self._parent = parent
         self._turns = turns
-        self._held: Beam | None = None  # what the target was last asked about
 
     @property
     def finished(self) -> Sequence[Scored]:
         """See the class."""
         return self._search.finished
 
-    async def rounds(self) -> AsyncGenerator[list[Round], None]:
-        """The passes of each round, until the search has ended."""
+    async def rounds(self) -> AsyncGenerator[Round, None]:
+        """Rounds until the search has ended.
+
+        The outcome of each has the steps that took no pass, as accepted draft tokens.
+        """
         while not self._search.ended:
             if not self._turns.may_start:
                 await self._turns.wait()
             started_ns = clock.stopwatch_ns()
             with self._tracer.span("round", parent=self._parent.context) as span:
-                passes, num_steps = await self._round(span if self._tracer.enabled else self._parent)
-            yield passes
-            self._planner.observe(num_steps, self._ledger.switch(Stage.COORDINATOR) - started_ns)
+                done = await self._round(span if self._tracer.enabled else self._parent)
+            yield done
+            elapsed_ns = self._ledger.switch(Stage.COORDINATOR) - started_ns
+            self._planner.observe(1 + done.outcome.num_accepted, elapsed_ns)
 
-    async def _round(self, parent: tracing.Span) -> tuple[list[Round], int]:
+    async def _round(self, parent: tracing.Span) -> Round:
         trees = packed([each.beam for each in self._search.live], self._most_nodes())
         draft_cost = await self._draft(trees, parent)
+        verdicts, verify_cost = await self._verify(trees, parent)
         rows: dict[Beam, Logprobs] = {}
-        judged: list[tuple[BeamTree, Verdict, Cost]] = []
-        for tree in trees:
-            verdict, cost = await self._verify(tree, parent)
+        for tree, verdict in zip(trees, verdicts, strict=True):
             rows |= zip([tree.prefix, *tree.nodes], verdict.logprobs, strict=True)
-            judged.append((tree, verdict, cost))
-        num_steps = self._step(rows, trees)
-        return self._passes(judged, num_steps, draft_cost), num_steps
+        outcome = Outcome(range(self._step(rows, trees) - 1), -1)
+        return Round(drafts_of(trees, verdicts[0].base_len), verdicts[0], outcome, draft_cost, verify_cost)
 
     def _most_nodes(self) -> int:
         """Of a tree with live beams: all of its tokens have to fit into the context."""
         if not self._has_trees:
             return 0
         longest = len(self._prompt) + max(each.beam.length for each in self._search.live)
-        return max(0, min(MAX_TREE_NODES, self._longest_len - longest))
+        return max(0, min(_MAX_LIVE_NODES, self._longest_len - longest))
 
     async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> Cost:
         beams = [beam for tree in trees for beam in tree.beams]
@@ -129,19 +135,23 @@ class BeamGeneration:
         """Most nodes of a tree, draft tokens included."""
         return min(MAX_TREE_NODES, self._longest_len - len(self._prompt) - tree.prefix.length)
 
-    async def _verify(self, tree: BeamTree, parent: tracing.Span) -> tuple[Verdict, Cost]:
-        committed = [*self._prompt, *tree.prefix.tokens()]
-        if self._held is not None:
-            self._target.rewind(len(self._prompt) + common_ancestor(self._held, tree.prefix).length)
-        self._held = tree.prefix
+    async def _verify(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[list[Verdict], Cost]:
+        """The verdicts on all trees, which the target runs in one pass if it can; the cost of the slowest."""
         self._ledger.switch(Stage.VERIFY)
+        taken: set[int] = set()
+        calls = []
+        for tree in trees:
+            target, committed = self._targets.moved_to(tree.prefix, taken)
+            calls.append(target.verify(committed, tree.proposal(len(committed)), parent))
         try:
-            verdict, cost = await self._target.verify(committed, tree.proposal(len(committed)), parent)
+            answers = await together(calls)
         except ServiceUnavailableError:
             self._ledger.fail()
             raise
+        cost = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
+        cost.num_cached_tokens = sum(cost.num_cached_tokens for _, cost in answers)
         self._ledger.settle(cost, Stage.RULE)
-        return verdict, cost
+        return [verdict for verdict, _ in answers], cost
 
     def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:
         """Step as far as the rows go; returns the number of steps, at least one."""
@@ -155,16 +165,3 @@ class BeamGeneration:
             self._search.step(rows, extend)
             num_steps += 1
         return num_steps
-
-    def _passes(
-        self, judged: Sequence[tuple[BeamTree, Verdict, Cost]], num_steps: int, draft_cost: Cost
-    ) -> list[Round]:
-        """As rounds that are counted; steps after the first are the last one's accepted draft tokens."""
-        found = []
-        for i, (tree, verdict, cost) in enumerate(judged):
-            drafts = tree.drafts(verdict.base_len)
-            is_last = i == len(judged) - 1
-            num_accepted = min(num_steps - 1, len(drafts.token_ids)) if is_last else 0
-            outcome = Outcome(range(num_accepted), -1)
-            found.append(Round(drafts, verdict, outcome, draft_cost if is_last else Cost(), cost))
-        return found

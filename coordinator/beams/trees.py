@@ -61,19 +61,20 @@ class BeamTree:
         Args:
             base_len: of the prefix with the prompt, in tokens.
         """
-        return self._proposal(base_len, 0)
+        return _proposal(self.nodes, base_len)
 
-    def drafts(self, base_len: int) -> Proposal:
-        """The draft tokens alone, after the live beams; for counts."""
-        return self._proposal(base_len, self.num_live_nodes)
 
-    def _proposal(self, base_len: int, start: int) -> Proposal:
-        """The nodes from an index on; without parents if they are a chain."""
-        nodes = self.nodes[start:]
-        places: dict[Beam | None, int] = {each: i for i, each in enumerate(nodes)}
-        parents = [places.get(each.parent, -1) for each in nodes]
-        is_chain = parents == list(range(-1, len(nodes) - 1))
-        return Proposal(base_len, [each.token_id for each in nodes], (), BEAMS, () if is_chain else parents)
+def drafts_of(trees: Sequence[BeamTree], base_len: int) -> Proposal:
+    """The draft tokens of several trees alone, after the live beams; for counts."""
+    return _proposal([node for tree in trees for node in tree.nodes[tree.num_live_nodes :]], base_len)
+
+
+def _proposal(nodes: Sequence[Beam], base_len: int) -> Proposal:
+    """Nodes as draft tokens; without parents if they are a chain."""
+    places: dict[Beam | None, int] = {each: i for i, each in enumerate(nodes)}
+    parents = [places.get(each.parent, -1) for each in nodes]
+    is_chain = parents == list(range(-1, len(nodes) - 1))
+    return Proposal(base_len, [each.token_id for each in nodes], (), BEAMS, () if is_chain else parents)
 
 
 def packed(beams: Sequence[Beam], most: int) -> list[BeamTree]:

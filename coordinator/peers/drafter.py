@@ -272,7 +272,7 @@ class RemoteDrafter:
                 self._not_before_s[replica] = math.inf
 
     def rewind(self, length: int) -> None:
-        """See `beams.drafting.Slot`."""
+        """See `beams.followers.Rewindable`."""
         if self._current is not None:
             self._current.sequence.rewind(length)
 

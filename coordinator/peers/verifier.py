@@ -382,7 +382,7 @@ class RemoteVerifier:
         return None
 
     def rewind(self, length: int) -> None:
-        """See `beams.search.Target`."""
+        """See `beams.followers.Rewindable`."""
         if self._sequence is not None:
             self._sequence.rewind(length)
 

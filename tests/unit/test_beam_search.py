@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.beams.drafting import BeamPlanner
-from coordinator.beams.trees import BeamTree, common_ancestor, packed
+from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
 from specwire.core import Logprobs, Proposal
 from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping, Scored
 
@@ -136,8 +136,8 @@ def test_draft_tokens_follow_their_beams_within_the_room() -> None:
     tree.add(other, Proposal(1, [1, 3, 4], source="draft", parents=[-1, -1, 1]), 6)
     assert tree.proposal(0).token_ids == [7, 8, 1, 2, 1, 3]
     assert tree.proposal(0).parents == [-1, -1, 0, 2, 1, 1]
-    assert tree.drafts(0).parents == [-1, 0, -1, -1]
-    assert tree.drafts(0).source == "num_beams"
+    assert drafts_of([tree], 0).parents == [-1, 0, -1, -1]
+    assert drafts_of([tree], 0).source == "num_beams"
     tree.add(one, Proposal(1, [1, 5], source="draft"), 8)
     assert len(tree.nodes) == 7
     assert tree.extended(one, 1) is tree.nodes[2]
