@@ -26,10 +26,9 @@ from specwire.estimate import clock
 from specwire.rule.beam_search import Beam, BeamSearch, Scored
 from specwire.telemetry import tracing
 
-
 _MAX_LIVE_NODES = 24
-"""Of a tree, without draft tokens. Beams that are further apart than that are run below prefixes of their own,
-which the target has in its cache; there is room for draft tokens, too."""
+"""Of a tree, without draft tokens. Beams that are further apart than that are run below prefixes of their
+own, which are in the target's cache. There is room for draft tokens, too."""
 
 
 class Target(Rewindable, Protocol):
@@ -156,9 +155,10 @@ class BeamGeneration:
     def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:
         """Step as far as the rows go; returns the number of steps, at least one."""
 
+        drafted = {place: node for tree in trees for place, node in tree.drafted.items()}
+
         def extend(beam: Beam, token_id: int) -> Beam:
-            found = (tree.extended(beam, token_id) for tree in trees)
-            return next(filter(None, found), None) or Beam(beam, token_id)
+            return drafted.get((beam, token_id)) or Beam(beam, token_id)
 
         num_steps = 0
         while not self._search.ended and all(each.beam in rows for each in self._search.live):

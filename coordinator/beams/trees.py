@@ -24,6 +24,7 @@ class BeamTree:
         beams: the live ones, in the order of their scores.
         nodes: what the target runs after the prefix, parents before children.
         num_live_nodes: of these, those that lead to live beams; draft tokens follow.
+        drafted: these, by what they follow and their token.
     """
 
     def __init__(self, beams: Sequence[Beam]) -> None:
@@ -31,7 +32,7 @@ class BeamTree:
         self.prefix = _ancestor(self.beams)
         self.nodes = _below(self.prefix, self.beams)
         self.num_live_nodes = len(self.nodes)
-        self._drafted: dict[tuple[Beam, int], Beam] = {}
+        self.drafted: dict[tuple[Beam, int], Beam] = {}
 
     def add(self, beam: Beam, proposal: Proposal, room: int) -> None:
         """Draft tokens after a live beam.
@@ -45,15 +46,11 @@ class BeamTree:
             made.append(self._child(made[parent] if parent >= 0 else beam, token_id))
 
     def _child(self, parent: Beam, token_id: int) -> Beam:
-        child = self._drafted.get((parent, token_id))
+        child = self.drafted.get((parent, token_id))
         if child is None:
-            child = self._drafted[parent, token_id] = Beam(parent, token_id)
+            child = self.drafted[parent, token_id] = Beam(parent, token_id)
             self.nodes.append(child)
         return child
-
-    def extended(self, beam: Beam, token_id: int) -> Beam | None:
-        """The draft token that continues a beam; None if there is none."""
-        return self._drafted.get((beam, token_id))
 
     def proposal(self, base_len: int) -> Proposal:
         """The nodes, as what the target is asked about after its prefix.

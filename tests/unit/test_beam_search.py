@@ -140,7 +140,7 @@ def test_draft_tokens_follow_their_beams_within_the_room() -> None:
     assert drafts_of([tree], 0).source == "num_beams"
     tree.add(one, Proposal(1, [1, 5], source="draft"), 8)
     assert len(tree.nodes) == 7
-    assert tree.extended(one, 1) is tree.nodes[2]
+    assert tree.drafted[one, 1] is tree.nodes[2]
 
 
 def test_the_common_ancestor_is_the_longest_text_that_both_begin_with() -> None:
