@@ -258,7 +258,8 @@ class SamplingParams:
         _check(
             _is_int(num) and 1 <= num <= MAX_NUM_BEAMS, "num_beams", num, f"must lie in [1, {MAX_NUM_BEAMS}]"
         )
-        _check(_is_int(most) and 1 <= most <= num, "num_return_sequences", most, f"must lie in [1, {num}]")
+        ok = _is_int(most) and 1 <= most <= MAX_NUM_BEAMS
+        _check(ok, "num_return_sequences", most, f"must lie in [1, {MAX_NUM_BEAMS}]")
         penalty, stopping = self.length_penalty, self.early_stopping
         _check(_is_finite(penalty) and abs(penalty) <= 8, "length_penalty", penalty, "must lie in [-8, 8]")
         known = stopping is True or stopping is False or stopping == "never"

@@ -21,8 +21,8 @@ _STOPPING_NAMES = {number: name for name, number in _STOPPING.items()} | {
 
 def to_proto(params: SamplingParams) -> generation_pb2.BeamSearch | None:
     """What a request says; None without beam search."""
+    _check_together(params)
     if params.num_beams == 1:
-        _check_unused(params)
         return None
     return generation_pb2.BeamSearch(
         num_beams=params.num_beams,
@@ -32,10 +32,15 @@ def to_proto(params: SamplingParams) -> generation_pb2.BeamSearch | None:
     )
 
 
-def _check_unused(params: SamplingParams) -> None:
+def _check_together(params: SamplingParams) -> None:
     """Raises:
-    InvalidRequestError: a parameter of beam search without it.
+    InvalidRequestError: more texts than beams, or a parameter of beam search without it.
     """
+    most = params.num_return_sequences
+    if most > params.num_beams:
+        raise InvalidRequestError("num_return_sequences", most, f"is over num_beams={params.num_beams}")
+    if params.num_beams > 1:
+        return
     for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
         value = getattr(params, name)
         if value != default:
@@ -56,10 +61,13 @@ def from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
     if message.early_stopping not in _STOPPING_NAMES:
         problem = "is not known in this protocol version"
         raise InvalidRequestError("early_stopping", message.early_stopping, problem)
+    most = message.num_return_sequences or 1
+    if most > message.num_beams:
+        raise InvalidRequestError("num_return_sequences", most, f"is over num_beams={message.num_beams}")
     fields: dict[str, Any] = {
         "num_beams": message.num_beams,
         "early_stopping": _STOPPING_NAMES[message.early_stopping],
-        "num_return_sequences": message.num_return_sequences or 1,
+        "num_return_sequences": most,
     }
     if message.HasField("length_penalty"):
         fields["length_penalty"] = message.length_penalty

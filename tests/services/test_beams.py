@@ -229,9 +229,16 @@ def test_values_out_of_range_are_refused_by_name() -> None:
     for name, value in (
         ("num_beams", 0),
         ("num_beams", 17),
-        ("num_return_sequences", 5),
+        ("num_return_sequences", 17),
         ("length_penalty", float("inf")),
         ("early_stopping", "always"),
     ):
         with pytest.raises(InvalidRequestError, match=name):
             replace(BEAMS, **{name: value})
+    for name, params in (
+        ("num_return_sequences", replace(BEAMS, num_return_sequences=5)),
+        ("length_penalty", SamplingParams(length_penalty=2.0)),
+        ("early_stopping", SamplingParams(early_stopping=True)),
+    ):
+        with pytest.raises(InvalidRequestError, match=name):
+            generate_request(None, params, PROMPTS[0])

@@ -64,6 +64,10 @@ EVERYTHING = SamplingParams(
     max_depth=3,
     logprobs=0,
     draft="ngram",
+    num_beams=4,
+    length_penalty=0.5,
+    early_stopping="never",
+    num_return_sequences=3,
     cache_salt="s",
 )
 
@@ -102,6 +106,10 @@ class TestSamplingParams:
             "num_draft_tokens",
             "max_depth",
             "draft",
+            "num_beams",
+            "length_penalty",
+            "early_stopping",
+            "num_return_sequences",
         }
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
