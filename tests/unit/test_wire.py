@@ -13,6 +13,7 @@ from specwire.completion import (
     Chunk,
     Completion,
     FinishReason,
+    Hypothesis,
     SourceCounts,
     Speculation,
     Timing,
@@ -396,6 +397,12 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         model="m",
         tokens=tokens,
         num_resumes=2,
+        hypotheses=(
+            Hypothesis(
+                text="a", token_ids=(1, 2), score=-0.5, finish_reason=FinishReason.STOP, stop_reason=2
+            ),
+            Hypothesis(text="b", token_ids=(1, 0), score=-1.5, finish_reason=FinishReason.LENGTH),
+        ),
     )
     assert (
         client_wire.completion_from_proto(over_the_wire(client_wire.completion_to_proto(sent)), got.tokens, 2)
