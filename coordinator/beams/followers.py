@@ -22,17 +22,17 @@ class Rewindable(Protocol):
         ...
 
 
-Kind = TypeVar("Kind", bound=Rewindable)
+Kind_co = TypeVar("Kind_co", bound=Rewindable, covariant=True)
 
 
-class Follower(Generic[Kind]):
+class Follower(Generic[Kind_co]):
     """A sequence, and the text that it was asked about last.
 
     Attributes:
         beam: None before the first time.
     """
 
-    def __init__(self, sequence: Kind) -> None:
+    def __init__(self, sequence: Kind_co) -> None:
         self.sequence = sequence
         self.beam: Beam | None = None
 
@@ -41,10 +41,10 @@ class Follower(Generic[Kind]):
         return -1 if self.beam is None else common_ancestor(self.beam, beam).length
 
 
-class Followers(Generic[Kind]):
+class Followers(Generic[Kind_co]):
     """All sequences of a search at one service."""
 
-    def __init__(self, sequences: Sequence[Kind], prompt: Sequence[int]) -> None:
+    def __init__(self, sequences: Sequence[Kind_co], prompt: Sequence[int]) -> None:
         """Args:
         sequences: as many as texts are asked about at once, none of them open yet.
         prompt: what all texts follow.
@@ -53,11 +53,11 @@ class Followers(Generic[Kind]):
         self._prompt = list(prompt)
 
     @property
-    def sequences(self) -> list[Kind]:
+    def sequences(self) -> list[Kind_co]:
         """All of them."""
         return [each.sequence for each in self._followers]
 
-    def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Kind, list[int]]:
+    def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Kind_co, list[int]]:
         """The sequence that knows most of a text, rewound to what it knows.
 
         Args:

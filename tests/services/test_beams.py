@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,33 +61,41 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
         yield running
 
 
+Texts = list[tuple[list[int], float]]
+"""With their scores, best first."""
+
+
+def expected(family: str, prompt: Sequence[int], params: SamplingParams) -> Texts:
+    """By transformers' own `generate`."""
+    names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
+    settings = tuple((name, getattr(params, name)) for name in names)
+    return _generated(family, tuple(prompt), params.max_tokens or 0, params.stop_token_ids, settings)
+
+
 @functools.cache
 @torch.inference_mode()
-def expected(family: str, prompt: tuple[int, ...], params: SamplingParams) -> list[tuple[list[int], float]]:
-    """Texts and scores by transformers' own `generate`, best first."""
+def _generated(
+    family: str, prompt: tuple[int, ...], most: int, ends: tuple[int, ...], settings: tuple[tuple[str, Any]]
+) -> Texts:
     model = build(family)
-    ends = list(params.stop_token_ids)
-    model.generation_config.eos_token_id = ends or None
+    model.generation_config.eos_token_id = list(ends) or None
     has_encoder = family in encoder_decoders.FAMILIES
     output = model.generate(
         torch.tensor([prompt]),
-        max_new_tokens=params.max_tokens,
+        max_new_tokens=most,
         do_sample=False,
         use_cache=not has_encoder,
-        num_beams=params.num_beams,
-        num_return_sequences=params.num_return_sequences,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
         return_dict_in_generate=True,
         output_scores=True,
         pad_token_id=0,
+        **dict(settings),
     )
     start = 1 if has_encoder else len(prompt)
-    texts = [cut(sequence[start:].tolist(), ends, params.max_tokens) for sequence in output.sequences]
+    texts = [cut(sequence[start:].tolist(), ends, most) for sequence in output.sequences]
     return list(zip(texts, output.sequences_scores.tolist(), strict=True))
 
 
-def cut(token_ids: list[int], ends: list[int], most: int | None) -> list[int]:
+def cut(token_ids: list[int], ends: Sequence[int], most: int) -> list[int]:
     """Without what fills the row up: nothing of it comes before the first end token."""
     found = next((i for i, token_id in enumerate(token_ids) if token_id in ends), None)
     assert found is not None or len(token_ids) == most
@@ -97,12 +105,12 @@ def cut(token_ids: list[int], ends: list[int], most: int | None) -> list[int]:
 def ends_of(family: str, num: int) -> tuple[int, ...]:
     """Tokens that end some of the texts early: some that beams without an end have at their fourth to ninth
     place."""
-    texts = [text for text, _ in expected(family, tuple(PROMPTS[0]), BEAMS)]
+    texts = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
     inner = [text[place] for place in (8, 5, 3) for text in texts]
     return tuple(dict.fromkeys(inner))[:num]
 
 
-def check(done: Completion, wanted: list[tuple[list[int], float]]) -> None:
+def check(done: Completion, wanted: Texts) -> None:
     assert [list(each.token_ids) for each in done.hypotheses] == [text for text, _ in wanted]
     assert [each.score for each in done.hypotheses] == pytest.approx([score for _, score in wanted], rel=1e-4)
     best = done.hypotheses[0]
@@ -119,7 +127,7 @@ def test_texts_scores_and_order_are_those_of_generate(stack: LocalStack, family:
     for length_penalty, early_stopping in settings:
         params = replace(base, length_penalty=length_penalty, early_stopping=early_stopping)
         for prompt in PROMPTS:
-            wanted = expected(family, tuple(prompt), params)
+            wanted = expected(family, prompt, params)
             lengths |= {len(text) for text, _ in wanted}
             done = stack.client.generate(params=replace(params, **next(shapes)), prompt_token_ids=prompt)
             check(done, wanted)
@@ -133,7 +141,7 @@ def test_settings_matter(family: str) -> None:
     ends = ends_of(family, 1)
     base = replace(BEAMS, stop_token_ids=ends)
     found = {
-        name: [expected(family, tuple(prompt), replace(base, **changed)) for prompt in PROMPTS]
+        name: [expected(family, prompt, replace(base, **changed)) for prompt in PROMPTS]
         for name, changed in {
             "base": {},
             "beams": {"num_beams": 5},
@@ -162,7 +170,7 @@ def test_other_widths(stack: LocalStack, family: str, num_beams: int) -> None:
     params = replace(BEAMS, num_beams=num_beams, num_return_sequences=2, max_tokens=12)
     for prompt in PROMPTS:
         done = stack.client.generate(params=params, prompt_token_ids=prompt)
-        check(done, expected(family, tuple(prompt), replace(params, cache_salt="")))
+        check(done, expected(family, prompt, params))
 
 
 def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
@@ -170,7 +178,7 @@ def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
     alone."""
     target, draft = save_target(tmp_path / "target"), save_hostile_draft(tmp_path / "draft")
     params = replace(BEAMS, num_draft_tokens=3)
-    wanted = expected("llama", tuple(PROMPTS[0]), BEAMS)
+    wanted = expected("llama", PROMPTS[0], BEAMS)
     with local_stack(target, draft) as stack:
         done = stack.client.generate(params=params, prompt_token_ids=PROMPTS[0])
         check(done, wanted)
@@ -188,7 +196,7 @@ def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -
 
 def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) -> None:
     """Another coordinator sends what is left of the best text, and the same completion."""
-    [text, *_] = [text for text, _ in expected(family, tuple(PROMPTS[0]), BEAMS)]
+    [text, *_] = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
     request = generate_request(None, BEAMS, PROMPTS[0])
     with grpc.insecure_channel(stack.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
