@@ -189,7 +189,7 @@ class TestCompletions:
         for param, changes in wrong.items():
             with pytest.raises(openai.APIStatusError) as refused:
                 complete(here, seed=None, extra_body={"use_beam_search": True}, **changes)
-            assert refused.value.body["param"] == param
+            assert cast("dict[str, Any]", refused.value.body)["param"] == param
 
     def test_logprobs(self, here: Fronted) -> None:
         found = complete(here, logprobs=3).choices[0]

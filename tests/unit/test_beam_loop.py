@@ -132,7 +132,12 @@ class Search:
     def __init__(
         self, drafts: Sequence[Draft], shape: tuple[int, int], kind: type[Target], **info: Any
     ) -> None:
-        model = {"name": "large", "vocab_size": VOCAB, "context_len": 512, "trees": True} | info
+        model: dict[str, Any] = {
+            "name": "large",
+            "vocab_size": VOCAB,
+            "context_len": 512,
+            "trees": True,
+        } | info
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT, beam_rules=RULES, target=ModelInfo(**model))
         self.targets = [kind() for _ in range(NUM_BEAMS)]
         generation = BeamGeneration(

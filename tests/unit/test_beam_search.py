@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,12 @@ def test_few_beams_may_miss_them() -> None:
 def test_a_search_that_stops_at_once_has_no_more_steps() -> None:
     """Two texts that end are enough for it, whatever the live beams may come to."""
     for seed in range(20):
-        rules = {"num_beams": 2, "max_tokens": LENGTH, "end_ids": frozenset([END]), "length_penalty": 2.0}
+        rules: dict[str, Any] = {
+            "num_beams": 2,
+            "max_tokens": LENGTH,
+            "end_ids": frozenset([END]),
+            "length_penalty": 2.0,
+        }
         early = searched(BeamRules(**rules, early_stopping=EarlyStopping.AT_ONCE), seed)
         late = searched(BeamRules(**rules, early_stopping=EarlyStopping.NEVER), seed)
         assert late[0].score >= early[0].score
