@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.beams.checks import check_beams, end_ids, rules_of
 from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
@@ -20,6 +21,7 @@ from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
+from specwire.rule.beam_search import BeamRules
 from specwire.security.bearer import Principal
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
@@ -67,6 +69,7 @@ class GenerationRequest:
         num_draft_tokens, max_depth, num_chains: as of the `CheckedRequest`.
         draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
+        beam_rules: of a beam search; None for any other request.
     """
 
     prompt_token_ids: Sequence[int]
@@ -81,6 +84,7 @@ class GenerationRequest:
     output_scope: str | None
     max_depth: int | None
     num_chains: int = 1
+    beam_rules: BeamRules | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -95,14 +99,15 @@ class GenerationRequest:
     @property
     def may_teach(self) -> bool:
         """Whether a draft may change its weights by the output: no other request uses the random numbers that
-        decided about it, or tokens are matched, where any draft is exact."""
+        decided about it, or tokens are matched, where any draft is exact. Not by live beams."""
+        if self.beam_rules is not None:
+            return False
         return self.params.matches_tokens or self.keyed_params.seed != self.params.seed
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the output."""
-        own = () if self.params.ignore_eos else self.target.eos_token_ids
-        return frozenset((*self.params.stop_token_ids, *own))
+        return end_ids(self.params, self.target)
 
 
 class RequestParser:
@@ -140,6 +145,8 @@ class RequestParser:
         """
         given_params = client_wire.generate_params(message)
         draft = self._drafts.choose(given_params.draft)
+        if given_params.num_beams > 1:
+            draft = check_beams(message, given_params, self._target, draft)
         params = self._with_seed_and_rule(given_params, draft)
         credit_window = client_wire.opening_credit(message)
         client_wire.check_prompt_size(message, self._config.max_prompt_bytes)
@@ -178,10 +185,11 @@ class RequestParser:
         scope = self._output_scope(checked)
         learns = checked.draft.uses_model and self._draft_learns()
         is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
+        rules, keyed = rules_of(params, target), _keyed(params, is_adaptive=is_adaptive)
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,
-            keyed_params=_keyed(params, is_adaptive=is_adaptive),
+            keyed_params=replace(keyed, logprobs=rules.num_top) if rules else keyed,
             target=target,
             generated_token_ids=generated_token_ids,
             resume_info=checked_resume_info(
@@ -197,6 +205,7 @@ class RequestParser:
             output_scope=scope,
             max_depth=checked.max_depth,
             num_chains=checked.num_chains,
+            beam_rules=rules,
         )
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:

@@ -90,6 +90,25 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hypothesis:
+    """One of the texts that a beam search has found.
+
+    Attributes:
+        text: without special tokens.
+        token_ids: all of its tokens, including the one that ended it.
+        score: sum of their log probabilities under the target (nats), divided by length ** length_penalty.
+        finish_reason: why it ended.
+        stop_reason: the token that ended it, if one did.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeInfo:
     """What determines a generation besides its request, for the coordinator that resumes it.
 
@@ -293,6 +312,7 @@ class Completion:
             equal probability.
         tokens: the emitted tokens with their fates and log probabilities.
         num_resumes: how often it was resumed, at another coordinator or the same one.
+        hypotheses: of a beam search, the best texts, best first; the first one is the completion's own.
     """
 
     text: str
@@ -309,6 +329,7 @@ class Completion:
     num_resumes: int = 0
     reproducible: bool = False
     num_lists: int = 1
+    hypotheses: tuple[Hypothesis, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
@@ -331,6 +352,7 @@ class Completion:
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
             "logprobs": _logprob_dicts(self.tokens),
             "num_resumes": self.num_resumes,
+            "hypotheses": [_fields(each) for each in self.hypotheses],
         }
 
 

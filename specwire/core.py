@@ -33,6 +33,7 @@ MAX_NUM_LISTS = 8
 MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
 """Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""
 MAX_LOGPROBS = 20
+MAX_NUM_BEAMS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -168,6 +169,16 @@ class SamplingParams:
     server. The completion counts tokens by what made them."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
+    num_beams: int = 1
+    """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs
+    temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities."""
+    length_penalty: float = 1.0
+    """Of beam search: a text's score is divided by its length to this power; over 0 favours long ones."""
+    early_stopping: bool | str = False
+    """Of beam search: True ends it with `num_beams` finished texts, "never" once no better one is possible;
+    False judges that by the present length."""
+    num_return_sequences: int = 1
+    """Of beam search: how many of the best texts the completion has, at most `num_beams`."""
     cache_salt: str = ""
     """Only requests of the same salt share cached prompts; the text does not depend on it. With bearer
     tokens, requests of different principals never share them."""
@@ -179,6 +190,7 @@ class SamplingParams:
         self._check_lists()
         self._check_warps()
         self._check_penalties()
+        self._check_beams()
 
     def _coerce(self) -> None:
         """Accept other types that callers use: a single stop string, lists, a rule by name."""
@@ -256,6 +268,18 @@ class SamplingParams:
         _check(ok, "draft", draft, f"must be a name of at most {MAX_DRAFT_LEN} characters")
         contradicts = draft == DRAFT_OFF and bool(self.num_draft_tokens)
         _check(not contradicts, "draft", draft, f"contradicts num_draft_tokens={self.num_draft_tokens}")
+
+    def _check_beams(self) -> None:
+        num, most = self.num_beams, self.num_return_sequences
+        _check(
+            _is_int(num) and 1 <= num <= MAX_NUM_BEAMS, "num_beams", num, f"must lie in [1, {MAX_NUM_BEAMS}]"
+        )
+        ok = _is_int(most) and 1 <= most <= MAX_NUM_BEAMS
+        _check(ok, "num_return_sequences", most, f"must lie in [1, {MAX_NUM_BEAMS}]")
+        penalty, stopping = self.length_penalty, self.early_stopping
+        _check(_is_finite(penalty) and abs(penalty) <= 8, "length_penalty", penalty, "must lie in [-8, 8]")
+        known = stopping is True or stopping is False or stopping == "never"
+        _check(known, "early_stopping", stopping, 'must be True, False or "never"')
 
     def _check_warps(self) -> None:
         t = self.temperature

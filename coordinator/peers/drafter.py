@@ -271,6 +271,11 @@ class RemoteDrafter:
                 self.unavailable = str(error)
                 self._not_before_s[replica] = math.inf
 
+    def rewind(self, length: int) -> None:
+        """See `beams.followers.Rewindable`."""
+        if self._current is not None:
+            self._current.sequence.rewind(length)
+
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""
         if self._current is not None:

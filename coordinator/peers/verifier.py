@@ -117,6 +117,10 @@ class _VerifySequence:
             next_max_depth=wanted.max_depth,
         )
 
+    def rewind(self, length: int) -> None:
+        """The peer is to keep no more than so many of the committed tokens."""
+        self.num_sent_tokens = min(self.num_sent_tokens, length)
+
     async def ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
         """Send a request and wait for its answer.
 
@@ -376,6 +380,11 @@ class RemoteVerifier:
         self._goes_on, self._begun, self._drafted = False, None, None
         log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
         return None
+
+    def rewind(self, length: int) -> None:
+        """See `beams.followers.Rewindable`."""
+        if self._sequence is not None:
+            self._sequence.rewind(length)
 
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, LISTS, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, HEADS, KSEQ, LISTS, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -19,6 +19,7 @@ _NEEDS = {
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     LISTS: 'a draft service; its counts are the model\'s: "selection": "lists"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
+    BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
@@ -87,6 +88,7 @@ def lines(
         _MODEL: draft is not None,
         **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
+        BEAMS: draft is not None,
         HEADS: target.drafts,
     }
     sources = {_MODEL: "", _HIERARCHY: ""}

@@ -270,6 +270,10 @@ def _generate(args: argparse.Namespace) -> int:
         print()
     else:
         print(*completion.token_ids)
+    if not args.json:
+        for each in completion.hypotheses[1:]:
+            text = printable(each.text) if sys.stdout.isatty() else each.text
+            print(f"--- score {each.score:.4f}", text or " ".join(map(str, each.token_ids)), sep="\n")
     return 0
 
 

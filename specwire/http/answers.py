@@ -177,7 +177,8 @@ def _rounded(counts: Speculation | Timing | None) -> Json | None:
 def record(completion: Completion) -> Json:
     """The extension of a response: the record of one choice."""
     whole: Mapping[str, Any] = completion.to_dict()
-    return {name: whole[name] for name in _RECORD}
+    score = {"score": completion.hypotheses[0].score} if completion.hypotheses else {}
+    return {name: whole[name] for name in _RECORD} | score
 
 
 def usage(completions: Sequence[Completion], num_choices_per_prompt: int) -> Json:

@@ -22,6 +22,7 @@ from specwire.completion import (
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
+from specwire.wire import beams
 from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 
 MAX_MESSAGES = 4096
@@ -75,6 +76,7 @@ def generate_request(
         report_progress=report_progress,
         cache_salt=params.cache_salt,
         draft=params.draft,
+        beam_search=beams.to_proto(params),
     )
     if prompt is not None:
         request.text = prompt
@@ -174,6 +176,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
             fields[name] = getattr(request, name)
     return SamplingParams(
         **fields,
+        **beams.from_proto(request),
         stop=tuple(stops.stop),
         stop_token_ids=tuple(stops.stop_token_ids),
         ignore_eos=stops.ignore_eos,
@@ -376,6 +379,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         timing=_timing_to_proto(completion.timing),
         reproducible=completion.reproducible,
         num_lists=completion.num_lists,
+        hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
     )
 
 
@@ -399,6 +403,7 @@ def completion_from_proto(
         num_resumes=num_resumes,
         reproducible=message.reproducible,
         num_lists=message.num_lists or 1,
+        hypotheses=tuple(map(beams.hypothesis_from_proto, message.hypotheses)),
     )
 
 

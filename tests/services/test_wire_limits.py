@@ -189,6 +189,19 @@ RANGES: dict[str, tuple[Any, str]] = {
     "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),
     "OpenSequence.vocab_limit": (drafting(opening(vocab_limit=-1)), "vocab_limit"),
     "GenerateRequest.max_depth": (generation(max_depth=65), "max_depth"),
+    "BeamSearch.num_beams": (generation(beam_search={"num_beams": 17}), "num_beams"),
+    "BeamSearch.length_penalty": (
+        generation(beam_search={"num_beams": 2, "length_penalty": float("nan")}),
+        "length_penalty",
+    ),
+    "BeamSearch.early_stopping": (
+        generation(beam_search={"num_beams": 2, "early_stopping": 9}),
+        "early_stopping",
+    ),
+    "BeamSearch.num_return_sequences": (
+        generation(beam_search={"num_beams": 2, "num_return_sequences": 3}),
+        "num_return_sequences",
+    ),
     "DraftRequest.sequence_ids": (drafting(sequence_id=2), "sequence_ids"),
     "DraftRequest.base_lens": (drafting(base_len=-1), "base_len"),
     "DraftRequest.num_tokens": (with_columns(drafting(), num_tokens=[-1]), "num_tokens"),
