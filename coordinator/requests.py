@@ -18,6 +18,7 @@ from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
+from specwire.config.speculative import LAYERS
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
 from specwire.security.bearer import Principal
@@ -154,7 +155,7 @@ class RequestParser:
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
-            max_depth=self._max_depth(params),
+            max_depth=self._max_depth(params, draft),
             draft=draft,
             num_chains=self._num_chains(params, draft),
         )
@@ -203,10 +204,14 @@ class RequestParser:
         selects = params.rule is Rule.KSEQ and not params.matches_tokens
         return self._config.num_chains if selects and draft.uses_model and self._target.trees else 1
 
-    def _max_depth(self, params: SamplingParams) -> int | None:
+    def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        if params.max_depth and not self._target.trees:
-            raise UnsupportedError("max_depth", params.max_depth, f"{self._target.name} verifies chains only")
+        is_chain = draft.uses_own and self._target.own_source == LAYERS
+        if params.max_depth and (is_chain or not self._target.trees):
+            by = f"{LAYERS} draft" if is_chain else f"{self._target.name} verifies"
+            raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")
+        if is_chain:
+            return 0
         if params.max_depth is not None:
             return params.max_depth
         if not (params.matches_tokens and self._target.trees):
@@ -225,12 +230,12 @@ class RequestParser:
     def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
         """A client that gives a seed expects the same text again, whatever the load.
 
-        Heads are coupled: without noise that they share with the target, only their likeliest tokens could be
-        proposed, and no trees.
+        A target that drafts for itself is coupled: without noise that is shared, only the likeliest tokens
+        could be proposed, and no trees.
         """
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
+            asks = params.seed is not None or bool(params.max_depth) or draft.uses_own
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:

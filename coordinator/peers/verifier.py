@@ -17,7 +17,6 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.config.speculative import HEADS
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     Continuation,
@@ -247,6 +246,7 @@ class RemoteVerifier:
         )
         self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
+        self._source = request.target.own_source
         self._wanted = Wanted()
         self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
@@ -407,4 +407,4 @@ class RemoteVerifier:
         if not self._opening.end_len or (proposal.parents and not matches):
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
         supports = () if matches else certain(proposal.token_ids)
-        return replace(proposal, supports=supports, source=HEADS)
+        return replace(proposal, supports=supports, source=self._source)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, LAYERS, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -19,6 +19,7 @@ _NEEDS = {
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
+    LAYERS: "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -27,6 +28,7 @@ _NEEDS = {
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
     HEADS: "a target without an encoder",
+    LAYERS: "a target without an encoder",
 }
 
 
@@ -86,7 +88,8 @@ def lines(
         _MODEL: draft is not None,
         KSEQ: has_chains,
         _HIERARCHY: inner != "",
-        HEADS: target.drafts,
+        HEADS: target.own_source == HEADS,
+        LAYERS: target.own_source == LAYERS,
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:

@@ -34,7 +34,7 @@ class ComputeThread:
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread and wait for what it returns or raises."""
         future: Future[Result] = Future()
-        self._calls.put(lambda: _settle(future, function))
+        self._calls.put(lambda: settle(future, function))
         return future.result()
 
     def start(self, function: Callable[[], None]) -> None:

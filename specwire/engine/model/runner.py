@@ -23,6 +23,7 @@ from specwire.engine.attention.probe import Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
+from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.model.states import States
@@ -241,6 +242,17 @@ class ModelRunner:
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
 
+    @torch.inference_mode()
+    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
+        """As `forward`, with some blocks left out: approximate logits, to draft with.
+
+        Keys and values of layers whose attention is left out are not written. So what such a pass appends to
+        a cache has to be dropped again, before a pass of the whole model.
+        """
+        with self._packer.packed(feeds) as batch, left_out.skipped():
+            self._copy(batch)
+            return self._run_packed(batch).float()
+
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`."""
         logits = self.forward(feeds)
@@ -249,11 +261,15 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
+        self._copy(batch)
+        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
+
+    def _copy(self, batch: Batch) -> None:
+        """What is to be copied before the pass writes, in all layers."""
         if batch.copies is not None:
             src, dst = (to_device(slots, self.device) for slots in batch.copies)
             for layer in self._layers.values():
                 layer.copy(src, dst)
-        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 
     def _run_invariant(self, batch: Batch) -> Tensor:
         """Run the batch in passes of one size."""
