@@ -1,4 +1,4 @@
-"""`specwire search-layers`: blocks that a target can spare, with a progress bar and a picture of the search."""
+"""`specwire search-layers`: blocks that a target can spare, and a picture of the search."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run(config: SearchLayersConfig) -> int:
     if config.picture:
         draw(Path(config.picture), tried)
     print(
-        f"{found.num_tried} sets tried; best without {found.skip}: {found.num_draft_tokens} draft tokens a round, "
-        f"{found.tokens_a_pass:.2f} tokens a pass, a draft pass costs {found.cost:.2f}, predicted "
+        f"{found.num_tried} sets tried; best without {found.skip}: {found.num_draft_tokens} draft tokens a "
+        f"round, each for {found.cost:.2f} of a pass; {found.tokens_a_pass:.2f} tokens a pass; predicted "
         f"{found.speedup:.2f} times plain"
     )
     if found.speedup <= 1:

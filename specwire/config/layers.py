@@ -15,9 +15,7 @@ class SearchLayersConfig(CheckedConfig):
     """Which target, on what text, and how long."""
 
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
-    text: str = option(
-        "", "UTF-8 file of prompts like those that the target will be given, one after another"
-    )
+    text: str = option("", "UTF-8 file of text like the prompts that the target will be given")
     out: str = option("", "file for what is found; empty for the one beside the model that layers:auto reads")
     picture: str = option("", "PNG of the search; empty for none")
     trials: int = option(150, "sets of blocks to try", check=between(2, 100_000))

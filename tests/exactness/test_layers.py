@@ -1,5 +1,7 @@
-"""A target that drafts without some of its layers: the text of plain decoding, and the distribution under every
-rule. Over real services, with proposals that end early and with long ones."""
+"""A target that drafts without some of its layers: the text of plain decoding, and the distribution it has.
+
+Over real services, under every rule, with proposals that end early and with long ones.
+"""
 
 from __future__ import annotations
 

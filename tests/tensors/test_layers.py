@@ -27,9 +27,9 @@ def _runner(family: str = "llama", **overrides: Any) -> ModelRunner:
 
 
 def _nothing(_: Any, __: Any, output: Any) -> Any:
-    return (
-        (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
-    )
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
 
 
 @torch.inference_mode()

@@ -2,9 +2,10 @@
 
     speed-up(γ) = (1 + reached_1 + ... + reached_γ) · pass(1) / (pass(γ + 1) + γ · draft)
 
-reached_k is the share of places in the target's own greedy text where k or more draft tokens are right; pass(n)
-is the time of a pass of n tokens, and draft that of a draft pass. Drafts are run as in service, behind the keys
-that the whole model computed. Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
+reached_k is the share of places in the target's own greedy text where k or more draft tokens are right;
+pass(n) is the time of a pass of n tokens, and draft that of a draft pass. Drafts are run as in service,
+behind the keys that the whole model computed. Source of the closed form: Leviathan et al. 2023 (arXiv
+2211.17192), section 3.
 """
 
 from __future__ import annotations

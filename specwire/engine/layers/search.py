@@ -1,14 +1,14 @@
 """`specwire search-layers`: which blocks a target can spare, by Bayesian optimisation over all sets of them.
 
 A Gaussian process over 0 and 1 for each block is fitted to the predicted speed-ups of the sets tried so far,
-and the set with the highest upper confidence bound is tried next, as in the reference code of Zhang et al. 2023
-(arXiv 2309.08168), with the library that it uses.
+and the set with the highest upper confidence bound is tried next, as in the reference code of Zhang et al.
+2023 (arXiv 2309.08168), with the library that it uses.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 
-PROMPT_LEN = 64
+PROMPT_LEN, _LEAST_PROMPT_LEN = 64, 8
+"""Tokens of each prompt."""
 _PAGE_SIZE = 16
 _FIRST_SHARE = 0.25
 """Of all trials, which are made at random: a process is fitted to them."""
@@ -83,9 +84,8 @@ def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: i
 
     rng = random.Random(seed)
     names = {str(block): block for block in blocks}
-    optimizer = BayesianOptimization(
-        None, {name: (0, 1, int) for name in names}, random_state=seed, verbose=0
-    )
+    bounds = dict.fromkeys(names, (0, 1, int))
+    optimizer = BayesianOptimization(None, bounds, random_state=seed, verbose=0)
     tried: dict[tuple[Block, ...], Promise] = {}
     for number in range(min(num_trials, 2 ** len(blocks) - 1)):
         if number < _FIRST_SHARE * num_trials:
@@ -102,7 +102,7 @@ def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: i
 def _untried(
     wanted: Sequence[Block],
     blocks: Sequence[Block],
-    tried: dict[tuple[Block, ...], Promise],
+    tried: Mapping[tuple[Block, ...], Promise],
     rng: random.Random,
 ) -> tuple[Block, ...]:
     """The set itself, or one near it that was not tried; never the empty one."""
@@ -133,10 +133,8 @@ def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {config.text}: {error}") from None
     size = len(text) // config.prompts
-    pieces = [
-        loaded.encode(text[start : start + size])[:PROMPT_LEN] for start in range(0, len(text), size or 1)
-    ]
-    pieces = [piece for piece in pieces[: config.prompts] if len(piece) >= PROMPT_LEN // 4]
+    pieces = [loaded.encode(text[i * size : (i + 1) * size])[:PROMPT_LEN] for i in range(config.prompts)]
+    pieces = [piece for piece in pieces if len(piece) >= _LEAST_PROMPT_LEN]
     if not pieces:
         raise ConfigError(f"--text {config.text}: is too short for {config.prompts} prompts")
     return pieces
