@@ -1,7 +1,7 @@
-"""`python -m benchmarks.layers`: what leaving out layers of the embedded target brings, and the search for them.
+"""`python -m benchmarks.layers`: what leaving out layers of the embedded target brings, and their search.
 
 - `search`: the set that Bayesian optimisation finds, beside all sets of blocks (a grid search).
-- `tokens`: tokens a pass with that set, on held-out prompts, and whether the texts are those of plain decoding.
+- `tokens`: tokens a pass with that set, on held-out prompts, and whether texts are those of plain decoding.
 - `rates`: tokens/s beside plain decoding and the embedded draft, in turns, lengths chosen; with the target's
   own passes, and with passes of a larger one (`--least-pass-ms`), where a draft pass takes its share.
 - `deeper`: the closed form for targets that can spare more.

@@ -80,7 +80,7 @@ def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: i
     Args:
         blocks: of the model.
     """
-    from bayes_opt import BayesianOptimization  # type: ignore[import-not-found, unused-ignore]
+    from bayes_opt import BayesianOptimization
 
     rng = random.Random(seed)
     names = {str(block): block for block in blocks}
@@ -117,7 +117,7 @@ def check_installed() -> None:
     ConfigError: the optimiser is missing.
     """
     try:
-        import bayes_opt  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+        import bayes_opt  # noqa: F401
     except ModuleNotFoundError as error:
         problem = f"specwire search-layers needs pip install 'specwire[search]' ({error.name} is missing)"
         raise ConfigError(problem) from None
