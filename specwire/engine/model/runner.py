@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specwire.config.blocks import Block
 from specwire.core import IntArray
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
@@ -108,9 +109,15 @@ class ModelRunner:
         has_scratch = replay is not None or batch_invariant
         num_slots = (num_pages + has_scratch) * page_size  # the last page is scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
-        self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
+        self._replay = replay
+        self._padded = (
+            self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
+        )
+        self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
 
-    def _make_padded(self, replay: Replay, *, batch_invariant: bool) -> PaddedSteps:
+    def _make_padded(
+        self, replay: Replay, run: Callable[[StepInputs], Tensor], *, batch_invariant: bool = False
+    ) -> PaddedSteps:
         page_size, num_pages = self.pool.page_size, self.pool.num_pages
         most_tokens = min(self.context_len or num_pages * page_size, num_pages * page_size)
         buckets = Buckets(
@@ -124,7 +131,7 @@ class ModelRunner:
                 f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
                 f"torch does not have on {self.device}; lower --num-kv-tokens"
             )
-        return PaddedSteps(self._run_padded, buckets, replay, self.device, num_pages * page_size)
+        return PaddedSteps(run, buckets, replay, self.device, num_pages * page_size)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -171,8 +178,10 @@ class ModelRunner:
 
     def stop_replaying(self) -> None:
         """Run steps eagerly from now on."""
-        if self._padded is not None:
-            self._padded.stop_replaying()
+        self._replay = None
+        for steps in (self._padded, *self._padded_without.values()):
+            if steps is not None:
+                steps.stop_replaying()
 
     def _replay_error(self) -> float:
         """Error of a replayed step's logits, relative to the same step run eagerly."""
@@ -249,9 +258,27 @@ class ModelRunner:
         Keys and values of layers whose attention is left out are not written. So what such a pass appends to
         a cache has to be dropped again, before a pass of the whole model.
         """
-        with self._packer.packed(feeds) as batch, left_out.skipped():
+        with self._packer.packed(feeds) as batch:
             self._copy(batch)
-            return self._run_packed(batch).float()
+            steps = self._steps_without(left_out)
+            logits = steps.run(batch) if steps is not None else None
+            if logits is None:
+                with left_out.skipped():
+                    logits = self._run_packed(batch).float()
+            return logits
+
+    def _steps_without(self, left_out: Blocks) -> PaddedSteps | None:
+        """Padded steps of their own, where those of the whole model are padded."""
+        if self._padded is None or self._replay is None:
+            return None
+        if left_out.blocks not in self._padded_without:
+
+            def run(inputs: StepInputs) -> Tensor:
+                with left_out.skipped():
+                    return self._run_padded(inputs)
+
+            self._padded_without[left_out.blocks] = self._make_padded(self._replay, run)
+        return self._padded_without[left_out.blocks]
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`."""
