@@ -64,8 +64,10 @@ def test_a_block_that_is_left_out_adds_nothing(family: str, skip: str) -> None:
 
 
 def test_draft_passes_leave_no_trace() -> None:
-    """Keys that they wrote behind the committed ones are dropped, and what follows is as ever. A fork shares the
-    last page meanwhile, and the pages of rejected tokens are known."""
+    """Keys that they wrote behind the committed ones are dropped, and what follows is as ever.
+
+    A fork shares the last page meanwhile, and complete pages are known.
+    """
     runner = _runner()
     left_out = ModelBlocks(runner.model).without(parse_skip("layers", "a0,m1"))
     expected = _in_chunks(runner, None)
