@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -128,18 +129,19 @@ class Trials:
         """Measured, kinds of passes in turns."""
         cache, text = self._caches[0], self._texts[0]
         length, token_ids = cache.length, [text[-1]] * (self._num_draft_tokens + 1)
+
+        def draft(left_out: Blocks) -> None:
+            self._runner.forward_without(left_out, [Feed(cache, token_ids[:1])])
+
+        def verify(num_tokens: int) -> None:
+            self._runner.forward([Feed(cache, token_ids[:num_tokens], num_tokens)])
+
         kinds = [
             blocks.without([block for block in blocks.all() if (block.kind == ATTENTION) == is_attention])
             for is_attention in (True, False)
         ]
-        runs: list[Callable[[], object]] = [
-            (lambda left_out=left_out: self._runner.forward_without(left_out, [Feed(cache, token_ids[:1])]))
-            for left_out in kinds
-        ]
-        runs += [
-            (lambda num=num: self._runner.forward([Feed(cache, token_ids[:num], num)]))
-            for num in range(1, len(token_ids) + 1)
-        ]
+        runs: list[Callable[[], None]] = [partial(draft, left_out) for left_out in kinds]
+        runs += [partial(verify, num) for num in range(1, len(token_ids) + 1)]
         times: list[list[float]] = [[] for _ in runs]
         for _ in range(_REPETITIONS):
             for run, found in zip(runs, times, strict=True):
