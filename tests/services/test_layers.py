@@ -85,7 +85,8 @@ def test_no_trees(stack: LocalStack) -> None:
 def test_a_lost_target_changes_no_text(stack: LocalStack, temperature: float) -> None:
     """The connection is cut again and again while the text is read; each time a new sequence is opened."""
     params = replace(GREEDY, temperature=temperature, max_tokens=120, num_draft_tokens=3)
-    plain = stack.client.generate(params=replace(params, draft="off"), prompt_token_ids=PROMPT)
+    plain = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert not plain.speculation.by_source
     assert stack.verify_proxy is not None
     with stack.client.stream(None, replace(params, draft="layers"), prompt_token_ids=PROMPT) as running:
         for number, _ in enumerate(running):
@@ -101,7 +102,7 @@ def test_a_full_cache_changes_no_text(target: Path) -> None:
     options = {"layers": "a0", "num_kv_tokens": 192}
     with started_services() as services, local_stack(target, verify_options=options) as running:
         texts = asyncio.run(_four(running.address, params))
-        assert texts == asyncio.run(_four(running.address, replace(params, draft="off")))
+        assert texts == asyncio.run(_four(running.address, replace(params, draft=None)))
         running.assert_idle_within(5.0)
         services["verify"].runner.pool.check_integrity()
 
