@@ -1,6 +1,6 @@
 """`specwire search-layers`: which blocks a target can spare, by Bayesian optimisation over all sets of them.
 
-A Gaussian process over 0 and 1 for each block is fitted to the predicted speed-ups of the sets tried so far,
+A Gaussian process over a number in [0, 1] for each block, 1 where it is left out, is fitted to the predicted speed-ups of the sets tried so far,
 and the set with the highest upper confidence bound is tried next, as in the reference code of Zhang et al.
 2023 (arXiv 2309.08168), with the library that it uses.
 """
@@ -84,7 +84,8 @@ def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: i
 
     rng = random.Random(seed)
     names = {str(block): block for block in blocks}
-    bounds = dict.fromkeys(names, (0, 1, int))
+    # Numbers between 0 and 1, rounded: with whole ones a suggestion takes seconds.
+    bounds = dict.fromkeys(names, (0.0, 1.0))
     optimizer = BayesianOptimization(None, bounds, random_state=seed, verbose=0)
     tried: dict[tuple[Block, ...], Promise] = {}
     for number in range(min(num_trials, 2 ** len(blocks) - 1)):
