@@ -19,6 +19,7 @@ from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
+from specwire.config.speculative import LAYERS
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
 from specwire.rule.beam_search import BeamRules
@@ -162,7 +163,7 @@ class RequestParser:
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
-            max_depth=self._max_depth(params) if num_chains == 1 else 0,
+            max_depth=self._max_depth(params, draft) if num_chains == 1 else 0,
             draft=draft,
             num_chains=num_chains,
         )
@@ -214,10 +215,14 @@ class RequestParser:
             return 1
         return self._config.num_chains if params.rule is Rule.KSEQ else params.num_coupled_lists
 
-    def _max_depth(self, params: SamplingParams) -> int | None:
+    def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        if params.max_depth and not self._target.trees:
-            raise UnsupportedError("max_depth", params.max_depth, f"{self._target.name} verifies chains only")
+        is_chain = draft.uses_own and self._target.own_source == LAYERS
+        if params.max_depth and (is_chain or not self._target.trees):
+            by = f"{LAYERS} draft" if is_chain else f"{self._target.name} verifies"
+            raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")
+        if is_chain:
+            return 0
         if params.max_depth is not None:
             return params.max_depth
         if not (params.matches_tokens and self._target.trees):
@@ -236,12 +241,12 @@ class RequestParser:
     def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
         """A client that gives a seed expects the same text again, whatever the load.
 
-        Heads are coupled: without noise that they share with the target, only their likeliest tokens could be
-        proposed, and no trees.
+        A target that drafts for itself is coupled: without noise that is shared, only the likeliest tokens
+        could be proposed, and no trees.
         """
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
+            asks = params.seed is not None or bool(params.max_depth) or draft.uses_own
             asks = asks or (params.num_lists or self._config.num_lists) > 1
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ

@@ -18,8 +18,8 @@ from coordinator.beams.followers import Followers
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
-from coordinator.drafts.heads import HeadsDrafter
 from coordinator.drafts.methods import TextDrafts
+from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
@@ -87,10 +87,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             else worker.admission
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
-        self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
+        self._own_shapes = SharedShapes(lambda: self._admission.num_running)
         self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
         drafts = DraftChoices(
-            config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
+            config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
         )
         self._parser = RequestParser(
             config,
@@ -111,7 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return self._shapes_of(Rule.KSEQ, self._config.num_chains)
         if self._config.num_lists > 1:
             return self._shapes_of(Rule.GUMBEL, self._config.num_lists)
-        return self._heads_shapes if self._config.uses_heads else self._shapes
+        return self._own_shapes if self._config.own_source else self._shapes
 
     def _shapes_of(self, rule: Rule, num_chains: int) -> SharedShapes:
         """Of rounds with several chains."""
@@ -315,7 +315,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parent=parent,
             goes_on=self._config.verify_ahead and not request.draft.method and is_alone,
             max_depth=planner.limit,
-            drafts=request.draft.uses_heads,
+            drafts=request.draft.uses_own,
         )
 
     def _drafter(
@@ -326,8 +326,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         verifier: RemoteVerifier,
     ) -> Drafter:
         """The target itself, the draft service, a text, or both of these."""
-        if request.draft.uses_heads:
-            return HeadsDrafter(verifier)
+        if request.draft.uses_own:
+            return OwnDrafter(verifier)
         model = self._remote_drafter(request, deadline_s, parent, on_prepared=verifier.prepare)
         return self._texts.drafter(request, model) if request.draft.method else model
 
@@ -346,9 +346,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _planner(self, checked: CheckedRequest) -> Planner:
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
-        if checked.draft.uses_heads:
+        if checked.draft.uses_own:
             has_trees = self._verify.info.trees
-            return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+            return planner_of(self._own_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
         model = self._model_planner(checked)
         if not method:
             return model
@@ -466,7 +466,7 @@ async def acknowledged(
 def planner_of(
     shapes: SharedShapes, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
 ) -> Planner:
-    """Of a draft model, or of the target's heads."""
+    """Of a draft model, or of a target that drafts for itself."""
     if num_draft_tokens is None and max_depth is None and has_trees:
         return AdaptiveShape(shapes)
     if num_draft_tokens is None and not max_depth:

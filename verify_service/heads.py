@@ -1,8 +1,7 @@
-"""What a target proposes by itself after its own verdicts, with its heads (`specwire.engine.heads`).
+"""What a target proposes after its own verdicts with its heads (`specwire.engine.heads`).
 
-    verdict ─▶ rule ─▶ outcome ─▶ state of the last accepted token, next token ─▶ heads ─▶ proposal
+    outcome ─▶ state of the last accepted token, next token ─▶ heads ─▶ proposal
 
-On the engine thread, right after a pass. The coordinator comes to the same outcome or drops the proposal.
 Where tokens are matched a proposal may be a tree that grows best first, and heads draw with the noise that
 the target will draw with. Under rejection sampling it is a chain of their likeliest tokens: a function of
 committed tokens alone, hence a draft that is certain of them.
@@ -26,10 +25,10 @@ from specwire.engine.heads.model import Heads
 from specwire.engine.jobs import TokenSequence
 from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.estimate.growth import TreeGrowth
-from specwire.rule import acceptance, sampling
+from specwire.rule import sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
-from specwire.rule.rows import coupled_noise
 from specwire.rule.transfer import to_device, to_host
+from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
 
@@ -37,50 +36,6 @@ _SHARPNESS = 2.0
 """Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
 _NUM_EXPANDED = 8
 """Most nodes of a tree that a step of the heads expands."""
-_MOST_NOISE = 1 << 24
-"""Numbers that are computed at once; 12 bytes each, for a moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a sequence's coordinator wants to be proposed after a verdict.
-
-    Attributes:
-        num_draft_tokens: none if 0.
-        max_depth: longest path of a tree; 0 for a chain.
-    """
-
-    num_draft_tokens: int = 0
-    max_depth: int = 0
-
-
-NOTHING = Wanted()
-
-
-@dataclass(slots=True, eq=False)
-class Drafting:
-    """What to propose after a job's verdict, and what was proposed.
-
-    Attributes:
-        judged: the proposal of the verdict, with what the rule needs.
-        end_len: most tokens that the sequence may come to.
-        outcome: of the verdict, by the same rule as the coordinator's; set with `proposal`.
-        proposal: after the outcome; None if there is none.
-    """
-
-    judged: Proposal
-    wanted: Wanted
-    end_len: int
-    outcome: Outcome | None = None
-    proposal: Proposal | None = None
-
-    def growth(self, committed_len: int, calibration: Calibration, *, is_tree: bool) -> TreeGrowth | None:
-        """What is proposed after so many committed tokens; None if nothing is, or there is no room."""
-        wanted, room = self.wanted, self.end_len - committed_len - 1  # the last token is the target's own
-        depth = min(wanted.max_depth or wanted.num_draft_tokens, wanted.num_draft_tokens, room)
-        if depth <= 0:
-            return None
-        return TreeGrowth(wanted.num_draft_tokens if is_tree else depth, depth, calibration)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,16 +110,9 @@ class HeadsDrafts:
         """Logits [num_rows, vocab_size] and states [num_rows, state_size], which lie side by side."""
         return logits[:, : self._heads.vocab_size], logits[:, self._heads.vocab_size :]
 
-    def propose(self, judged: Sequence[tuple[TokenSequence, Drafting, int, Verdict]], states: Tensor) -> None:
-        """Set outcome and proposal of each.
-
-        Args:
-            judged: sequences that are drafted for, whose tokens end with those that the verdict is about,
-                each with the first of its rows.
-            states: [num_rows, state_size], of a step.
-
-        A defect here costs proposals, never a verdict: it is logged.
-        """
+    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
+        """See `OwnDrafts`."""
+        assert states is not None
         try:
             growing: list[_Growing] = []
             picked: list[int] = []
@@ -184,16 +132,15 @@ class HeadsDrafts:
 
     def _begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> _Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
-        judged, kind = drafting.judged, sequence.encoded.traits & MATCHED
-        outcome = acceptance.accept(judged, verdict, sequence.params, sequence.seed)
-        drafting.outcome = outcome
-        emitted = [*(judged.token_ids[node] for node in outcome.path), outcome.next_token]
+        kind = sequence.encoded.traits & MATCHED
+        emitted = drafting.judge(sequence, verdict)
+        base_len = drafting.judged.base_len
         before = self._grown.pop(sequence, None)
-        if before is not None and len(before.committed) == judged.base_len:
+        if before is not None and len(before.committed) == base_len:
             before.growth.learn(emitted)
-        committed = [*sequence.tokens[: judged.base_len], *emitted]
+        committed = [*sequence.tokens[:base_len], *emitted]
         is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
-        growth = drafting.growth(len(committed), self._calibrations[kind], is_tree=is_tree)
+        growth = _growth(drafting, len(committed), self._calibrations[kind], is_tree=is_tree)
         if growth is None:
             return None
         found = self._grown[sequence] = _Growing(sequence, committed, growth, NUM_RANKS if is_tree else 1, {})
@@ -201,7 +148,11 @@ class HeadsDrafts:
 
     def _grow(self, growing: list[_Growing], states: Tensor) -> None:
         """Expand open nodes, of all sequences together, until there are none."""
-        noise = _Noise(growing, self._heads.vocab_size, states.device)
+        noise = Noise(
+            ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing),
+            self._heads.vocab_size,
+            states.device,
+        )
         while growing:
             # Heads differ by depth; nodes of a depth lie together.
             nodes = [_Node(each, node) for each in growing for node in each.open]
@@ -227,7 +178,7 @@ class HeadsDrafts:
         ]
         return torch.cat(parts).to(states.dtype)
 
-    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor, noise: _Noise) -> None:
+    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor, noise: Noise) -> None:
         """The likeliest tokens after each node become its children."""
         rows = Rows.of([node.sampled() for node in nodes])
         scores = sampling.apply_warps(sampling.apply_history(self._heads.logits(states), rows), rows)
@@ -255,44 +206,11 @@ def _row_of(outcome: Outcome | None) -> int:
     return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0
 
 
-class _Noise:
-    """The target's noise under Gumbel coupling, at the positions of a step's proposals.
-
-    A call costs as much for some positions as for one, so it is computed for all of them at once, or for one
-    depth after another where vocabulary and batch are large. Nodes of a depth share it.
-    """
-
-    def __init__(self, growing: Sequence[_Growing], vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
-        self._places: dict[tuple[int, ...], int] = {}
-        self._noise: Tensor
-        keys = [
-            (each.sequence.seed, len(each.committed) + depth, each.sequence.encoded.num_lists)
-            for each in growing
-            if each.sequence.encoded.traits & GUMBEL
-            for depth in range(each.growth.max_depth)
-        ]
-        if keys and len(keys) * vocab_size <= _MOST_NOISE:
-            self._compute(keys)
-
-    def added(self, scores: Tensor, rows: Rows) -> Tensor:
-        """Scores [num_rows, vocab_size], with noise where tokens are coupled."""
-        noisy = rows.having(GUMBEL)
-        if noisy is None:
-            return scores
-        columns = np.stack([rows.seeds[noisy], rows.positions[noisy], rows.nums_lists[noisy]])
-        keys = [*zip(*columns.tolist(), strict=True)]
-        if not self._places.keys() >= set(keys):
-            self._compute(list(dict.fromkeys(keys)))
-        places = np.array([self._places[key] for key in keys], np.int64)
-        noise = self._noise[to_device(places, self._device)]
-        if isinstance(noisy, slice):
-            return scores + noise
-        return scores.index_add(0, to_device(noisy, self._device), noise)
-
-    def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
-        seeds, positions, nums_lists = np.array(keys, np.int64).T
-        self._places = {key: place for place, key in enumerate(keys)}
-        # Single precision: what is proposed need not be exact.
-        noise = coupled_noise(seeds, positions, nums_lists, self._vocab_size, self._device)
-        self._noise = noise.float()
+def _growth(
+    drafting: Drafting, committed_len: int, calibration: Calibration, *, is_tree: bool
+) -> TreeGrowth | None:
+    """What is proposed after so many committed tokens; None if nothing is."""
+    depth = drafting.depth(committed_len)
+    if not depth:
+        return None
+    return TreeGrowth(drafting.wanted.num_draft_tokens if is_tree else depth, depth, calibration)

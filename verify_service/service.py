@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
 from specwire.engine.heads import model as heads
+from specwire.engine.layers import files as layers
+from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.streams import Limits
+from specwire.engine.thread import settle
 from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.heads import HeadsDrafts
+from verify_service.layers import LayersDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -37,6 +43,8 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         stack.callback(service.close)
         if config.heads:
             decider.drafts = _load_heads(config.heads, service)
+        if config.layers:
+            decider.drafts = _load_layers(config, service)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
@@ -59,3 +67,19 @@ def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
     except ModelLoadError as error:
         raise ModelLoadError(f"--heads {error}") from None
     return HeadsDrafts(loaded, may_be_tree=service.info.trees)
+
+
+def _load_layers(config: VerifyConfig, service: ModelService) -> LayersDrafts:
+    """Raises:
+    ModelLoadError: naming the flag and the reason.
+    """
+    runner: Any = service.runner
+    directory = boot.model_directory(boot.resolve(config.model, "verify"))
+    try:
+        skipped = layers.chosen(config.layers, directory, service.info)
+        made: Future[ModelBlocks] = Future()
+        service.engine.run_soon(lambda: settle(made, lambda: ModelBlocks(runner.model)))  # it runs the model
+        left_out = made.result().without(skipped)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--layers {config.layers}: {error}") from None
+    return LayersDrafts(runner, left_out)

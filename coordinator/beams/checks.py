@@ -55,7 +55,7 @@ def check_beams(
     if message.report_progress:
         raise UnsupportedError("report_progress", True, "beam search has nothing to report before its end")
     is_named = params.draft is not None
-    if is_named and (choice.method or choice.uses_heads):
+    if is_named and (choice.method or choice.uses_own):
         raise UnsupportedError("draft", params.draft, "beam search drafts by a model, or not at all")
     _check_width(params, target)
     return DraftChoice(uses_model=choice.uses_model)

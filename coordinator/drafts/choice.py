@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, SUFFIX
+from specwire.config.speculative import COUNTS, METHODS, OWN, SUFFIX
 from specwire.core import DRAFT_OFF
 from specwire.errors import InvalidRequestError
 
@@ -21,41 +21,38 @@ class DraftChoice:
     Attributes:
         method: one of METHODS, or empty.
         uses_model: whether the draft model does too, or alone.
-        uses_heads: whether the target does by itself.
+        uses_own: whether the target does by itself.
         reads_earlier: whether the method drafts from outputs of earlier requests.
     """
 
     method: str = ""
     uses_model: bool = False
-    uses_heads: bool = False
+    uses_own: bool = False
     reads_earlier: bool = False
 
     @property
     def is_on(self) -> bool:
         """Whether anything proposes."""
-        return self.uses_model or self.uses_heads or self.method != ""
+        return self.uses_model or self.uses_own or self.method != ""
 
 
 class DraftChoices:
     """What a server offers: every method, and the draft model if it has one."""
 
     def __init__(
-        self, config: CoordinatorConfig, model_name: Callable[[], str], *, has_heads: bool = False
+        self, config: CoordinatorConfig, model_name: Callable[[], str], *, own_source: str = ""
     ) -> None:
         """Args:
         model_name: of the draft model; empty while it is not known.
-        has_heads: whether the target drafts by itself.
+        own_source: what the target drafts with by itself; empty if it does not.
 
         Raises:
-            ConfigError: heads are the default, and the target has none.
+            ConfigError: that the target does is the default, and it does not.
         """
-        check(
-            has_heads or not config.uses_heads,
-            "speculative_config",
-            config.speculative_config,
-            "the verify service has no heads: see its flag --heads",
-        )
-        self._has_heads, self._uses_heads = has_heads, config.uses_heads
+        default = config.own_source
+        problem = f"the verify service has no {default}: see its flag --{default}"
+        check(default in ("", own_source), "speculative_config", config.speculative_config, problem)
+        self._own_source, self._uses_own = own_source, default != ""
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
@@ -63,7 +60,8 @@ class DraftChoices:
         self._model_name = model_name
 
     def choose(self, given: str | None) -> DraftChoice:
-        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `heads`, or `off`.
+        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `off`, or what the
+        target drafts with by itself.
 
         It depends on the request alone, never on a token: under rejection sampling the output would not be
         exact otherwise.
@@ -71,8 +69,9 @@ class DraftChoices:
         Raises:
             InvalidRequestError: not offered here.
         """
-        if (given in (HEADS, MEDUSA) and self._has_heads) or (given is None and self._uses_heads):
-            return DraftChoice(uses_heads=True)
+        is_own = self._uses_own if given is None else OWN.get(given, given) == self._own_source != ""
+        if is_own:
+            return DraftChoice(uses_own=True)
         if given is None:
             method = self._default_method
             return self._choice(method, uses_model=self._has_model or not method)
@@ -91,6 +90,6 @@ class DraftChoices:
     def _check_model(self, given: str, model: str) -> None:
         models = [MODEL, *filter(None, [self._model_name()])] if self._has_model else []
         if model not in models:
-            heads = [HEADS] if self._has_heads else []
-            offered = ", ".join([*METHODS, *models, *heads, DRAFT_OFF])
+            own = filter(None, [self._own_source])
+            offered = ", ".join([*METHODS, *models, *own, DRAFT_OFF])
             raise InvalidRequestError("draft", given, f"is not offered here: {offered}")

@@ -17,7 +17,6 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.config.speculative import HEADS
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     Continuation,
@@ -251,6 +250,7 @@ class RemoteVerifier:
         )
         self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
+        self._source = request.target.own_source
         self._wanted = Wanted()
         self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
@@ -396,7 +396,7 @@ class RemoteVerifier:
     # --- proposals that the target makes by itself ----------------------------------------------------
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """See `drafts.heads.Target`; holds from the next request on."""
+        """See `drafts.own.Target`; holds from the next request on."""
         self._wanted = Wanted(num_draft_tokens, max_depth)
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
@@ -416,4 +416,4 @@ class RemoteVerifier:
         if not self._opening.end_len or (proposal.parents and not matches):
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
         supports = () if matches else certain(proposal.token_ids)
-        return replace(proposal, supports=supports, source=HEADS)
+        return replace(proposal, supports=supports, source=self._source)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, BEAMS, COUNTS, HEADS, KSEQ, LISTS, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, HEADS, KSEQ, LAYERS, LISTS, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -21,6 +21,7 @@ _NEEDS = {
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
+    LAYERS: "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -29,6 +30,7 @@ _NEEDS = {
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
     HEADS: "a target without an encoder",
+    LAYERS: "a target without an encoder",
 }
 
 
@@ -89,7 +91,8 @@ def lines(
         **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
         BEAMS: draft is not None,
-        HEADS: target.drafts,
+        HEADS: target.own_source == HEADS,
+        LAYERS: target.own_source == LAYERS,
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:

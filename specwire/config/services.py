@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specwire.config.blocks import check_layers
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
@@ -47,13 +48,14 @@ from specwire.config.speculative import (
     HEADS,
     INNER_METHODS,
     KSEQ,
+    LAYERS,
     LISTS,
-    MEDUSA,
     METHODS,
+    OWN,
     SpeculativeConfig,
     check_speculative_config,
-    heads_draft,
     model_draft,
+    own_draft,
     parse_method,
     parse_speculative_config,
     split_hierarchy,
@@ -84,6 +86,10 @@ IDLE_TIMEOUT_HELP = (
     "and can be resumed"
 )
 HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
+LAYERS_HELP = (
+    "blocks to draft without, such as a3,m3,m4 (attention and MLP of layer 3, MLP of layer 4), or a file "
+    f"that `specwire search-layers` wrote; {AUTO} for that beside the model; empty not to draft"
+)
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
@@ -101,11 +107,12 @@ LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
-HEADS_PREFIX = f"{HEADS}:"
+HEADS_PREFIX, LAYERS_PREFIX = f"{HEADS}:", f"{LAYERS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS_PREFIX}DIR with heads of the target; none decodes plainly"
+    f"{HEADS_PREFIX}DIR with heads of the target, {LAYERS_PREFIX}SKIP with the target less some blocks; none "
+    "decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -182,15 +189,29 @@ def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
 
 
 def _is_model(draft: str) -> bool:
-    """Whether it names a model, and neither a method nor heads."""
-    return draft not in ("", *METHODS, NO_DRAFT, HEADS, MEDUSA) and not draft.startswith(HEADS_PREFIX)
+    """Whether it names a model, and no method."""
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not draft.startswith((HEADS_PREFIX, LAYERS_PREFIX))
+
+
+def _check_own(name: str, own: str, target: str, num_devices: int, lacks: str) -> None:
+    """Refuse a target that cannot draft for itself.
+
+    Args:
+        own: heads or blocks; empty for neither.
+        lacks: what an emulated target does not have.
+    """
+    if own:
+        check(not target.startswith(EMULATED), name, own, f"{target} has no {lacks}")
+        check(num_devices == 1, name, own, "is served with --tensor-parallel-size 1 only")
 
 
 def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
-    if heads:
-        check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
-        problem = "is served with --tensor-parallel-size 1 only"
-        check(num_devices == 1, name, heads, problem)
+    _check_own(name, heads, target, num_devices, "hidden states")
+
+
+def _check_layers(name: str, layers: str, target: str, num_devices: int) -> None:
+    check_layers(name, layers)
+    _check_own(name, layers, target, num_devices, "layers")
 
 
 def _check_share(name: str, share: float) -> None:
@@ -304,8 +325,9 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_heads = self.model.startswith(HEADS_PREFIX)
-        check(not is_heads, "model", self.model, "is no model: heads are the verify service's flag --heads")
+        is_own = self.model.startswith((HEADS_PREFIX, LAYERS_PREFIX))
+        problem = "is no model: --heads and --layers are flags of the verify service"
+        check(not is_own, "model", self.model, problem)
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -333,6 +355,11 @@ class ModelServiceConfig(ServiceConfig):
     def shows_states(self) -> bool:
         """Whether hidden states are wanted beside logits."""
         return False
+
+    @property
+    def own_source(self) -> str:
+        """What a target drafts with by itself; empty if it does not."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,15 +420,23 @@ class VerifyConfig(ModelServiceConfig):
         check=at_least(1),
     )
     heads: str = option("", HEADS_HELP)
+    layers: str = option("", LAYERS_HELP)
 
     @property
     def shows_states(self) -> bool:
         """See `ModelServiceConfig`."""
         return self.heads != ""
 
+    @property
+    def own_source(self) -> str:
+        """See `ModelServiceConfig`."""
+        return HEADS if self.heads else LAYERS if self.layers else ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_heads("heads", self.heads, self.model, self.tensor_parallel_size)
+        _check_layers("layers", self.layers, self.model, self.tensor_parallel_size)
+        check(not (self.heads and self.layers), "layers", self.layers, "does not go together with --heads")
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -454,9 +489,9 @@ class CoordinatorConfig(ServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_said_once(self)
-        given = heads_draft(self.speculative_config)
-        model = given.model if given else ""
-        check(not model, "speculative_config", f"model={model!r}", "is the verify service's flag --heads")
+        given = own_draft(self.speculative_config)
+        model, flag = (given.model, given.source) if given else ("", "")
+        check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
         self._check_peers()
 
     @property
@@ -527,9 +562,10 @@ class CoordinatorConfig(ServiceConfig):
         return found if isinstance(found, SpeculativeConfig) else None
 
     @property
-    def uses_heads(self) -> bool:
-        """Whether the target drafts with its heads for requests that do not say."""
-        return heads_draft(self.speculative_config) is not None
+    def own_source(self) -> str:
+        """What the target drafts with by itself for requests that do not say; empty if it does not."""
+        given = own_draft(self.speculative_config)
+        return given.source if given else ""
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -599,7 +635,7 @@ class StackConfig(CheckedConfig):
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
-        self._check_heads()
+        self._check_own()
         if ABOVE in self.draft:
             _check_inner("draft", self.inner, self.draft_model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
@@ -625,41 +661,57 @@ class StackConfig(CheckedConfig):
         check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
         check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
-    def _check_heads(self) -> None:
-        draft, given = self.draft, heads_draft(self.speculative_config)
-        is_named = draft.startswith(HEADS_PREFIX)
-        check(draft not in (HEADS, MEDUSA), "draft", draft, f"needs a directory: {HEADS_PREFIX}DIR")
+    def _check_own(self) -> None:
+        draft, given = self.draft, own_draft(self.speculative_config)
+        source, own = self._own
+        is_named = draft.startswith((HEADS_PREFIX, LAYERS_PREFIX))
+        check(draft not in OWN, "draft", draft, f"needs more: {HEADS_PREFIX}DIR or {LAYERS_PREFIX}SKIP")
         if not (given or is_named):
             return
-        agrees = given is not None or not self.speculative_config
+        agrees = given.source == source if given else not self.speculative_config
         check(agrees, "draft", draft, "names another method than --speculative-config")
         alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
-        check(alone, "draft", draft, "is a second draft beside the heads of --speculative-config")
+        check(alone, "draft", draft, f"is a second draft beside the {source} of --speculative-config")
         name = "draft" if is_named else "speculative_config"
-        check(
-            Path(self.heads).is_dir() and self.heads != "", name, getattr(self, name), "no directory of heads"
-        )
-        _check_heads(name, self.heads, self.target, self.tensor_parallel_size)
+        if source == LAYERS:
+            check(own != "", name, getattr(self, name), f"names no blocks: {LAYERS_PREFIX}SKIP")
+            _check_layers(name, own, self.target, self.tensor_parallel_size)
+        else:
+            check(own != "" and Path(own).is_dir(), name, getattr(self, name), "no directory of heads")
+            _check_heads(name, own, self.target, self.tensor_parallel_size)
+
+    @property
+    def _own(self) -> tuple[str, str]:
+        """What the target drafts with by itself: `heads` or `layers`, and which; empty if it does not."""
+        for source, prefix in ((HEADS, HEADS_PREFIX), (LAYERS, LAYERS_PREFIX)):
+            if self.draft.startswith(prefix):
+                return source, self.draft.removeprefix(prefix)
+        given = own_draft(self.speculative_config)
+        return (given.source, given.model) if given else ("", "")
 
     @property
     def heads(self) -> str:
-        """Directory of the target's heads; empty for none."""
-        if self.draft.startswith(HEADS_PREFIX):
-            return self.draft.removeprefix(HEADS_PREFIX)
-        given = heads_draft(self.speculative_config)
-        return given.model if given else ""
+        """`heads` of the verify service."""
+        source, own = self._own
+        return own if source == HEADS else ""
+
+    @property
+    def layers(self) -> str:
+        """`layers` of the verify service."""
+        source, own = self._own
+        return own if source == LAYERS else ""
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self.heads:
+        if self._own[1]:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self.heads else split_hierarchy(self._service_draft)[0]
+        return "" if self._own[1] else split_hierarchy(self._service_draft)[0]
 
     @property
     def _service_draft(self) -> str:
@@ -677,10 +729,11 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        given = heads_draft(self.speculative_config)
-        if self.heads:
+        given = own_draft(self.speculative_config)
+        source, own = self._own
+        if own:
             named = {name: value for name, value in asdict(given).items() if value} if given else {}
-            return json.dumps({"method": HEADS} | named | {"model": ""})
+            return json.dumps({"method": source} | named | {"model": ""})
         method = self.draft.partition(",")[0]
         implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied

@@ -22,6 +22,10 @@ LISTS = "lists"
 SELECTIONS = (KSEQ, LISTS)
 HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
+LAYERS = "layers"
+"""The target with some of its layers' blocks left out."""
+OWN = {HEADS: HEADS, MEDUSA: HEADS, LAYERS: LAYERS}
+"""Methods by which a target drafts for itself, with the source that their proposals name."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -59,7 +63,7 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        known = ", ".join((*METHODS, DRAFT_MODEL, HEADS, MEDUSA))
+        known = ", ".join((*METHODS, DRAFT_MODEL, *OWN))
         check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
@@ -132,12 +136,13 @@ class ModelDraftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsDraftConfig(ModelDraftConfig):
-    """How the target drafts with its heads, for requests that do not say.
+class OwnDraftConfig(ModelDraftConfig):
+    """How the target drafts for itself, for requests that do not say.
 
     Attributes:
-        method: `heads` or `medusa`.
-        model: directory of the heads; empty where the verify service is told by its own flag.
+        method: one of OWN.
+        model: directory of the heads, or what `--layers` takes; empty where the verify service is told by its
+            own flag.
     """
 
     method: str = HEADS
@@ -148,10 +153,18 @@ class HeadsDraftConfig(ModelDraftConfig):
         ConfigError: naming the key and its value.
         """
         super().__post_init__()
-        check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not the name of a directory")
+        check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not a text")
+        is_chain = self.method != LAYERS or not self.max_depth
+        problem = f"does not combine with method {LAYERS}, which drafts chains"
+        check(is_chain, _FLAG, f"max_depth={self.max_depth!r}", problem)
+
+    @property
+    def source(self) -> str:
+        """Of its proposals: `heads` or `layers`."""
+        return OWN[self.method]
 
 
-_CONFIGS = {DRAFT_MODEL: ModelDraftConfig, HEADS: HeadsDraftConfig, MEDUSA: HeadsDraftConfig}
+_CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
 def _keys(method: object) -> tuple[str, ...]:
@@ -204,10 +217,10 @@ def model_draft(text: str) -> ModelDraftConfig:
     return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
 
 
-def heads_draft(text: str) -> HeadsDraftConfig | None:
-    """What it says of heads; None where it is about another method. Errors likewise."""
+def own_draft(text: str) -> OwnDraftConfig | None:
+    """How a target drafts for itself; None where it is about another method. Errors likewise."""
     found = parse_speculative_config(text)
-    return found if isinstance(found, HeadsDraftConfig) else None
+    return found if isinstance(found, OwnDraftConfig) else None
 
 
 def check_speculative_config(_: str, value: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
+from specwire.config.speculative import LAYERS
 from specwire.engine.device import Runner
 from specwire.engine.model import encoder_decoder
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
@@ -72,6 +73,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     """
     refused = {
         "--heads": config.shows_states,
+        "--layers": config.own_source == LAYERS,
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import coordinator.generation
-import verify_service.heads
+import verify_service.own
 from coordinator.servicer import GenerationServicer
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
@@ -175,7 +175,7 @@ def test_control_typical_acceptance_is_caught(
     target = save(markov_model(), tmp_path / "target")
     heads = save_heads(tmp_path / "heads", target)
     monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=typical))
-    monkeypatch.setattr(verify_service.heads, "acceptance", SimpleNamespace(accept=typical))
+    monkeypatch.setattr(verify_service.own, "acceptance", SimpleNamespace(accept=typical))
     options = {"speculative_config": HEADS, "num_draft_tokens": "2"}
     with ExitStack() as running:
         stack = running.enter_context(
