@@ -23,7 +23,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
