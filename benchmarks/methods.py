@@ -1,0 +1,246 @@
+"""`python -m benchmarks.methods`: every way to draft beside plain decoding, with lengths that it chooses.
+
+One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
+a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
+trained is taken from `--models`, where the benchmarks of the methods write it: `heads`, `inner`, `other`,
+`learnt`, `t5`, `mtp`, `dflash` and `layers.json`; what is not there is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks import seq2seq, trees
+from benchmarks.bars import Bar, Report, machine
+from specwire import Client, Completion, Rule, SamplingParams, embedded
+from specwire.cli.supervisor import Stack
+from specwire.config.services import UpConfig
+
+LEAST_RATIO = 0.98
+PASS_MS = 60.0
+STACK = UpConfig(dtype="float32", draft_dtype="float32", address="127.0.0.1:0", num_threads=1)
+GREEDY = {"greedy": SamplingParams(temperature=0, ignore_eos=True)}
+SAMPLED = {"temperature 1": SamplingParams(ignore_eos=True)}
+COUPLED = {"Gumbel": SamplingParams(rule=Rule.GUMBEL, seed=0, ignore_eos=True)}
+"""By default, temperature 1 without a seed is block verification."""
+DEFAULT = "embedded draft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to draft.
+
+    Attributes:
+        needs: name in the folder of models; empty if the package has it.
+        kinds: of requests.
+        prompts: makes token ids of so many prompts.
+    """
+
+    config: UpConfig = STACK
+    needs: str = ""
+    kinds: Mapping[str, SamplingParams] = field(default_factory=lambda: GREEDY | COUPLED)
+    prompts: Callable[[int], list[list[int]]] = trees.cut_prompts
+
+
+def methods(models: Path) -> dict[str, Method]:
+    """All, by name."""
+
+    def drafting(needs: str, form: str = "{}", **settings: Any) -> dict[str, Any]:
+        config = replace(STACK, draft=form.format(models / needs), **settings)
+        return {"needs": needs, "config": config}
+
+    def method(**keys: Any) -> UpConfig:
+        return replace(STACK, speculative_config=json.dumps({"method": "draft_model"} | keys))
+
+    chains = {"num_chains": 4}
+    t5 = replace(STACK, target=str(models / "t5/target"), draft=str(models / "t5/draft"))
+    mtp = replace(STACK, target=str(models / "mtp"), draft="mtp")
+    other = method(use_heterogeneous_vocab=True).speculative_config
+    return {
+        DEFAULT: Method(kinds=GREEDY | SAMPLED | COUPLED),
+        "heads": Method(**drafting("heads", "heads:{}")),
+        "MTP": Method(needs="mtp", config=mtp),
+        "block drafter": Method(**drafting("dflash", "dflash:{}")),
+        "layers left out": Method(**drafting("layers.json", "layers:{}")),
+        "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
+        "k-SEQ, 4 chains": Method(config=method(selection="kseq", **chains), kinds=SAMPLED),
+        "4 lists of noise": Method(config=method(selection="lists", **chains), kinds=COUPLED),
+        "another vocabulary": Method(**drafting("other", speculative_config=other), kinds=GREEDY | SAMPLED),
+        "encoder-decoder": Method(needs="t5", config=t5, kinds=GREEDY | SAMPLED, prompts=_inputs),
+        "ngram>draft": Method(config=replace(STACK, draft=f"ngram>{embedded.DRAFT_DIR}")),
+        "model>draft": Method(**drafting("inner", f"{{}}>{embedded.DRAFT_DIR}")),
+        "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
+    }
+
+
+def _inputs(count: int) -> list[list[int]]:
+    by_task = seq2seq.held_out(count)
+    return [prompt for of_tasks in zip(*by_task.values(), strict=True) for prompt in of_tasks][:count]
+
+
+class Found(NamedTuple):
+    """One method, one kind of requests, one length of passes.
+
+    Attributes:
+        acceptance: share of draft tokens that were accepted.
+        tokens_a_pass: of the target.
+        rate: tokens/s, the median.
+        ratio: to plain decoding, the median of pairs.
+        ratios: of all pairs.
+    """
+
+    acceptance: float
+    tokens_a_pass: float
+    rate: float
+    ratio: float
+    ratios: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured after how many tokens of settling."""
+
+    num_runs: int
+    num_tokens: int
+    num_settling: int
+
+
+OWN = Plan(num_runs=12, num_tokens=96, num_settling=600)
+PACED = Plan(num_runs=4, num_tokens=64, num_settling=160)
+
+
+def measure(method: Method, plan: Plan, least_pass_ms: float) -> Iterator[tuple[str, Found]]:
+    """All kinds of requests, with services of their own."""
+    prompts = method.prompts(plan.num_runs)
+    config = replace(method.config, least_pass_ms=least_pass_ms)
+    with Stack(config) as stack, Client(stack.address) as client:
+        for kind, params in method.kinds.items():
+            settling = replace(params, max_tokens=plan.num_tokens)
+            for number in range(-(-plan.num_settling // plan.num_tokens)):
+                client.generate(params=settling, prompt_token_ids=prompts[number % len(prompts)])
+            yield kind, _in_turns(client, replace(params, max_tokens=plan.num_tokens), prompts)
+
+
+def _in_turns(client: Client, params: SamplingParams, prompts: Sequence[Sequence[int]]) -> Found:
+    """Both ways after each prompt, each of them first in turns."""
+    done: dict[int | None, list[Completion]] = {None: [], 0: []}
+    for number, prompt in enumerate(prompts):
+        for num_draft_tokens in (None, 0) if number % 2 else (0, None):
+            given = replace(params, num_draft_tokens=num_draft_tokens)
+            if params.seed is not None:
+                given = replace(given, seed=number)
+            done[num_draft_tokens].append(client.generate(params=given, prompt_token_ids=prompt))
+    drafted, plain = done[None], done[0]
+    ratios = [_rate(a) / _rate(b) for a, b in zip(drafted, plain, strict=True)]
+    counts = [each.speculation for each in drafted]
+    num_draft_tokens = sum(each.num_draft_tokens for each in counts)
+    return Found(
+        acceptance=sum(each.num_accepted_tokens for each in counts) / max(1, num_draft_tokens),
+        tokens_a_pass=sum(len(each.token_ids) for each in drafted) / sum(each.num_rounds for each in counts),
+        rate=median(map(_rate, drafted)),
+        ratio=median(ratios),
+        ratios=ratios,
+    )
+
+
+def _rate(done: Completion) -> float:
+    return len(done.token_ids) / done.timing.total_ms * 1e3
+
+
+# --- report -----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    method: str
+    kind: str
+    own: Found
+    paced: Found
+
+    @property
+    def bars(self) -> list[Bar]:
+        """Never slower than plain decoding."""
+        passes = {"own passes": self.own, f"passes of {PASS_MS:g} ms": self.paced}
+        return [
+            Bar(
+                what=f"{self.method}, {self.kind}, {name}: tokens/s over plain",
+                measured=found.ratio,
+                limit=LEAST_RATIO,
+                at_least=True,
+            )
+            for name, found in passes.items()
+        ]
+
+    def cells(self, default: Mapping[str, Row]) -> list[Any]:
+        """With times the default draft, where that has such requests."""
+        parts: list[Any] = [self.method, self.kind]
+        beside = default.get(self.kind)
+        for found, other in ((self.own, beside and beside.own), (self.paced, beside and beside.paced)):
+            over = f"{found.ratio / other.ratio:.2f}" if other else "-"
+            parts += [found.acceptance, found.tokens_a_pass, found.rate, found.ratio, over]
+        return parts
+
+
+_ONE = ["accepted", "tokens a pass", "tokens/s", "× plain", "× default"]
+HEAD = ["", "", *_ONE, *(f"{each}, 60 ms" for each in _ONE)]
+
+
+def main() -> None:
+    """Measure what is asked for; the report has the latest of all that were measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
+    parser.add_argument("names", nargs="*", help="of methods; all by default")
+    parser.add_argument("--models", type=Path, required=True, help="folder of what was trained")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    args = parser.parse_args()
+    facts = machine()
+    known = methods(args.models)
+    missing = [name for name, each in known.items() if not (args.models / each.needs).exists()]
+    rows = _earlier(args.out, known)
+    for name in args.names or known:
+        if name in missing:
+            continue
+        own, paced = (dict(measure(known[name], *plan)) for plan in ((OWN, 0.0), (PACED, PASS_MS)))
+        for kind in own:
+            rows[name, kind] = Row(name, kind, own[kind], paced[kind])
+            print(*rows[name, kind], flush=True)
+    print(_report(list(rows.values()), missing, facts).write(args.out))
+
+
+def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str]) -> Report:
+    default = {row.kind: row for row in rows if row.method == DEFAULT}
+    left_out = f" Not measured, for want of a model: {', '.join(missing)}." if missing else ""
+    about = (
+        f"Embedded target in float32, one stream; {OWN.num_runs} prompts of {OWN.num_tokens} tokens, and "
+        f"{PACED.num_runs} of {PACED.num_tokens} with passes of {PASS_MS:g} ms. Medians; ratios are those of "
+        f"pairs. `× default`: over the embedded draft's gain with the same kind of requests.{left_out}"
+    )
+    return Report(
+        name="methods",
+        title="Every way to draft",
+        machine=facts,
+        about=about,
+        bars=[bar for row in rows for bar in row.bars],
+        details=trees.table(HEAD, [row.cells(default) for row in rows]),
+        data={"rows": [[row.method, row.kind, row.own._asdict(), row.paced._asdict()] for row in rows]},
+    )
+
+
+def _earlier(out: Path, known: Mapping[str, Method]) -> dict[tuple[str, str], Row]:
+    """Rows of the report that is there, in the order of the methods."""
+    path = out / "methods.json"
+    read = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [Row(name, kind, Found(**own), Found(**paced)) for name, kind, own, paced in read]
+    order = list(known)
+    kept = sorted((row for row in rows if row.method in known), key=lambda row: order.index(row.method))
+    return {(row.method, row.kind): row for row in kept}
+
+
+if __name__ == "__main__":
+    main()
