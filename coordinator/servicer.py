@@ -31,6 +31,7 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
+from specwire.config.speculative import MTP
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -84,7 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
         self._kseq_shapes = SharedShapes(lambda: self._admission.num_running, num_chains=config.num_chains)
         drafts = DraftChoices(
-            config, lambda: draft.info.name if draft.info else "", has_heads=verify.info.drafts
+            config, lambda: draft.info.name if draft.info else "", own_draft=verify.info.own_draft
         )
         self._parser = RequestParser(
             config,
@@ -230,7 +231,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parent=parent,
             goes_on=self._config.verify_ahead and not request.draft.method and request.num_chains == 1,
             max_depth=planner.limit,
-            drafts=request.draft.uses_heads,
+            own_draft=self._verify.info.own_draft if request.draft.uses_heads else "",
         )
         drafter = self._drafter(request, remaining_s(), parent, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
@@ -260,7 +261,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _planner(self, checked: CheckedRequest) -> Planner:
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
         if checked.draft.uses_heads:
-            has_trees = self._verify.info.trees
+            has_trees = self._verify.info.trees and self._verify.info.own_draft != MTP
             return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
         model = self._model_planner(checked)
         if not method:

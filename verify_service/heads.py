@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -83,7 +83,7 @@ class Drafting:
 
 
 @dataclass(slots=True, eq=False)
-class _Growing:
+class Growing:
     """One sequence's proposal while it grows.
 
     Attributes:
@@ -102,10 +102,10 @@ class _Growing:
     open: list[int] = field(default_factory=lambda: [-1])
 
 
-class _Node(NamedTuple):
+class Node(NamedTuple):
     """An open node of one of the sequences."""
 
-    of: _Growing
+    of: Growing
     node: int
 
     @property
@@ -136,23 +136,34 @@ class _Node(NamedTuple):
         )
 
 
-class HeadsDrafts:
+class Scorer(Protocol):
+    """What proposals are scored with."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
+
+
+class OwnDrafts:
     """Proposals for all sequences of a step at once.
 
     Args:
-        heads: of the target.
+        scorer: of states.
         may_be_tree: whether the target verifies trees.
     """
 
-    def __init__(self, heads: Heads, *, may_be_tree: bool) -> None:
-        self._heads = heads
+    def __init__(self, scorer: Scorer, *, may_be_tree: bool) -> None:
+        self._scorer = scorer
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
-        self._grown: WeakKeyDictionary[TokenSequence, _Growing] = WeakKeyDictionary()
+        self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [num_rows, vocab_size] and states [num_rows, state_size], which lie side by side."""
-        return logits[:, : self._heads.vocab_size], logits[:, self._heads.vocab_size :]
+        """What a pass returned: logits [num_rows, vocab_size] and states [num_rows, state_size]."""
+        raise NotImplementedError
 
     def propose(self, judged: Sequence[tuple[TokenSequence, Drafting, int, Verdict]], states: Tensor) -> None:
         """Set outcome and proposal of each.
@@ -165,23 +176,23 @@ class HeadsDrafts:
         A defect here costs proposals, never a verdict: it is logged.
         """
         try:
-            growing: list[_Growing] = []
+            growing: list[Growing] = []
             picked: list[int] = []
             for sequence, drafting, row, verdict in judged:
-                found = self._begin(sequence, drafting, verdict)
+                found = self.begin(sequence, drafting, verdict)
                 if found is not None:
                     found.rows[-2] = len(picked)
                     growing.append(found)
                     picked.append(row + _row_of(drafting.outcome))
             if growing:
                 places = to_device(np.array(picked, np.int64), states.device)
-                self._grow(growing, states[places])
+                self.grow(growing, states[places])
             for sequence, drafting, _, _ in judged:
                 drafting.proposal = self._proposal(sequence)
         except Exception:
-            log.exception("heads failed")
+            log.exception("drafting failed")
 
-    def _begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> _Growing | None:
+    def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
         judged, kind = drafting.judged, sequence.encoded.traits & MATCHED
         outcome = acceptance.accept(judged, verdict, sequence.params, sequence.seed)
@@ -195,17 +206,17 @@ class HeadsDrafts:
         growth = drafting.growth(len(committed), self._calibrations[kind], is_tree=is_tree)
         if growth is None:
             return None
-        found = self._grown[sequence] = _Growing(sequence, committed, growth, NUM_RANKS if is_tree else 1, {})
+        found = self._grown[sequence] = Growing(sequence, committed, growth, NUM_RANKS if is_tree else 1, {})
         return found
 
-    def _grow(self, growing: list[_Growing], states: Tensor) -> None:
+    def grow(self, growing: list[Growing], states: Tensor) -> None:
         """Expand open nodes, of all sequences together, until there are none."""
-        noise = _Noise(growing, self._heads.vocab_size, states.device)
+        noise = _Noise(growing, self._scorer.vocab_size, states.device)
         while growing:
             # Heads differ by depth; nodes of a depth lie together.
-            nodes = [_Node(each, node) for each in growing for node in each.open]
+            nodes = [Node(each, node) for each in growing for node in each.open]
             nodes.sort(key=lambda node: node.depth)
-            states = torch.cat([states, self._advanced(nodes, states)])
+            states = torch.cat([states, self.advanced(nodes, states)])
             self._add_candidates(nodes, states[-len(nodes) :], noise)
             for row, (of, node) in enumerate(nodes, len(states) - len(nodes)):
                 of.rows[node] = row
@@ -213,23 +224,19 @@ class HeadsDrafts:
                 each.open = each.growth.expand(_NUM_EXPANDED)
             growing = [each for each in growing if each.open]
 
-    def _advanced(self, nodes: Sequence[_Node], states: Tensor) -> Tensor:
-        """The state after each node, [num_nodes, state_size]."""
-        columns = np.array([(node.parent_row, node.token_id, node.depth) for node in nodes], np.int64).T
-        parents, token_ids = (to_device(column.copy(), states.device) for column in columns[:2])
-        before = states[parents]
-        depths, starts = np.unique(columns[2], return_index=True)
-        ends = [*starts[1:].tolist(), len(nodes)]
-        parts = [
-            self._heads.advance(before[start:end], token_ids[start:end], depth)
-            for depth, start, end in zip(depths.tolist(), starts.tolist(), ends, strict=True)
-        ]
-        return torch.cat(parts).to(states.dtype)
+    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+        """The state after each node, [num_nodes, state_size], in the dtype of `states`.
 
-    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor, noise: _Noise) -> None:
+        Args:
+            nodes: by depth.
+            states: of all rows so far.
+        """
+        raise NotImplementedError
+
+    def _add_candidates(self, nodes: Sequence[Node], states: Tensor, noise: _Noise) -> None:
         """The likeliest tokens after each node become its children."""
         rows = Rows.of([node.sampled() for node in nodes])
-        scores = sampling.apply_warps(sampling.apply_history(self._heads.logits(states), rows), rows)
+        scores = sampling.apply_warps(sampling.apply_history(self._scorer.logits(states), rows), rows)
         scores = _SHARPNESS * noise.added(scores, rows)
         top = scores.topk(min(max(node.of.num_ranked for node in nodes), scores.shape[1]), dim=-1)
         shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
@@ -249,6 +256,36 @@ class HeadsDrafts:
         return replace(found, parents=parents, supports=supports)
 
 
+class HeadsDrafts(OwnDrafts):
+    """With heads.
+
+    Args:
+        heads: of the target.
+        may_be_tree: whether the target verifies trees.
+    """
+
+    def __init__(self, heads: Heads, *, may_be_tree: bool) -> None:
+        super().__init__(heads, may_be_tree=may_be_tree)
+        self._heads = heads
+
+    def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `OwnDrafts`; they lie side by side."""
+        return logits[:, : self._heads.vocab_size], logits[:, self._heads.vocab_size :]
+
+    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+        """See `OwnDrafts`."""
+        columns = np.array([(node.parent_row, node.token_id, node.depth) for node in nodes], np.int64).T
+        parents, token_ids = (to_device(column.copy(), states.device) for column in columns[:2])
+        before = states[parents]
+        depths, starts = np.unique(columns[2], return_index=True)
+        ends = [*starts[1:].tolist(), len(nodes)]
+        parts = [
+            self._heads.advance(before[start:end], token_ids[start:end], depth)
+            for depth, start, end in zip(depths.tolist(), starts.tolist(), ends, strict=True)
+        ]
+        return torch.cat(parts).to(states.dtype)
+
+
 def _row_of(outcome: Outcome | None) -> int:
     """The row of a verdict whose state the outcome goes on from."""
     return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0
@@ -261,7 +298,7 @@ class _Noise:
     depth after another where vocabulary and batch are large. Nodes of a depth share it.
     """
 
-    def __init__(self, growing: Sequence[_Growing], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, growing: Sequence[Growing], vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._places: dict[tuple[int, int], int] = {}
         self._noise: Tensor

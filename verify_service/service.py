@@ -17,6 +17,7 @@ from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.heads import HeadsDrafts
+from verify_service.mtp import MtpDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -37,6 +38,8 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         stack.callback(service.close)
         if config.heads:
             decider.drafts = _load_heads(config.heads, service)
+        if config.mtp:
+            decider.drafts = MtpDrafts(service.runner.mtp)  # type: ignore[attr-defined]
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])

@@ -24,7 +24,7 @@ from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
-from verify_service.heads import Drafting, HeadsDrafts
+from verify_service.heads import Drafting, OwnDrafts
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty((0, 0), dtype=np.float32)
@@ -198,12 +198,11 @@ class VerifyDecider:
     """Verdicts for all jobs of a step at once; a `device.Decider`.
 
     Attributes:
-        drafts: what proposes after verdicts; None without heads. With them, each row of logits is followed by
-            its state.
+        drafts: what proposes after verdicts; None if nothing does.
     """
 
     def __init__(self) -> None:
-        self.drafts: HeadsDrafts | None = None
+        self.drafts: OwnDrafts | None = None
 
     @staticmethod
     def ask(jobs: Sequence[Job]) -> Cases:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, SUFFIX
+from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, MTP, SUFFIX
 from specwire.core import DRAFT_OFF
 from specwire.errors import InvalidRequestError
 
@@ -40,22 +40,21 @@ class DraftChoices:
     """What a server offers: every method, and the draft model if it has one."""
 
     def __init__(
-        self, config: CoordinatorConfig, model_name: Callable[[], str], *, has_heads: bool = False
+        self, config: CoordinatorConfig, model_name: Callable[[], str], *, own_draft: str = ""
     ) -> None:
         """Args:
         model_name: of the draft model; empty while it is not known.
-        has_heads: whether the target drafts by itself.
+        own_draft: with what the target drafts by itself, `heads` or `mtp`; empty for nothing.
 
         Raises:
-            ConfigError: heads are the default, and the target has none.
+            ConfigError: one of these is the default, and the target does not have it.
         """
-        check(
-            has_heads or not config.uses_heads,
-            "speculative_config",
-            config.speculative_config,
-            "the verify service has no heads: see its flag --heads",
-        )
-        self._has_heads, self._uses_heads = has_heads, config.uses_heads
+        wanted = config.own_draft
+        problem = f"the verify service has no {wanted}: see its flag --{wanted}"
+        name = "speculative_config"
+        check(wanted in ("", own_draft), name, config.speculative_config, problem)
+        self._uses_heads = config.uses_heads
+        self._own_names = {HEADS: (HEADS, MEDUSA), MTP: (MTP,)}.get(own_draft, ())
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
@@ -63,7 +62,8 @@ class DraftChoices:
         self._model_name = model_name
 
     def choose(self, given: str | None) -> DraftChoice:
-        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `heads`, or `off`.
+        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `heads`,
+        `mtp`, or `off`.
 
         It depends on the request alone, never on a token: under rejection sampling the output would not be
         exact otherwise.
@@ -71,7 +71,7 @@ class DraftChoices:
         Raises:
             InvalidRequestError: not offered here.
         """
-        if (given in (HEADS, MEDUSA) and self._has_heads) or (given is None and self._uses_heads):
+        if given in self._own_names or (given is None and self._uses_heads):
             return DraftChoice(uses_heads=True)
         if given is None:
             method = self._default_method
@@ -91,6 +91,5 @@ class DraftChoices:
     def _check_model(self, given: str, model: str) -> None:
         models = [MODEL, *filter(None, [self._model_name()])] if self._has_model else []
         if model not in models:
-            heads = [HEADS] if self._has_heads else []
-            offered = ", ".join([*METHODS, *models, *heads, DRAFT_OFF])
+            offered = ", ".join([*METHODS, *models, *self._own_names[:1], DRAFT_OFF])
             raise InvalidRequestError("draft", given, f"is not offered here: {offered}")

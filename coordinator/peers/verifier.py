@@ -17,7 +17,6 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.config.speculative import HEADS
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     Continuation,
@@ -220,7 +219,7 @@ class RemoteVerifier:
         parent: tracing.Span,
         goes_on: bool = False,
         max_depth: int = MAX_NUM_DRAFT_TOKENS,
-        drafts: bool = False,
+        own_draft: str = "",
     ) -> None:
         """Opens nothing yet.
 
@@ -231,7 +230,7 @@ class RemoteVerifier:
             goes_on: whether the target may go on by itself with prepared proposals.
             max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
                 no longer round.
-            drafts: whether it is asked to propose by itself.
+            own_draft: with what it is asked to propose by itself, `heads` or `mtp`; empty if it is not.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -243,11 +242,11 @@ class RemoteVerifier:
             request.prompt_len,
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
-            end_len=request.prompt_len + (request.params.max_tokens or 0) if drafts else 0,
+            end_len=request.prompt_len + (request.params.max_tokens or 0) if own_draft else 0,
         )
         self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
-        self._wanted = Wanted()
+        self._own_draft, self._wanted = own_draft, Wanted()
         self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
@@ -407,4 +406,4 @@ class RemoteVerifier:
         if not self._opening.end_len or (proposal.parents and not matches):
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
         supports = () if matches else certain(proposal.token_ids)
-        return replace(proposal, supports=supports, source=HEADS)
+        return replace(proposal, supports=supports, source=self._own_draft)

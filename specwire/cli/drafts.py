@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, MTP, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -19,6 +19,7 @@ _NEEDS = {
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
+    MTP: "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -27,6 +28,7 @@ _NEEDS = {
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
     HEADS: "a target without an encoder",
+    MTP: "a target without an encoder",
 }
 
 
@@ -86,7 +88,8 @@ def lines(
         _MODEL: draft is not None,
         KSEQ: has_chains,
         _HIERARCHY: inner != "",
-        HEADS: target.drafts,
+        HEADS: target.own_draft == HEADS,
+        MTP: target.own_draft == MTP,
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:

@@ -388,6 +388,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         ray_address=config.ray_address,
         least_pass_ms=config.least_pass_ms,
         heads=config.heads,
+        mtp=config.mtp,
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )

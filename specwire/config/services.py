@@ -49,10 +49,13 @@ from specwire.config.speculative import (
     KSEQ,
     MEDUSA,
     METHODS,
+    MTP,
+    OWN_DRAFTS,
     SpeculativeConfig,
     check_speculative_config,
     heads_draft,
     model_draft,
+    own_draft,
     parse_method,
     parse_speculative_config,
     split_hierarchy,
@@ -83,6 +86,7 @@ IDLE_TIMEOUT_HELP = (
     "and can be resumed"
 )
 HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
+MTP_HELP = "let the model's own layers for multi-token prediction draft for it"
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
@@ -104,7 +108,8 @@ HEADS_PREFIX = f"{HEADS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS_PREFIX}DIR with heads of the target; none decodes plainly"
+    f"{HEADS_PREFIX}DIR with heads of the target, {MTP} with its layers for multi-token prediction; none "
+    "decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -180,7 +185,7 @@ def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
 
 def _is_model(draft: str) -> bool:
     """Whether it names a model, and neither a method nor heads."""
-    return draft not in ("", *METHODS, NO_DRAFT, HEADS, MEDUSA) and not draft.startswith(HEADS_PREFIX)
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN_DRAFTS) and not draft.startswith(HEADS_PREFIX)
 
 
 def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
@@ -188,6 +193,11 @@ def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
         check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
         problem = "is served with --tensor-parallel-size 1 only"
         check(num_devices == 1, name, heads, problem)
+
+
+def _check_mtp(name: str, target: str, num_devices: int) -> None:
+    check(not target.startswith(EMULATED), name, MTP, f"{target} has no layers for multi-token prediction")
+    check(num_devices == 1, name, MTP, "is served with --tensor-parallel-size 1 only")
 
 
 def _check_share(name: str, share: float) -> None:
@@ -303,6 +313,8 @@ class ModelServiceConfig(ServiceConfig):
         super().__post_init__()
         is_heads = self.model.startswith(HEADS_PREFIX)
         check(not is_heads, "model", self.model, "is no model: heads are the verify service's flag --heads")
+        problem = "is no model: it is the verify service's flag --mtp"
+        check(self.model != MTP, "model", self.model, problem)
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -330,6 +342,16 @@ class ModelServiceConfig(ServiceConfig):
     def shows_states(self) -> bool:
         """Whether hidden states are wanted beside logits."""
         return False
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether layers for multi-token prediction are loaded with the model."""
+        return False
+
+    @property
+    def own_draft(self) -> str:
+        """With what a target drafts by itself: `heads` or `mtp`; empty for none."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,15 +412,30 @@ class VerifyConfig(ModelServiceConfig):
         check=at_least(1),
     )
     heads: str = option("", HEADS_HELP)
+    mtp: bool = option(False, MTP_HELP)
 
     @property
     def shows_states(self) -> bool:
         """See `ModelServiceConfig`."""
         return self.heads != ""
 
+    @property
+    def predicts_tokens(self) -> bool:
+        """See `ModelServiceConfig`."""
+        return self.mtp
+
+    @property
+    def own_draft(self) -> str:
+        """See `ModelServiceConfig`."""
+        return MTP if self.mtp else HEADS if self.heads else ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_heads("heads", self.heads, self.model, self.tensor_parallel_size)
+        if self.mtp:
+            _check_mtp("mtp", self.model, self.tensor_parallel_size)
+            check(not self.heads, "mtp", True, "does not go together with --heads")
+            check(not self.batch_invariant, "mtp", True, "does not go together with --batch-invariant")
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -519,8 +556,13 @@ class CoordinatorConfig(ServiceConfig):
 
     @property
     def uses_heads(self) -> bool:
-        """Whether the target drafts with its heads for requests that do not say."""
-        return heads_draft(self.speculative_config) is not None
+        """Whether the target drafts by itself for requests that do not say."""
+        return self.own_draft != ""
+
+    @property
+    def own_draft(self) -> str:
+        """With what the target drafts by itself for requests that do not say: `heads`, `mtp` or nothing."""
+        return own_draft(self.speculative_config)
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -591,6 +633,7 @@ class StackConfig(CheckedConfig):
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
         self._check_heads()
+        self._check_mtp()
         if ABOVE in self.draft:
             _check_inner("draft", self.inner, self.draft_model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
@@ -632,6 +675,22 @@ class StackConfig(CheckedConfig):
         )
         _check_heads(name, self.heads, self.target, self.tensor_parallel_size)
 
+    def _check_mtp(self) -> None:
+        draft, method = self.draft, parse_method(self.speculative_config)
+        is_model = MTP in draft.partition(",")[2].split(ABOVE) + draft.split(ABOVE)[1:]
+        check(not is_model, "draft", draft, f"{MTP} is no draft model")
+        if not self.mtp:
+            return
+        check(method in ("", MTP), "draft", draft, "names another method than --speculative-config")
+        alone = draft in (MTP, EMBEDDED, NO_DRAFT)
+        check(alone, "draft", draft, f"is a second draft beside {MTP} of --speculative-config")
+        _check_mtp("draft" if draft == MTP else "speculative_config", self.target, self.tensor_parallel_size)
+
+    @property
+    def mtp(self) -> bool:
+        """`mtp` of the verify service."""
+        return self.draft == MTP or own_draft(self.speculative_config) == MTP
+
     @property
     def heads(self) -> str:
         """Directory of the target's heads; empty for none."""
@@ -643,7 +702,7 @@ class StackConfig(CheckedConfig):
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self.heads:
+        if self.heads or self.mtp:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
@@ -673,7 +732,7 @@ class StackConfig(CheckedConfig):
             named = {name: value for name, value in asdict(given).items() if value} if given else {}
             return json.dumps({"method": HEADS} | named | {"model": ""})
         method = self.draft.partition(",")[0]
-        implied = json.dumps({"method": method}) if method in METHODS else ""
+        implied = json.dumps({"method": method}) if method in (*METHODS, MTP) else ""
         return self.speculative_config or implied
 
 

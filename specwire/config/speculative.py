@@ -17,6 +17,10 @@ KSEQ = "kseq"
 """k-SEQ, a selection."""
 HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
+MTP = "mtp"
+"""Layers of the target's own checkpoint that predict further tokens."""
+OWN_DRAFTS = (HEADS, MEDUSA, MTP)
+"""What a target drafts with by itself."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -54,7 +58,7 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        known = ", ".join((*METHODS, DRAFT_MODEL, HEADS, MEDUSA))
+        known = ", ".join((*METHODS, DRAFT_MODEL, *OWN_DRAFTS))
         check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
@@ -143,7 +147,30 @@ class HeadsDraftConfig(ModelDraftConfig):
         check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not the name of a directory")
 
 
-_CONFIGS = {DRAFT_MODEL: ModelDraftConfig, HEADS: HeadsDraftConfig, MEDUSA: HeadsDraftConfig}
+@dataclass(frozen=True, kw_only=True)
+class MtpDraftConfig(ModelDraftConfig):
+    """How the target drafts with its layers for multi-token prediction, for requests that do not say.
+
+    Attributes:
+        method: `mtp`.
+    """
+
+    method: str = MTP
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ConfigError: naming the key and its value.
+        """
+        super().__post_init__()
+        check(not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", f"method {MTP} drafts chains")
+
+
+_CONFIGS: dict[str, type[ModelDraftConfig]] = {
+    DRAFT_MODEL: ModelDraftConfig,
+    HEADS: HeadsDraftConfig,
+    MEDUSA: HeadsDraftConfig,
+    MTP: MtpDraftConfig,
+}
 
 
 def _keys(method: object) -> tuple[str, ...]:
@@ -200,6 +227,14 @@ def heads_draft(text: str) -> HeadsDraftConfig | None:
     """What it says of heads; None where it is about another method. Errors likewise."""
     found = parse_speculative_config(text)
     return found if isinstance(found, HeadsDraftConfig) else None
+
+
+def own_draft(text: str) -> str:
+    """With what the target drafts by itself, `heads` or `mtp`; empty for another method. Errors likewise."""
+    found = parse_speculative_config(text)
+    if isinstance(found, MtpDraftConfig):
+        return MTP
+    return HEADS if isinstance(found, HeadsDraftConfig) else ""
 
 
 def check_speculative_config(_: str, value: str) -> None:

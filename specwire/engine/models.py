@@ -11,12 +11,13 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
 from specwire.engine.device import Runner
-from specwire.engine.model import encoder_decoder
+from specwire.engine.model import encoder_decoder, mtp
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
 from specwire.engine.model.memory import pages_in_memory
+from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 
@@ -49,6 +50,9 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
     model = load_model(source, dtype=_dtype(config), device=str(device))
+    if config.predicts_tokens:
+        drafting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
+        return drafting, describe(model, source)
     runner = ModelRunner(
         model,
         num_pages=num_pages,
@@ -72,6 +76,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     """
     refused = {
         "--heads": config.shows_states,
+        "--mtp": config.predicts_tokens,
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

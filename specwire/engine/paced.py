@@ -45,6 +45,11 @@ class PacedRunner:
         """That of the runner, if it is in this process; else None."""
         return getattr(self._runner, "model", None)
 
+    @property
+    def mtp(self) -> Any:
+        """That of the runner, if it has layers for multi-token prediction; else None."""
+        return getattr(self._runner, "mtp", None)
+
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
         return self._runner.new_sequence()

@@ -249,11 +249,15 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
+        self.copy(batch)
+        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
+
+    def copy(self, batch: Batch) -> None:
+        """Make the copies that a batch needs before it is run."""
         if batch.copies is not None:
             src, dst = (to_device(slots, self.device) for slots in batch.copies)
             for layer in self._layers.values():
                 layer.copy(src, dst)
-        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 
     def _run_invariant(self, batch: Batch) -> Tensor:
         """Run the batch in passes of one size."""

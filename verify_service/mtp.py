@@ -1,0 +1,71 @@
+"""What a target proposes by itself with layers for multi-token prediction (`specwire.engine.model.mtp`).
+
+As `heads`, but that a layer attends: its keys are in the pages of the sequence, which the target's pass has
+filled up to the last accepted token. What is drafted is appended there, and dropped again:
+
+    cache   ├── accepted ──┤ rejected ┤      after the pass
+    cache   ├── accepted ──┤ next token, draft tokens ┤
+    cache   ├── accepted ──┤                 the next round begins here
+
+Chains only: a tree of one layer would take attention to the nodes of a path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from specwire.core import Verdict
+from specwire.engine.batch import Feed
+from specwire.engine.jobs import TokenSequence
+from specwire.engine.model.mtp import MtpRunner
+from specwire.errors import ResourceExhaustedError
+from specwire.rule.transfer import to_device
+from verify_service.heads import Drafting, Growing, Node, OwnDrafts
+
+log = logging.getLogger(__name__)
+
+
+class MtpDrafts(OwnDrafts):
+    """With layers for multi-token prediction.
+
+    Args:
+        runner: of the target.
+    """
+
+    def __init__(self, runner: MtpRunner) -> None:
+        super().__init__(runner, may_be_tree=False)
+        self._runner = runner
+
+    def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `OwnDrafts`; the states are in the pages, and these are never read."""
+        return logits, logits.new_empty(len(logits), self._runner.state_size)
+
+    def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
+        """See `OwnDrafts`; nothing after a tree, whose path is not a prefix of the pages yet."""
+        found = super().begin(sequence, drafting, verdict)
+        if found is None or drafting.judged.parents:
+            return None
+        sequence.cache.truncate(len(found.committed) - 1)
+        return found
+
+    def grow(self, growing: list[Growing], states: Tensor) -> None:
+        """See `OwnDrafts`; where the cache is full, with the tokens that there was room for."""
+        try:
+            super().grow(growing, states)
+        except ResourceExhaustedError as error:
+            log.debug("no room to draft in: %s", error)
+        finally:
+            for each in growing:
+                each.sequence.cache.truncate(len(each.committed) - 1)
+
+    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+        """See `OwnDrafts`. Chains that began together: all nodes have one depth."""
+        depth = nodes[0].depth
+        feeds = [Feed(node.of.sequence.cache, [node.token_id]) for node in nodes]
+        parents = np.array([node.parent_row for node in nodes], np.int64)
+        before = states[to_device(parents, states.device)] if depth else None
+        return self._runner.advance(feeds, depth, before).to(states.dtype)
