@@ -163,6 +163,8 @@ class MtpDraftConfig(ModelDraftConfig):
         """
         super().__post_init__()
         check(not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", f"method {MTP} drafts chains")
+        name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
+        check(not self.use_heterogeneous_vocab, _FLAG, name, f"method {MTP} has the target's vocabulary")
 
 
 _CONFIGS: dict[str, type[ModelDraftConfig]] = {

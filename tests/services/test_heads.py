@@ -95,6 +95,7 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "model",
         "kseq",
         "heads",
+        "mtp",
         "ngram",
         "suffix",
         "unigram",

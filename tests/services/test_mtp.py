@@ -1,7 +1,8 @@
-"""Layers for multi-token prediction through real services: losses, memory, refusals by name, `specwire drafts`."""
+"""Layers for multi-token prediction through real services: losses, memory, refusals, `specwire drafts`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -70,9 +71,9 @@ def test_a_cache_that_is_too_small(target: Path) -> None:
     with local_stack(target, verify_options=options) as running:
         client = running.client
         plain = client.generate(params=replace(params, draft="off"), prompt_token_ids=PROMPT)
-        streams = [client.stream(None, params, prompt_token_ids=PROMPT) for _ in range(3)]
-        for each in streams:
-            with each:
+        with contextlib.ExitStack() as opened:
+            streams = [client.stream(None, params, prompt_token_ids=PROMPT) for _ in range(3)]
+            for each in [opened.enter_context(stream) for stream in streams]:
                 for _ in each:
                     pass
                 assert each.completion.token_ids == plain.token_ids

@@ -112,7 +112,8 @@ def test_a_full_cache(runner: MtpRunner) -> None:
     """Nothing is appended then."""
     with runner.new_sequence() as cache, runner.new_sequence() as other:
         runner.forward([Feed(cache, PROMPT)])
-        other.reserve(runner.pool.num_free_pages * runner.pool.page_size)
+        pool = runner.pool
+        other.reserve((pool.num_free_pages + pool.num_cached_pages) * pool.page_size)
         with pytest.raises(ResourceExhaustedError):
             runner.advance([Feed(cache, [1])], 0, None)
         assert cache.length == len(PROMPT)
