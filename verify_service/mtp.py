@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -24,25 +25,34 @@ from specwire.engine.jobs import TokenSequence
 from specwire.engine.model.mtp import MtpRunner
 from specwire.errors import ResourceExhaustedError
 from specwire.rule.transfer import to_device
-from verify_service.heads import Drafting, Growing, Node, OwnDrafts
+from verify_service.heads import Drafting, Growing, Node, OwnDrafts, Scorer
 
 log = logging.getLogger(__name__)
 
 
-class MtpDrafts(OwnDrafts):
-    """With layers for multi-token prediction.
+class PagedScorer(Scorer, Protocol):
+    """A target that keeps in its pages what proposals are made of."""
+
+    @property
+    def state_size(self) -> int:
+        """Width of a state."""
+
+
+class PagedDrafts(OwnDrafts):
+    """With something that has keys in the pages of the target.
 
     Args:
         runner: of the target.
+        may_be_tree: whether proposals may be trees.
     """
 
-    def __init__(self, runner: MtpRunner) -> None:
-        super().__init__(runner, may_be_tree=False)
-        self._runner = runner
+    def __init__(self, runner: PagedScorer, *, may_be_tree: bool) -> None:
+        super().__init__(runner, may_be_tree=may_be_tree)
+        self._state_size = runner.state_size
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `OwnDrafts`; the states are in the pages, and these are never read."""
-        return logits, logits.new_empty(len(logits), self._runner.state_size)
+        return logits, logits.new_empty(len(logits), self._state_size)
 
     def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
         """See `OwnDrafts`; nothing after a tree, whose path is not a prefix of the pages yet."""
@@ -55,12 +65,28 @@ class MtpDrafts(OwnDrafts):
     def grow(self, growing: list[Growing], states: Tensor) -> None:
         """See `OwnDrafts`; where the cache is full, with the tokens that there was room for."""
         try:
-            super().grow(growing, states)
+            super().grow(self.fill(growing), states)
         except ResourceExhaustedError as error:
             log.debug("no room to draft in: %s", error)
         finally:
             for each in growing:
                 each.sequence.cache.truncate(len(each.committed) - 1)
+
+    def fill(self, growing: Sequence[Growing]) -> list[Growing]:
+        """What precedes the growth of proposals; returns those for which there is room."""
+        return [*growing]
+
+
+class MtpDrafts(PagedDrafts):
+    """With layers for multi-token prediction.
+
+    Args:
+        runner: of the target.
+    """
+
+    def __init__(self, runner: MtpRunner) -> None:
+        super().__init__(runner, may_be_tree=False)
+        self._runner = runner
 
     def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
         """See `OwnDrafts`. Chains that began together: all nodes have one depth."""

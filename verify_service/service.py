@@ -39,7 +39,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         if config.heads:
             decider.drafts = _load_heads(config.heads, service)
         if config.mtp:
-            decider.drafts = MtpDrafts(service.runner.mtp)  # type: ignore[attr-defined]
+            decider.drafts = MtpDrafts(service.runner.drafting)  # type: ignore[attr-defined]
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])

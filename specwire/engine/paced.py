@@ -46,9 +46,9 @@ class PacedRunner:
         return getattr(self._runner, "model", None)
 
     @property
-    def mtp(self) -> Any:
-        """That of the runner, if it has layers for multi-token prediction; else None."""
-        return getattr(self._runner, "mtp", None)
+    def drafting(self) -> Any:
+        """The runner, if a target's own draft runs on it; else None."""
+        return getattr(self._runner, "drafting", None)
 
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
+from benchmarks.mtp_training import stored
 from tests.support import tiny_models
 from tests.support.pairs import MARKOV_VOCAB_SIZE
 
@@ -68,25 +69,10 @@ def save_markov_target(directory: Path, *, is_hostile: bool = False) -> Path:
 
 def _stored(mtp: MtpModel, family: str, num_before: int) -> dict[str, Tensor]:
     """The layers' weights under the names of released checkpoints."""
+    if family != "mellum":
+        return stored(mtp, num_before)
     found: dict[str, Tensor] = {}
     for name, weight in mtp.layers.state_dict(prefix="layers.").items():
-        if family == "mellum":
-            start = next(start for start in _MELLUM if name.startswith(start))
-            found[_MELLUM[start] + name.removeprefix(start)] = weight.clone()
-            continue
-        _, number, rest = name.split(".", 2)
-        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        stored = f"model.layers.{num_before + int(number)}.{rest}"
-        found |= _of_experts(stored, weight) if ".experts." in stored else {stored: weight.clone()}
+        start = next(start for start in _MELLUM if name.startswith(start))
+        found[_MELLUM[start] + name.removeprefix(start)] = weight.clone()
     return found
-
-
-def _of_experts(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """One weight for each expert, as [num_experts, ...] is stored."""
-    start, kind = name.rsplit(".", 1)
-    parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {"down_proj": 0}
-    return {
-        f"{start}.{number}.{part}.weight": one.chunk(len(parts))[place].clone()
-        for number, one in enumerate(weight)
-        for part, place in parts.items()
-    }

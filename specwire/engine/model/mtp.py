@@ -119,7 +119,7 @@ class MtpRunner(ModelRunner):
         mtp: of the model.
 
     Attributes:
-        mtp: this runner, for what drafts with it; see `PacedRunner`.
+        drafting: this runner, for what drafts with it; see `PacedRunner`.
         state_size: of a state.
     """
 
@@ -129,7 +129,7 @@ class MtpRunner(ModelRunner):
         self._mtp = mtp
         self._latest: Tensor | None = None  # states of the latest pass, [num_tokens, state_size]
         noted = model.get_decoder().register_forward_hook(self._note)
-        self.mtp = self
+        self.drafting = self
         super().__init__(model, num_pages=num_pages, page_size=page_size)
         self.attention_path = "views"
         self._noted = noted
