@@ -3,9 +3,9 @@
 As `heads`, but that a layer attends: its keys are in the pages of the sequence, which the target's pass has
 filled up to the last accepted token. What is drafted is appended there, and dropped again:
 
-    cache   ├── accepted ──┤ rejected ┤      after the pass
+    cache   ├── accepted ──┤ rejected ┤                     after the pass
     cache   ├── accepted ──┤ next token, draft tokens ┤
-    cache   ├── accepted ──┤                 the next round begins here
+    cache   ├── accepted ──┤                                the next round begins here
 
 Chains only: a tree of one layer would take attention to the nodes of a path.
 """
@@ -55,12 +55,14 @@ class PagedDrafts(OwnDrafts):
         return logits, logits.new_empty(len(logits), self._state_size)
 
     def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
-        """See `OwnDrafts`; nothing after a tree, whose path is not a prefix of the pages yet."""
+        """See `OwnDrafts`. The sequence goes on as the coordinator's next request will have it do."""
         found = super().begin(sequence, drafting, verdict)
-        if found is None or drafting.judged.parents:
+        if found is None:
             return None
-        sequence.cache.truncate(len(found.committed) - 1)
-        return found
+        base_len = drafting.judged.base_len
+        sequence.rebase(base_len, found.committed[base_len:])
+        # Pages that others read may have kept a path of a tree from moving together.
+        return found if sequence.cache.length == len(found.committed) - 1 else None
 
     def grow(self, growing: list[Growing], states: Tensor) -> None:
         """See `OwnDrafts`; where the cache is full, with the tokens that there was room for."""
