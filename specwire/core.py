@@ -543,7 +543,7 @@ class ModelInfo:
         decoder_token_ids: of an encoder-decoder, what its decoder begins with, after the input and before the
             output.
         learning: of a draft that learns while it serves; None for one that does not.
-        own_draft: of a target that proposes by itself, with what: `heads` or `mtp`; empty for others.
+        own_draft: of a target that proposes by itself, with what: `heads`, `mtp` or `dflash`.
     """
 
     name: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from specwire.config.services import VerifyConfig
+from specwire.config.speculative import DFLASH, MTP
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
@@ -16,7 +18,8 @@ from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
-from verify_service.heads import HeadsDrafts
+from verify_service.block import BlockDrafts
+from verify_service.heads import HeadsDrafts, OwnDrafts
 from verify_service.mtp import MtpDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
@@ -36,10 +39,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         decider = VerifyDecider()
         service = boot.start(config, "verify", decider)
         stack.callback(service.close)
-        if config.heads:
-            decider.drafts = _load_heads(config.heads, service)
-        if config.mtp:
-            decider.drafts = MtpDrafts(service.runner.drafting)  # type: ignore[attr-defined]
+        decider.drafts = _own_drafts(config, service)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
@@ -51,6 +51,17 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         address = await server.start()
         await stack.enter_async_context(service.watched(server.set_serving))
         yield address
+
+
+def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None:
+    """What the target proposes with; None for nothing."""
+    kind, directory = config.own_draft
+    runner: Any = service.runner
+    if kind == MTP:
+        return MtpDrafts(runner.drafting)
+    if kind == DFLASH:
+        return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
+    return _load_heads(directory, service) if kind else None
 
 
 def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, MTP, SUFFIX
+from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, OWN_DRAFTS, SUFFIX
 from specwire.core import DRAFT_OFF
 from specwire.errors import InvalidRequestError
 
@@ -44,7 +44,7 @@ class DraftChoices:
     ) -> None:
         """Args:
         model_name: of the draft model; empty while it is not known.
-        own_draft: with what the target drafts by itself, `heads` or `mtp`; empty for nothing.
+        own_draft: with what the target drafts by itself; empty for nothing.
 
         Raises:
             ConfigError: one of these is the default, and the target does not have it.
@@ -54,7 +54,8 @@ class DraftChoices:
         name = "speculative_config"
         check(wanted in ("", own_draft), name, config.speculative_config, problem)
         self._uses_heads = config.uses_heads
-        self._own_names = {HEADS: (HEADS, MEDUSA), MTP: (MTP,)}.get(own_draft, ())
+        names = (HEADS, MEDUSA) if own_draft == HEADS else (own_draft,)
+        self._own_names = names if own_draft in OWN_DRAFTS else ()
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
@@ -63,7 +64,7 @@ class DraftChoices:
 
     def choose(self, given: str | None) -> DraftChoice:
         """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `heads`,
-        `mtp`, or `off`.
+        `mtp`, `dflash`, or `off`.
 
         It depends on the request alone, never on a token: under rejection sampling the output would not be
         exact otherwise.

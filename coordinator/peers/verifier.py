@@ -230,7 +230,7 @@ class RemoteVerifier:
             goes_on: whether the target may go on by itself with prepared proposals.
             max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
                 no longer round.
-            own_draft: with what it is asked to propose by itself, `heads` or `mtp`; empty if it is not.
+            own_draft: with what it is asked to propose by itself, as in `ModelInfo`; empty if it is not.
         """
         self._pool = pool
         self._params = request.keyed_params

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, HEADS, KSEQ, MTP, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, COUNTS, DFLASH, HEADS, KSEQ, MTP, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -20,6 +20,7 @@ _NEEDS = {
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     HEADS: "heads of the target: --draft heads:DIR",
     MTP: "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
+    DFLASH: "a block drafter of the target: --draft dflash:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -29,6 +30,7 @@ _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
     HEADS: "a target without an encoder",
     MTP: "a target without an encoder",
+    DFLASH: "a target without an encoder",
 }
 
 
@@ -88,8 +90,7 @@ def lines(
         _MODEL: draft is not None,
         KSEQ: has_chains,
         _HIERARCHY: inner != "",
-        HEADS: target.own_draft == HEADS,
-        MTP: target.own_draft == MTP,
+        **{kind: target.own_draft == kind for kind in (HEADS, MTP, DFLASH)},
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:

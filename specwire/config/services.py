@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from specwire.config.fields import (
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
     ABOVE,
+    DFLASH,
     HEADS,
     INNER_METHODS,
     KSEQ,
@@ -53,7 +54,6 @@ from specwire.config.speculative import (
     OWN_DRAFTS,
     SpeculativeConfig,
     check_speculative_config,
-    heads_draft,
     model_draft,
     own_draft,
     parse_method,
@@ -86,6 +86,7 @@ IDLE_TIMEOUT_HELP = (
     "and can be resumed"
 )
 HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
+DFLASH_HELP = "directory of a block drafter (DFlash) of the model; empty for none"
 MTP_HELP = "let the model's own layers for multi-token prediction draft for it"
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
@@ -104,12 +105,11 @@ LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
-HEADS_PREFIX = f"{HEADS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS_PREFIX}DIR with heads of the target, {MTP} with its layers for multi-token prediction; none "
-    "decodes plainly"
+    f"{HEADS}:DIR with heads of the target, {MTP} with its layers for multi-token prediction, {DFLASH}:DIR "
+    "with a block drafter; none decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -185,19 +185,12 @@ def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
 
 def _is_model(draft: str) -> bool:
     """Whether it names a model, and neither a method nor heads."""
-    return draft not in ("", *METHODS, NO_DRAFT, *OWN_DRAFTS) and not draft.startswith(HEADS_PREFIX)
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN_DRAFTS) and not own_draft(draft)[0]
 
 
-def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
-    if heads:
-        check(not target.startswith(EMULATED), name, heads, f"{target} has no hidden states")
-        problem = "is served with --tensor-parallel-size 1 only"
-        check(num_devices == 1, name, heads, problem)
-
-
-def _check_mtp(name: str, target: str, num_devices: int) -> None:
-    check(not target.startswith(EMULATED), name, MTP, f"{target} has no layers for multi-token prediction")
-    check(num_devices == 1, name, MTP, "is served with --tensor-parallel-size 1 only")
+def _check_own(name: str, value: object, target: str, num_devices: int) -> None:
+    check(not target.startswith(EMULATED), name, value, f"{target} has no hidden states")
+    check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
 
 
 def _check_share(name: str, share: float) -> None:
@@ -311,10 +304,8 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_heads = self.model.startswith(HEADS_PREFIX)
-        check(not is_heads, "model", self.model, "is no model: heads are the verify service's flag --heads")
-        problem = "is no model: it is the verify service's flag --mtp"
-        check(self.model != MTP, "model", self.model, problem)
+        kind, _ = own_draft(self.model)
+        check(not kind, "model", self.model, f"is no model: see the verify service's flag --{kind}")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -344,14 +335,9 @@ class ModelServiceConfig(ServiceConfig):
         return False
 
     @property
-    def predicts_tokens(self) -> bool:
-        """Whether layers for multi-token prediction are loaded with the model."""
-        return False
-
-    @property
-    def own_draft(self) -> str:
-        """With what a target drafts by itself: `heads` or `mtp`; empty for none."""
-        return ""
+    def own_draft(self) -> tuple[str, str]:
+        """With what a target drafts by itself, `heads`, `mtp` or `dflash`, and its directory; or nothing."""
+        return "", ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,6 +399,7 @@ class VerifyConfig(ModelServiceConfig):
     )
     heads: str = option("", HEADS_HELP)
     mtp: bool = option(False, MTP_HELP)
+    dflash: str = option("", DFLASH_HELP)
 
     @property
     def shows_states(self) -> bool:
@@ -420,22 +407,25 @@ class VerifyConfig(ModelServiceConfig):
         return self.heads != ""
 
     @property
-    def predicts_tokens(self) -> bool:
+    def own_draft(self) -> tuple[str, str]:
         """See `ModelServiceConfig`."""
-        return self.mtp
+        given = {HEADS: self.heads, MTP: "", DFLASH: self.dflash}
+        return next(((kind, given[kind]) for kind in self._own_drafts), ("", ""))
 
     @property
-    def own_draft(self) -> str:
-        """See `ModelServiceConfig`."""
-        return MTP if self.mtp else HEADS if self.heads else ""
+    def _own_drafts(self) -> list[str]:
+        """All that flags name."""
+        named = {HEADS: self.heads != "", MTP: self.mtp, DFLASH: self.dflash != ""}
+        return [kind for kind, is_given in named.items() if is_given]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_heads("heads", self.heads, self.model, self.tensor_parallel_size)
-        if self.mtp:
-            _check_mtp("mtp", self.model, self.tensor_parallel_size)
-            check(not self.heads, "mtp", True, "does not go together with --heads")
-            check(not self.batch_invariant, "mtp", True, "does not go together with --batch-invariant")
+        for kind in self._own_drafts:
+            _check_own(kind, getattr(self, kind), self.model, self.tensor_parallel_size)
+            alone = self._own_drafts == [kind]
+            check(alone, kind, getattr(self, kind), f"is one of several: --{', --'.join(self._own_drafts)}")
+            fits = kind == HEADS or not self.batch_invariant
+            check(fits, kind, getattr(self, kind), "does not go together with --batch-invariant")
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -488,9 +478,9 @@ class CoordinatorConfig(ServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_said_once(self)
-        given = heads_draft(self.speculative_config)
-        model = given.model if given else ""
-        check(not model, "speculative_config", f"model={model!r}", "is the verify service's flag --heads")
+        kind, model = own_draft(self.speculative_config)
+        problem = f"is the verify service's flag --{kind}"
+        check(not model, "speculative_config", f"model={model!r}", problem)
         self._check_peers()
 
     @property
@@ -561,8 +551,8 @@ class CoordinatorConfig(ServiceConfig):
 
     @property
     def own_draft(self) -> str:
-        """With what the target drafts by itself for requests that do not say: `heads`, `mtp` or nothing."""
-        return own_draft(self.speculative_config)
+        """With what the target drafts by itself for requests that do not say; empty for nothing."""
+        return own_draft(self.speculative_config)[0]
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -632,8 +622,7 @@ class StackConfig(CheckedConfig):
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
-        self._check_heads()
-        self._check_mtp()
+        self._check_own_draft()
         if ABOVE in self.draft:
             _check_inner("draft", self.inner, self.draft_model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
@@ -659,57 +648,41 @@ class StackConfig(CheckedConfig):
         check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
         check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
-    def _check_heads(self) -> None:
-        draft, given = self.draft, heads_draft(self.speculative_config)
-        is_named = draft.startswith(HEADS_PREFIX)
-        check(draft not in (HEADS, MEDUSA), "draft", draft, f"needs a directory: {HEADS_PREFIX}DIR")
-        if not (given or is_named):
+    def _check_own_draft(self) -> None:
+        """Refuse what does not go together with a target that drafts for itself."""
+        draft, (kind, directory) = self.draft, self.own_draft
+        named, by_config = own_draft(draft)[0], own_draft(self.speculative_config)
+        check(draft not in (HEADS, MEDUSA, DFLASH), "draft", draft, f"needs a directory: {HEADS if draft == MEDUSA else draft}:DIR")
+        others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
+        check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
+        if not kind:
             return
-        agrees = given is not None or not self.speculative_config
+        agrees = not named or not self.speculative_config or named == by_config[0]
         check(agrees, "draft", draft, "names another method than --speculative-config")
-        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
-        check(alone, "draft", draft, "is a second draft beside the heads of --speculative-config")
-        name = "draft" if is_named else "speculative_config"
-        check(
-            Path(self.heads).is_dir() and self.heads != "", name, getattr(self, name), "no directory of heads"
-        )
-        _check_heads(name, self.heads, self.target, self.tensor_parallel_size)
-
-    def _check_mtp(self) -> None:
-        draft, method = self.draft, parse_method(self.speculative_config)
-        is_model = MTP in draft.partition(",")[2].split(ABOVE) + draft.split(ABOVE)[1:]
-        check(not is_model, "draft", draft, f"{MTP} is no draft model")
-        if not self.mtp:
-            return
-        check(method in ("", MTP), "draft", draft, "names another method than --speculative-config")
-        alone = draft in (MTP, EMBEDDED, NO_DRAFT)
-        check(alone, "draft", draft, f"is a second draft beside {MTP} of --speculative-config")
-        _check_mtp("draft" if draft == MTP else "speculative_config", self.target, self.tensor_parallel_size)
+        alone = draft in (EMBEDDED, NO_DRAFT) or (named != "" and not by_config[1])
+        check(alone, "draft", draft, f"is a second draft beside {kind} of --speculative-config")
+        name = "draft" if named else "speculative_config"
+        is_there = kind == MTP or (directory != "" and Path(directory).is_dir())
+        check(is_there, name, getattr(self, name), f"no directory of {kind}")
+        _check_own(name, getattr(self, name), self.target, self.tensor_parallel_size)
 
     @property
-    def mtp(self) -> bool:
-        """`mtp` of the verify service."""
-        return self.draft == MTP or own_draft(self.speculative_config) == MTP
-
-    @property
-    def heads(self) -> str:
-        """Directory of the target's heads; empty for none."""
-        if self.draft.startswith(HEADS_PREFIX):
-            return self.draft.removeprefix(HEADS_PREFIX)
-        given = heads_draft(self.speculative_config)
-        return given.model if given else ""
+    def own_draft(self) -> tuple[str, str]:
+        """As `ModelServiceConfig.own_draft`."""
+        named = own_draft(self.draft)
+        return named if named[0] else own_draft(self.speculative_config)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self.heads or self.mtp:
+        if self.own_draft[0]:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self.heads else split_hierarchy(self._service_draft)[0]
+        return "" if self.own_draft[0] else split_hierarchy(self._service_draft)[0]
 
     @property
     def _service_draft(self) -> str:
@@ -727,12 +700,11 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        given = heads_draft(self.speculative_config)
-        if self.heads:
-            named = {name: value for name, value in asdict(given).items() if value} if given else {}
-            return json.dumps({"method": HEADS} | named | {"model": ""})
-        method = self.draft.partition(",")[0]
-        implied = json.dumps({"method": method}) if method in (*METHODS, MTP) else ""
+        kind, method = self.own_draft[0], self.draft.partition(",")[0]
+        if kind:
+            given = json.loads(self.speculative_config or "{}")
+            return json.dumps({"method": kind} | {name: given[name] for name in given if name != "model"})
+        implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied
 
 

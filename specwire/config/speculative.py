@@ -19,7 +19,9 @@ HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
 MTP = "mtp"
 """Layers of the target's own checkpoint that predict further tokens."""
-OWN_DRAFTS = (HEADS, MEDUSA, MTP)
+DFLASH = "dflash"
+"""A small model that drafts a block in one pass, from the target's hidden states."""
+OWN_DRAFTS = (HEADS, MEDUSA, MTP, DFLASH)
 """What a target drafts with by itself."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
@@ -128,12 +130,13 @@ class ModelDraftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsDraftConfig(ModelDraftConfig):
-    """How the target drafts with its heads, for requests that do not say.
+class OwnDraftConfig(ModelDraftConfig):
+    """How the target drafts for itself, for requests that do not say.
 
     Attributes:
-        method: `heads` or `medusa`.
-        model: directory of the heads; empty where the verify service is told by its own flag.
+        method: `heads` or `medusa`, or `dflash`.
+        model: directory of the heads or the block drafter; empty where the verify service is told by its own
+            flag.
     """
 
     method: str = HEADS
@@ -145,11 +148,14 @@ class HeadsDraftConfig(ModelDraftConfig):
         """
         super().__post_init__()
         check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not the name of a directory")
+        name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
+        problem = f"does not combine with method {self.method}, which has the target's vocabulary"
+        check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpDraftConfig(ModelDraftConfig):
-    """How the target drafts with its layers for multi-token prediction, for requests that do not say.
+class MtpDraftConfig(OwnDraftConfig):
+    """As `OwnDraftConfig`, with layers of the target's own checkpoint.
 
     Attributes:
         method: `mtp`.
@@ -162,15 +168,15 @@ class MtpDraftConfig(ModelDraftConfig):
         ConfigError: naming the key and its value.
         """
         super().__post_init__()
+        check(not self.model, _FLAG, f"model={self.model!r}", f"method {MTP} needs none")
         check(not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", f"method {MTP} drafts chains")
-        name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
-        check(not self.use_heterogeneous_vocab, _FLAG, name, f"method {MTP} has the target's vocabulary")
 
 
 _CONFIGS: dict[str, type[ModelDraftConfig]] = {
     DRAFT_MODEL: ModelDraftConfig,
-    HEADS: HeadsDraftConfig,
-    MEDUSA: HeadsDraftConfig,
+    HEADS: OwnDraftConfig,
+    MEDUSA: OwnDraftConfig,
+    DFLASH: OwnDraftConfig,
     MTP: MtpDraftConfig,
 }
 
@@ -225,18 +231,23 @@ def model_draft(text: str) -> ModelDraftConfig:
     return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
 
 
-def heads_draft(text: str) -> HeadsDraftConfig | None:
-    """What it says of heads; None where it is about another method. Errors likewise."""
-    found = parse_speculative_config(text)
-    return found if isinstance(found, HeadsDraftConfig) else None
+def own_draft(text: str) -> tuple[str, str]:
+    """With what the target drafts by itself, and its directory; empty for another method.
 
+    Args:
+        text: of `--speculative-config`, or of `--draft`: `mtp`, `heads:DIR` or `dflash:DIR`.
 
-def own_draft(text: str) -> str:
-    """With what the target drafts by itself, `heads` or `mtp`; empty for another method. Errors likewise."""
-    found = parse_speculative_config(text)
-    if isinstance(found, MtpDraftConfig):
-        return MTP
-    return HEADS if isinstance(found, HeadsDraftConfig) else ""
+    Raises:
+        ConfigError: as of `parse_speculative_config`.
+    """
+    if text.lstrip().startswith("{"):
+        found = parse_speculative_config(text)
+        if not isinstance(found, OwnDraftConfig):
+            return "", ""
+        return HEADS if found.method == MEDUSA else found.method, found.model
+    kind, colon, directory = text.partition(":")
+    is_own = text == MTP or (colon != "" and kind in (HEADS, DFLASH))
+    return (kind, directory) if is_own else ("", "")
 
 
 def check_speculative_config(_: str, value: str) -> None:

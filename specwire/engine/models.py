@@ -10,8 +10,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
+from specwire.config.speculative import DFLASH, MTP
 from specwire.engine.device import Runner
-from specwire.engine.model import encoder_decoder, mtp
+from specwire.engine.model import block, encoder_decoder, mtp
+from specwire.engine.model.block import BlockRunner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
@@ -50,8 +52,13 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
     model = load_model(source, dtype=_dtype(config), device=str(device))
-    if config.predicts_tokens:
-        drafting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
+    kind, directory = config.own_draft
+    if kind == MTP:
+        predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
+        return predicting, describe(model, source)
+    if kind == DFLASH:
+        drafter = block.load(directory, model)
+        drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
         return drafting, describe(model, source)
     runner = ModelRunner(
         model,
@@ -75,8 +82,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     ModelLoadError: naming a flag that does not combine with an encoder-decoder.
     """
     refused = {
-        "--heads": config.shows_states,
-        "--mtp": config.predicts_tokens,
+        f"--{config.own_draft[0]}": config.own_draft[0] != "",
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

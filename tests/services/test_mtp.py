@@ -125,18 +125,18 @@ def test_an_encoder_decoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: VerifyConfig(model="emulated:step_ms=1", mtp=True), "has no layers for multi-token"),
+        (lambda: VerifyConfig(model="emulated:step_ms=1", mtp=True), "has no hidden states"),
         (lambda: VerifyConfig(mtp=True, tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: VerifyConfig(mtp=True, heads="x"), "does not go together with --heads"),
+        (lambda: VerifyConfig(mtp=True, heads="x"), "is one of several: --heads, --mtp"),
         (lambda: VerifyConfig(mtp=True, batch_invariant=True), "does not go together with --batch-invariant"),
-        (lambda: DraftConfig(model="mtp"), "it is the verify service's flag --mtp"),
+        (lambda: DraftConfig(model="mtp"), "see the verify service's flag --mtp"),
         (lambda: UpConfig(draft="ngram,mtp"), "mtp is no draft model"),
         (lambda: UpConfig(draft="ngram>mtp"), "mtp is no draft model"),
         (lambda: UpConfig(draft="mtp", speculative_config='{"method": "ngram"}'), "another method"),
         (lambda: UpConfig(draft="/tmp", speculative_config=MTP), "second draft"),
-        (lambda: UpConfig(draft="mtp", target="emulated:step_ms=1"), "has no layers for multi-token"),
+        (lambda: UpConfig(draft="mtp", target="emulated:step_ms=1"), "has no hidden states"),
         (lambda: UpConfig(speculative_config='{"method": "mtp", "max_depth": 3}'), "drafts chains"),
-        (lambda: UpConfig(speculative_config='{"method": "mtp", "model": "x"}'), "is not a key of method"),
+        (lambda: UpConfig(speculative_config='{"method": "mtp", "model": "x"}'), "method mtp needs none"),
     ],
 )
 def test_what_does_not_combine(make: Any, problem: str) -> None:
@@ -148,7 +148,7 @@ def test_what_is_passed_on() -> None:
     """The flag to verify, the rest to the coordinator; there is no draft service."""
     given = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     for config in (UpConfig(draft="mtp"), UpConfig(speculative_config=given)):
-        assert (config.draft_model, config.heads, config.mtp) == ("none", "", True)
+        assert (config.draft_model, config.own_draft) == ("none", ("mtp", ""))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
         assert coordinator.own_draft == "mtp"
     assert coordinator.fixed_draft_tokens == 3
