@@ -652,7 +652,8 @@ class StackConfig(CheckedConfig):
         """Refuse what does not go together with a target that drafts for itself."""
         draft, (kind, directory) = self.draft, self.own_draft
         named, by_config = own_draft(draft)[0], own_draft(self.speculative_config)
-        check(draft not in (HEADS, MEDUSA, DFLASH), "draft", draft, f"needs a directory: {HEADS if draft == MEDUSA else draft}:DIR")
+        lacking = {HEADS: HEADS, MEDUSA: HEADS, DFLASH: DFLASH}
+        check(draft not in lacking, "draft", draft, f"needs a directory: {lacking.get(draft)}:DIR")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
         check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
         if not kind:
