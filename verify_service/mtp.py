@@ -22,7 +22,6 @@ from torch import Tensor
 from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
-from specwire.engine.model.mtp import MtpRunner
 from specwire.errors import ResourceExhaustedError
 from specwire.rule.transfer import to_device
 from verify_service.heads import Drafting, Growing, Node, OwnDrafts, Scorer
@@ -36,6 +35,13 @@ class PagedScorer(Scorer, Protocol):
     @property
     def state_size(self) -> int:
         """Width of a state."""
+
+
+class Predictor(PagedScorer, Protocol):
+    """A target with layers for multi-token prediction: a `MtpRunner`."""
+
+    def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
+        """See `MtpRunner.advance`."""
 
 
 class PagedDrafts(OwnDrafts):
@@ -86,7 +92,7 @@ class MtpDrafts(PagedDrafts):
         runner: of the target.
     """
 
-    def __init__(self, runner: MtpRunner) -> None:
+    def __init__(self, runner: Predictor) -> None:
         super().__init__(runner, may_be_tree=False)
         self._runner = runner
 

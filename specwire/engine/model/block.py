@@ -27,6 +27,7 @@ from transformers.cache_utils import DFlashCache
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.model import loading
 from specwire.engine.model.packing import pack_linears
@@ -198,7 +199,7 @@ class BlockRunner(ModelRunner):
         return found
 
     @torch.inference_mode()
-    def draft(self, caches: Sequence[Any], token_ids: Sequence[int]) -> Tensor:
+    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
         """Append a block to each cache, without the target: keys and values of its layers are not there.
 
         Args:
