@@ -112,8 +112,7 @@ def test_a_full_cache(runner: MtpRunner) -> None:
     """Nothing is appended then."""
     with runner.new_sequence() as cache, runner.new_sequence() as other:
         runner.forward([Feed(cache, PROMPT)])
-        pool = runner.pool
-        other.reserve((pool.num_free_pages + pool.num_cached_pages) * pool.page_size)
+        other.reserve(runner.pool.num_free_pages * runner.pool.page_size)
         with pytest.raises(ResourceExhaustedError):
             runner.advance([Feed(cache, [1])], 0, None)
         assert cache.length == len(PROMPT)
@@ -143,17 +142,8 @@ def test_a_checkpoint_without_their_weights(tmp_path: Path) -> None:
         mtp.load(model)
 
 
-def test_control_keys_that_are_not_theirs_are_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check at loading sees one key too many: that of the first token, which no layer has computed."""
-    own = mtp.without_first
-
-    def seen(batch: Batch, num_first: int) -> Any:
-        kept, segments = own(batch, num_first)
-        segments.encoder_lens = [0] * len(segments)
-        return kept, segments
-
-    monkeypatch.setattr(mtp, "without_first", seen)
+def test_control_states_of_other_tokens_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at loading notices layers that read the state of the token itself."""
+    monkeypatch.setattr(mtp, "previous_slots", lambda batch: batch.slots)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         mtp.load(load_model(directory, dtype="float32"))

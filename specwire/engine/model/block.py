@@ -223,6 +223,7 @@ class BlockRunner(ModelRunner):
             states = self._run_drafter(embedded, context, positions, packed)
         return states.view(len(caches), self.block_size, -1)
 
+    @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
         output = self.model.get_output_embeddings()

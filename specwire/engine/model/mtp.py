@@ -188,6 +188,7 @@ class MtpRunner(ModelRunner):
             self.copy(batch)
             return self._run_layers(batch, min(depth, self.num_layers - 1), states)
 
+    @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
         logits: Tensor = self._mtp._project_to_logits(states.to(self.model.dtype)).float()
