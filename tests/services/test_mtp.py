@@ -70,7 +70,7 @@ def test_a_cache_that_is_too_small(target: Path) -> None:
     params = replace(GREEDY, max_tokens=60, draft="mtp", num_draft_tokens=4)
     with local_stack(target, verify_options=options) as running:
         client = running.client
-        plain = client.generate(params=replace(params, draft="off"), prompt_token_ids=PROMPT)
+        plain = client.generate(params=replace(GREEDY, max_tokens=60, draft="off"), prompt_token_ids=PROMPT)
         with contextlib.ExitStack() as opened:
             streams = [client.stream(None, params, prompt_token_ids=PROMPT) for _ in range(3)]
             for each in [opened.enter_context(stream) for stream in streams]:
