@@ -26,7 +26,13 @@ DEPTHS = 3
 _WINDOW = 256
 _LEARNING_RATE = 2e-3
 _WEIGHTS = "model.safetensors"
-_TAKEN_OVER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_TAKEN_OVER: tuple[str, ...] = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 _TAKEN_OVER += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act")
 _TAKEN_OVER += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -63,7 +63,11 @@ def save_mtp_target(
 
 def save_markov_target(directory: Path, *, is_hostile: bool = False) -> Path:
     """A target whose distribution depends on the last token alone, as `pairs.markov_model`."""
-    sizes = {"vocab_size": MARKOV_VOCAB_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}
+    sizes: dict[str, Any] = {
+        "vocab_size": MARKOV_VOCAB_SIZE,
+        "max_position_embeddings": 4096,
+        "eos_token_id": None,
+    }
     return save_mtp_target(directory, spread=0.0, is_hostile=is_hostile, **sizes)
 
 

@@ -37,7 +37,10 @@ _GEMMA3 = {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_sca
 _GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT_OSS_LAYERS = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_MELLUM = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense"] * 2}
+_MELLUM: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense"] * 2,
+}
 _MELLUM |= {"sliding_window": WINDOW, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["dense"]}
 _GLM = {"n_routed_experts": 4, "first_k_dense_replace": 2, "num_mtp_layers": 2}
 _DEEPSEEK = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
@@ -215,8 +216,8 @@ class MtpRunner(ModelRunner):
                 for part in (batch.slots, previous, batch.token_ids, batch.positions)
             )
             packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
-            is_given = number == first and states is not None
-            read = states if is_given else self._known(number).keys[before, 0]
+            given = states if number == first else None
+            read = self._known(number).keys[before, 0] if given is None else given
             after = self._layer(number, read.to(self.model.dtype), token_ids, positions, packed)
             if number + 1 < self.num_layers:
                 self._known(number + 1).keys[slots, 0] = after
@@ -272,7 +273,7 @@ def _slot(pages: Sequence[int], index: int, size: int) -> int:
     return pages[index // size] * size + index % size
 
 
-def without_first(batch: Batch, num_first: int) -> tuple[IntArray, Segments]:
+def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:
     """A row without the first tokens of its sequences, and with these hidden from all others.
 
     Returns:
