@@ -46,6 +46,19 @@ def table(bars: Sequence[Bar]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one part of a benchmark found.
+
+    Attributes:
+        text: Markdown.
+    """
+
+    bars: Sequence[Bar]
+    text: str
+    data: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What one benchmark found.
 
@@ -63,6 +76,21 @@ class Report:
     bars: Sequence[Bar]
     details: str
     data: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, parts: Mapping[str, Part], *, name: str, title: str, about: str, machine: Mapping[str, str]
+    ) -> Report:
+        """The report of several parts, by name."""
+        return cls(
+            name=name,
+            title=title,
+            machine=machine,
+            about=about,
+            bars=[bar for part in parts.values() for bar in part.bars],
+            details="\n\n".join(part.text for part in parts.values()),
+            data={"parts": {each: asdict(part) for each, part in parts.items()}},
+        )
 
     def write(self, out: Path) -> str:
         """Write `<name>.md` and `<name>.json`; returns the Markdown."""

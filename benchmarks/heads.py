@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.bars import Bar, Report, machine
+from benchmarks.bars import Bar, Part, Report, machine
 from benchmarks.embedded import corpus
 from benchmarks.trees import KINDS, Shape, cut_prompts, generate_all, table
 from specwire import Client, SamplingParams
@@ -35,14 +35,6 @@ LEAST_TOKENS, LEAST_RATIO = 1.5, 0.98
 PACED_MS = 20.0
 SETTLING_TOKENS = 1500
 _TEXT_CHARS = 1_000_000
-
-
-class Found(NamedTuple):
-    """Bars, Markdown and data of a part."""
-
-    bars: list[Bar]
-    text: str
-    data: Any
 
 
 def train(out: Path) -> float:
@@ -68,7 +60,7 @@ def config(heads: Path, **settings: Any) -> UpConfig:
     return UpConfig(draft=f"heads:{heads}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
 
 
-def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens: int) -> Found:
+def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens: int) -> Part:
     """Tokens a pass of each shape, and whether the texts are those of plain decoding.
 
     Args:
@@ -97,10 +89,12 @@ def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens:
     about = (
         f"{num_prompts} prompts, {num_tokens} tokens each, the first pass included; Gumbel at temperature 1."
     )
-    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{table(['', *map(str, shapes)], rows)}", rows)
+    return Part(
+        bars=bars, text=f"## Tokens a pass\n\n{about}\n\n{table(['', *map(str, shapes)], rows)}", data=rows
+    )
 
 
-def rates(name: str, own: UpConfig, num_tokens: int, num_runs: int, least_pass_ms: float) -> Found:
+def rates(name: str, own: UpConfig, num_tokens: int, num_runs: int, least_pass_ms: float) -> Part:
     """Tokens/s of greedy decoding, in turns; plain decoding by a target that has nothing else to do.
 
     Args:
@@ -141,7 +135,7 @@ def rates(name: str, own: UpConfig, num_tokens: int, num_runs: int, least_pass_m
         f"after {SETTLING_TOKENS} tokens. Medians."
     )
     text = f"## Tokens/s, {passes}\n\n{about}\n\n{table(['', 'tokens/s', 'times plain'], rows)}"
-    return Found(bars, text, found)
+    return Part(bars=bars, text=text, data=found)
 
 
 def _settle(client: Client, params: SamplingParams) -> None:
@@ -172,19 +166,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         heads = args.heads or Path(folder) / "heads"
         trained = f" Trained in {train(heads):.0f} s." if args.heads is None else ""
-        parts = [
-            tokens(config(heads), SHAPES, args.num_prompts, args.num_tokens),
-            rates("heads", config(heads), args.num_tokens, args.num_runs, 0.0),
-            rates("heads", config(heads), args.num_tokens, args.num_runs, PACED_MS),
-        ]
-    result = Report(
+        parts = {
+            "tokens": tokens(config(heads), SHAPES, args.num_prompts, args.num_tokens),
+            "rates": rates("heads", config(heads), args.num_tokens, args.num_runs, 0.0),
+            "paced": rates("heads", config(heads), args.num_tokens, args.num_runs, PACED_MS),
+        }
+    result = Report.of(
+        parts,
         name="heads",
         title="Heads",
         machine=facts,
         about=f"Heads of the embedded target, in float32.{trained}",
-        bars=[bar for part in parts for bar in part.bars],
-        details="\n\n".join(part.text for part in parts),
-        data={"parts": [part.data for part in parts]},
     )
     print(result.write(args.out))
 

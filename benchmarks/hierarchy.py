@@ -22,7 +22,7 @@ import grpc
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.bars import Bar, Report, machine
+from benchmarks.bars import Bar, Part, Report, machine
 from benchmarks.embedded import corpus, train
 from benchmarks.trees import KINDS, cut_prompts, table
 from specwire import Client, Completion, SamplingParams, embedded
@@ -99,14 +99,6 @@ class Run(NamedTuple):
         return len(self.done.token_ids) / self.done.timing.total_ms * 1e3
 
 
-class Found(NamedTuple):
-    """Bars, Markdown and data of a part."""
-
-    bars: list[Bar]
-    text: str
-    data: Any
-
-
 def _started(stack: ExitStack, draft: str, *, is_paced: bool) -> Running:
     config = UpConfig(
         draft=draft,
@@ -130,7 +122,7 @@ def _run(running: Running, params: SamplingParams, prompt: Sequence[int]) -> Run
     return Run(done, (running.num_passes() - before) / num_rounds)
 
 
-def measure(inners: dict[str, str], num_tokens: int, num_runs: int, *, is_paced: bool) -> Found:
+def measure(inners: dict[str, str], num_tokens: int, num_runs: int, *, is_paced: bool) -> Part:
     """Every kind of draft on the same prompts, in turns.
 
     Args:
@@ -160,7 +152,7 @@ def measure(inners: dict[str, str], num_tokens: int, num_runs: int, *, is_paced:
                 head = ["", "tokens/s", "× plain", "× draft alone", "draft passes a round", "tokens a round"]
                 parts.append(f"### {title}\n\n{table(head, rows)}")
                 data[title] = rows
-    return Found(bars, f"## Draft and target with {passes}\n\n" + "\n\n".join(parts), data)
+    return Part(bars=bars, text=f"## Draft and target with {passes}\n\n" + "\n\n".join(parts), data=data)
 
 
 def _rows(found: dict[str, list[Run]]) -> list[list[Any]]:
@@ -211,23 +203,21 @@ def main() -> None:
         if not inner.exists():
             distil(inner, args.steps)
         kinds = {ALONE: "embedded", "ngram": "ngram>embedded", "one layer": f"{inner}>embedded"}
-        parts = [
-            measure(kinds, args.tokens, args.runs, is_paced=True),
-            measure(kinds, args.tokens, args.runs, is_paced=False),
-        ]
+        parts = {
+            "paced": measure(kinds, args.tokens, args.runs, is_paced=True),
+            "own": measure(kinds, args.tokens, args.runs, is_paced=False),
+        }
     about = (
         f"Embedded pair in float32, one stream, {args.runs} prompts of {args.tokens} tokens each, in turns "
         f"after one to warm up, nothing prepared ahead; medians. "
         f"The inner model had {args.steps} steps of {WINDOW * NUM_WINDOWS} tokens."
     )
-    result = Report(
+    result = Report.of(
+        parts,
         name="hierarchy",
         title="A draft with a drafter of its own",
         machine=facts,
         about=about,
-        bars=[bar for part in parts for bar in part.bars],
-        details="\n\n".join(part.text for part in parts),
-        data={"parts": [part.data for part in parts]},
     )
     print(result.write(args.out))
 

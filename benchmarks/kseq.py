@@ -50,17 +50,17 @@ def tokens_a_round(config: UpConfig, num_prompts: int, num_tokens: int) -> dict[
         for length in LENGTHS:
             params = replace(PARAMS, num_draft_tokens=length, max_tokens=num_tokens)
             done = asyncio.run(trees.generate_all(stack.address, prompts, params))
-            figures = trees.tokens_a_round(done), _first_accepted(done), _draft_tokens_a_round(done)
+            figures = trees.tokens_a_round(done), first_accepted(done), draft_tokens_a_round(done)
             found[str(length)] = [*figures]
     return found
 
 
-def _first_accepted(done: Sequence[Completion]) -> float:
+def first_accepted(done: Sequence[Completion]) -> float:
     each = [one.speculation for one in done]
     return sum(s.accepted_per_position[0] for s in each) / sum(s.drafted_per_position[0] for s in each)
 
 
-def _draft_tokens_a_round(done: Sequence[Completion]) -> float:
+def draft_tokens_a_round(done: Sequence[Completion]) -> float:
     each = [one.speculation for one in done]
     return sum(s.num_draft_tokens for s in each) / sum(sum(s.acceptance_histogram) for s in each)
 

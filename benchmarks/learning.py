@@ -261,41 +261,19 @@ def main() -> None:
     print(*rows, learning, sep="\n", flush=True)
     _, prompts = cut_prompts(args.prompts)
     found = measure({"before": before, "after": after, "embedded draft": "embedded"}, prompts, args.tokens)
-    bars = [
-        Bar(
-            what=f"acceptance after less before, {kind}",
-            measured=each["after"].alpha - each["before"].alpha,
-            limit=LEAST_RISE,
-            at_least=True,
-        )
-        for kind, each in found.items()
-    ]
-    num_unlike = sum(each.num_unlike for each in found["greedy"].values())
-    bars.append(Bar(what="greedy texts unlike those of plain decoding", measured=num_unlike, limit=0))
     about = (
         f"{args.minutes:g} minutes, {NUM_STREAMS} streams, {args.tokens} tokens a request, chains of "
         f"{NUM_DRAFT_TOKENS}, learning in {args.share:.0%} of the draft's time; embedded target in float32, "
         f"one thread for each model, on a machine that was busy with other work. Then {args.prompts} prompts "
         "without learning, one stream, drafts and plain decoding in turns; medians."
     )
-    said = (
-        f"{learning.num_steps} steps, {learning.num_judged_tokens} judged tokens; weights replaced "
-        f"{learning.num_versions} times, given up {learning.num_rollbacks} times; agreement "
-        f"{learning.first_agreement:.3f} at first, {learning.agreement:.3f} at the end."
-    )
     report = Report(
         name="learning",
         title="A draft that learns while it serves",
         machine=facts,
         about=about,
-        bars=bars,
-        details="\n\n".join(
-            [
-                said,
-                table(["minutes", *(f"α, {kind}" for kind in KINDS), "tokens/s"], rows),
-                *(_table_of(kind, each) for kind, each in found.items()),
-            ]
-        ),
+        bars=_bars(found),
+        details=_details(rows, learning, found),
         data={
             "over_time": rows,
             "learning": asdict(learning),
@@ -306,6 +284,33 @@ def main() -> None:
         },
     )
     print(report.write(args.out))
+
+
+def _bars(found: dict[str, dict[str, Measured]]) -> list[Bar]:
+    num_unlike = sum(each.num_unlike for each in found["greedy"].values())
+    return [
+        *(
+            Bar(
+                what=f"acceptance after less before, {kind}",
+                measured=each["after"].alpha - each["before"].alpha,
+                limit=LEAST_RISE,
+                at_least=True,
+            )
+            for kind, each in found.items()
+        ),
+        Bar(what="greedy texts unlike those of plain decoding", measured=num_unlike, limit=0),
+    ]
+
+
+def _details(rows: Sequence[Sequence[Any]], learning: Learning, found: dict[str, dict[str, Measured]]) -> str:
+    said = (
+        f"{learning.num_steps} steps, {learning.num_judged_tokens} judged tokens; weights replaced "
+        f"{learning.num_versions} times, given up {learning.num_rollbacks} times; agreement "
+        f"{learning.first_agreement:.3f} at first, {learning.agreement:.3f} at the end."
+    )
+    over_minutes = table(["minutes", *(f"α, {kind}" for kind in KINDS), "tokens/s"], rows)
+    tables = (_table_of(kind, by_name) for kind, by_name in found.items())
+    return "\n\n".join([said, over_minutes, *tables])
 
 
 def _table_of(kind: str, by_name: dict[str, Measured]) -> str:

@@ -45,19 +45,17 @@ def main() -> None:
         if not target.exists():
             mtp_training.make(target, args.seconds)
             trained = f" Trained in {args.seconds:.0f} s."
-        parts = [
-            tokens(config(target), LENGTHS, args.num_prompts, args.num_tokens),
-            rates("mtp", config(target), args.num_tokens, args.num_runs, 0.0),
-            rates("mtp", config(target), args.num_tokens, args.num_runs, PACED_MS),
-        ]
-    result = Report(
+        parts = {
+            "tokens": tokens(config(target), LENGTHS, args.num_prompts, args.num_tokens),
+            "rates": rates("mtp", config(target), args.num_tokens, args.num_runs, 0.0),
+            "paced": rates("mtp", config(target), args.num_tokens, args.num_runs, PACED_MS),
+        }
+    result = Report.of(
+        parts,
         name="mtp",
         title="Multi-token prediction",
         machine=facts,
         about=f"The embedded target with one layer, in float32.{trained}",
-        bars=[bar for part in parts for bar in part.bars],
-        details="\n\n".join(part.text for part in parts),
-        data={"parts": [part.data for part in parts]},
     )
     print(result.write(args.out))
 

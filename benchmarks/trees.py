@@ -15,14 +15,14 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import windows
 from benchmarks.ahead import DRAFT_MS, FAR_MS, PROMPT, RUNNER_UP, TARGET_MS
-from benchmarks.bars import Bar, Report, machine
+from benchmarks.bars import Bar, Part, Report, machine
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -61,15 +61,6 @@ class Shape(NamedTuple):
         if self.max_depth:
             return f"tree of {self.num_draft_tokens}, depth {self.max_depth}"
         return f"chain of {self.num_draft_tokens}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one part found."""
-
-    bars: list[Bar]
-    text: str
-    data: Any
 
 
 # --- tokens a round ---------------------------------------------------------------------------------
@@ -252,15 +243,12 @@ def main() -> None:
     }
     facts = machine()
     found = _earlier(args.out) | {name: measure[name]() for name in args.parts or measure}
-    parts = [found[name] for name in measure if name in found]
-    result = Report(
+    result = Report.of(
+        {name: found[name] for name in measure if name in found},
         name="trees",
         title="Token trees",
         machine=facts,
         about="Tokens a round: accepted ones and the one after them.",
-        bars=[bar for part in parts for bar in part.bars],
-        details="\n\n".join(part.text for part in parts),
-        data={"parts": {name: asdict(part) for name, part in found.items()}},
     )
     print(result.write(args.out))
 

@@ -54,7 +54,7 @@ class Plan:
 
     def limit(self, proposal: Proposal) -> Proposal:
         """What the plan allows of a proposal that was made for an earlier one."""
-        found = tree.within(proposal, self.num_draft_tokens, self.num_steps)
+        found = tree.within(proposal, self.num_wanted, self.num_steps)
         return chains.first(found, self.num_chains)
 
     def within(self, most: int, room: int) -> Plan:

@@ -13,13 +13,16 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.beams.checks import check_beams, end_ids, rules_of
 from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
+from specwire.config.speculative import CHAINS_ONLY
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
+from specwire.rule.beam_search import BeamRules
 from specwire.security.bearer import Principal
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
@@ -67,6 +70,7 @@ class GenerationRequest:
         num_draft_tokens, max_depth, num_chains: as of the `CheckedRequest`.
         draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
+        beam_rules: of a beam search; None for any other request.
     """
 
     prompt_token_ids: Sequence[int]
@@ -81,6 +85,7 @@ class GenerationRequest:
     output_scope: str | None
     max_depth: int | None
     num_chains: int = 1
+    beam_rules: BeamRules | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -95,14 +100,15 @@ class GenerationRequest:
     @property
     def may_teach(self) -> bool:
         """Whether a draft may change its weights by the output: no other request uses the random numbers that
-        decided about it, or tokens are matched, where any draft is exact."""
+        decided about it, or tokens are matched, where any draft is exact. Not by live beams."""
+        if self.beam_rules is not None:
+            return False
         return self.params.matches_tokens or self.keyed_params.seed != self.params.seed
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the output."""
-        own = () if self.params.ignore_eos else self.target.eos_token_ids
-        return frozenset((*self.params.stop_token_ids, *own))
+        return end_ids(self.params, self.target)
 
 
 class RequestParser:
@@ -140,6 +146,8 @@ class RequestParser:
         """
         given_params = client_wire.generate_params(message)
         draft = self._drafts.choose(given_params.draft)
+        if given_params.num_beams > 1:
+            draft = check_beams(message, given_params, self._target, draft)
         params = self._with_seed_and_rule(given_params, draft)
         credit_window = client_wire.opening_credit(message)
         client_wire.check_prompt_size(message, self._config.max_prompt_bytes)
@@ -148,15 +156,16 @@ class RequestParser:
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
         given = params.num_draft_tokens if draft.is_on else 0
+        num_chains = self._num_chains(params, draft)
         return CheckedRequest(
             message=message,
             caller=caller,
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
             num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
-            max_depth=self._max_depth(params),
+            max_depth=self._max_depth(params, draft) if num_chains == 1 else 0,
             draft=draft,
-            num_chains=self._num_chains(params, draft),
+            num_chains=num_chains,
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -177,10 +186,11 @@ class RequestParser:
         scope = self._output_scope(checked)
         learns = checked.draft.uses_model and self._draft_learns()
         is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
+        rules, keyed = rules_of(params, target), _keyed(params, is_adaptive=is_adaptive)
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,
-            keyed_params=_keyed(params, is_adaptive=is_adaptive),
+            keyed_params=replace(keyed, logprobs=rules.num_top) if rules else keyed,
             target=target,
             generated_token_ids=generated_token_ids,
             resume_info=checked_resume_info(
@@ -196,17 +206,23 @@ class RequestParser:
             output_scope=scope,
             max_depth=checked.max_depth,
             num_chains=checked.num_chains,
+            beam_rules=rules,
         )
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
-        """One where tokens are matched, without a draft model, and for a target that judges no trees."""
-        selects = params.rule is Rule.KSEQ and not params.matches_tokens
-        return self._config.num_chains if selects and draft.uses_model and self._target.trees else 1
+        """One under greedy decoding, without a draft model, and for a target that judges no trees."""
+        if params.greedy or not draft.uses_model or not self._target.trees:
+            return 1
+        return self._config.num_chains if params.rule is Rule.KSEQ else params.num_coupled_lists
 
-    def _max_depth(self, params: SamplingParams) -> int | None:
+    def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        if params.max_depth and not self._target.trees:
-            raise UnsupportedError("max_depth", params.max_depth, f"{self._target.name} verifies chains only")
+        is_chain = draft.uses_own and self._target.own_source in CHAINS_ONLY
+        if params.max_depth and (is_chain or not self._target.trees):
+            by = f"draft={self._target.own_source} makes" if is_chain else f"{self._target.name} verifies"
+            raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")
+        if is_chain:
+            return 0
         if params.max_depth is not None:
             return params.max_depth
         if not (params.matches_tokens and self._target.trees):
@@ -225,18 +241,22 @@ class RequestParser:
     def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
         """A client that gives a seed expects the same text again, whatever the load.
 
-        Heads are coupled: without noise that they share with the target, only their likeliest tokens could be
-        proposed, and no trees.
+        A target that drafts for itself is coupled: without noise that is shared, only the likeliest tokens
+        could be proposed, and no trees.
         """
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            asks = params.seed is not None or bool(params.max_depth) or draft.uses_heads
+            asks = params.seed is not None or bool(params.max_depth) or draft.uses_own
+            asks = asks or (params.num_lists or self._config.num_lists) > 1
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
                 rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return replace(params, seed=seed, rule=rule)
+        num_lists = params.num_lists
+        if num_lists is None:
+            num_lists = self._config.num_lists if rule is Rule.GUMBEL and not params.greedy else 1
+        return replace(params, seed=seed, rule=rule, num_lists=num_lists)
 
 
 def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:

@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot, SlotSource
+from coordinator.beams.answer import BeamAnswer
+from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.followers import Followers
+from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
-from coordinator.drafts.heads import HeadsDrafter
 from coordinator.drafts.methods import TextDrafts
+from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
 from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
@@ -31,7 +36,7 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import MTP
+from specwire.core import Rule
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -82,10 +87,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             else worker.admission
         )
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
-        self._heads_shapes = SharedShapes(lambda: self._admission.num_running)
-        self._kseq_shapes = SharedShapes(lambda: self._admission.num_running, num_chains=config.num_chains)
+        self._own_shapes = SharedShapes(lambda: self._admission.num_running)
+        self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
         drafts = DraftChoices(
-            config, lambda: draft.info.name if draft.info else "", own_draft=verify.info.own_draft
+            config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
         )
         self._parser = RequestParser(
             config,
@@ -103,8 +108,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def shapes(self) -> SharedShapes:
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
-            return self._kseq_shapes
-        return self._heads_shapes if self._config.uses_heads else self._shapes
+            return self._shapes_of(Rule.KSEQ, self._config.num_chains)
+        if self._config.num_lists > 1:
+            return self._shapes_of(Rule.GUMBEL, self._config.num_lists)
+        return self._own_shapes if self._config.own_source else self._shapes
+
+    def _shapes_of(self, rule: Rule, num_chains: int) -> SharedShapes:
+        """Of rounds with several chains."""
+        key = rule, num_chains
+        if key not in self._several_shapes:
+            shapes = SharedShapes(lambda: self._admission.num_running, num_chains=num_chains)
+            self._several_shapes[key] = shapes
+        return self._several_shapes[key]
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -137,7 +152,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ):
                 request = await self._parser.encode(checked)
                 try:
-                    await self._generate(request, planner, reader, slot, context, call)
+                    generate = self._search if request.beam_rules is not None else self._generate
+                    await generate(request, planner, reader, slot, context, call)
                 finally:
                     self._num_finished += 1
 
@@ -213,6 +229,61 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reader.send(lambda: last)
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
+    async def _search(
+        self,
+        request: GenerationRequest,
+        planner: Planner,
+        reader: CreditReader,
+        slot: AdmissionSlot,
+        context: Any,
+        call: CallRecord,
+    ) -> None:
+        """A beam search, which the client hears of at its end."""
+        remaining_s = context.time_remaining
+        assert request.beam_rules is not None
+        verifiers = [
+            self._verifier(request, planner, remaining_s, call.span)
+            for _ in range(request.beam_rules.num_beams)
+        ]
+        targets = Followers(verifiers, request.prompt_token_ids)
+        drafts = self._beam_drafts(request, remaining_s(), call.span)
+        with contextlib.closing(targets), contextlib.closing(drafts):
+            search = BeamGeneration(
+                request,
+                drafts,
+                targets,
+                planner=BeamPlanner(request.num_draft_tokens, request.max_depth),
+                ledger=call.ledger,
+                tracer=self._tracer,
+                parent=call.span,
+                turns=_Turns(reader, slot, call.ledger, (drafts, targets)),
+            )
+            answer = BeamAnswer(
+                request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
+            )
+            call.begin(answer, request.num_prompt_tokens, lambda: drafts.unavailable)
+            async with contextlib.aclosing(search.rounds()) as rounds:
+                async for done in rounds:
+                    answer.add(done)
+            first = answer.finish(search.finished)
+            completion = answer.completion(drafts.unavailable)
+        num_sent = len(first.chunk.tokens)
+        reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
+        call.count(num_sent)
+        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
+        for response in (first, last):
+            reader.send(partial(lambda message: message, response))
+        call.ledger.switch(Stage.CLIENT_CREDIT)
+
+    def _beam_drafts(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> BeamDrafts:
+        """A sequence of the draft service for each beam; none without a draft."""
+        rules = request.beam_rules
+        assert rules is not None
+        num_slots = rules.num_beams if request.draft.uses_model and self._config.draft_address else 0
+        of_drafts = replace(request, keyed_params=replace(request.keyed_params, logprobs=None))
+        slots = [self._remote_drafter(of_drafts, deadline_s, parent) for _ in range(num_slots)]
+        return BeamDrafts(slots, request.prompt_token_ids)
+
     @contextlib.contextmanager
     def _peers(
         self,
@@ -222,20 +293,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         parent: Span,
     ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
-        verifier = RemoteVerifier(
+        verifier = self._verifier(request, planner, remaining_s, parent)
+        drafter = self._drafter(request, remaining_s(), parent, verifier)
+        with contextlib.closing(verifier), contextlib.closing(drafter):
+            yield drafter, verifier
+
+    def _verifier(
+        self,
+        request: GenerationRequest,
+        planner: Planner,
+        remaining_s: Callable[[], float | None],
+        parent: Span,
+    ) -> RemoteVerifier:
+        is_alone = request.num_chains == 1 and request.beam_rules is None
+        return RemoteVerifier(
             self._verify,
             request,
             remaining_s=remaining_s,
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
             parent=parent,
-            goes_on=self._config.verify_ahead and not request.draft.method and request.num_chains == 1,
+            goes_on=self._config.verify_ahead and not request.draft.method and is_alone,
             max_depth=planner.limit,
-            own_draft=self._verify.info.own_draft if request.draft.uses_heads else "",
+            drafts=request.draft.uses_own,
         )
-        drafter = self._drafter(request, remaining_s(), parent, verifier)
-        with contextlib.closing(verifier), contextlib.closing(drafter):
-            yield drafter, verifier
 
     def _drafter(
         self,
@@ -245,24 +326,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         verifier: RemoteVerifier,
     ) -> Drafter:
         """The target itself, the draft service, a text, or both of these."""
-        if request.draft.uses_heads:
-            return HeadsDrafter(verifier)
-        model = RemoteDrafter(
+        if request.draft.uses_own:
+            return OwnDrafter(verifier)
+        model = self._remote_drafter(request, deadline_s, parent, on_prepared=verifier.prepare)
+        return self._texts.drafter(request, model) if request.draft.method else model
+
+    def _remote_drafter(
+        self, request: GenerationRequest, deadline_s: float | None, parent: Span, **options: Any
+    ) -> RemoteDrafter:
+        return RemoteDrafter(
             self._draft,
             request,
             timeout_s=self._config.draft_timeout_ms / 1e3,
             deadline_s=deadline_s,
             tracer=self._tracer,
             parent=parent,
-            on_prepared=verifier.prepare,
+            **options,
         )
-        return self._texts.drafter(request, model) if request.draft.method else model
 
     def _planner(self, checked: CheckedRequest) -> Planner:
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
-        if checked.draft.uses_heads:
-            has_trees = self._verify.info.trees and self._verify.info.own_draft != MTP
-            return planner_of(self._heads_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+        if checked.draft.uses_own:
+            has_trees = self._verify.info.trees
+            return planner_of(self._own_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
         model = self._model_planner(checked)
         if not method:
             return model
@@ -272,7 +358,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_planner(self, checked: CheckedRequest) -> Planner:
         num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
-            one = planner_of(self._kseq_shapes, num_draft_tokens, checked.max_depth, has_trees=False)
+            rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
+            shapes = self._shapes_of(rule, checked.num_chains)
+            one = planner_of(shapes, num_draft_tokens, checked.max_depth, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
         return planner_of(self._shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
@@ -327,7 +415,7 @@ class _Turns:
     reader: CreditReader
     slot: AdmissionSlot
     ledger: Ledger
-    peers: tuple[Drafter | RemoteVerifier, ...]
+    peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...]
 
     @property
     def may_start(self) -> bool:
@@ -378,7 +466,7 @@ async def acknowledged(
 def planner_of(
     shapes: SharedShapes, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
 ) -> Planner:
-    """Of a draft model, or of the target's heads."""
+    """Of a draft model, or of a target that drafts for itself."""
     if num_draft_tokens is None and max_depth is None and has_trees:
         return AdaptiveShape(shapes)
     if num_draft_tokens is None and not max_depth:

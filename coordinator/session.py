@@ -132,6 +132,7 @@ class Session:
             rule=params.rule or Rule.REJECTION,
             model=target.name,
             reproducible=params.matches_tokens and target.batch_invariant,
+            num_lists=params.num_coupled_lists,
         )
 
     def _assemble(self) -> None:

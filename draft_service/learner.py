@@ -76,7 +76,7 @@ class Learner:
         return Lesson(sequence.prompt_len, 0.0 if params.greedy else params.temperature, self._hand_over)
 
     def _hand_over(self, window: Window) -> None:
-        self._engine.call(lambda: self._windows.add(window))
+        self._engine.run_soon(lambda: self._windows.add(window))
 
     # --- on the engine's thread -----------------------------------------------------------------------
 

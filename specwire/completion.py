@@ -90,17 +90,37 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hypothesis:
+    """One of the texts that a beam search has found.
+
+    Attributes:
+        text: without special tokens.
+        token_ids: all of its tokens, including the one that ended it.
+        score: sum of their log probabilities under the target (nats), divided by length ** length_penalty.
+        finish_reason: why it ended.
+        stop_reason: the token that ended it, if one did.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeInfo:
     """What determines a generation besides its request, for the coordinator that resumes it.
 
     Attributes:
-        seed, rule: as in the completion.
+        seed, rule, num_lists: as in the completion.
         context_digest: of the target, its tokenizer, and the prompt as token ids.
     """
 
     seed: int
     rule: Rule
     context_digest: str
+    num_lists: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,11 +306,13 @@ class Completion:
         stop_reason: the stop string or token id that ended it, if one did.
         seed: fixes all random choices of this generation.
         rule: verification rule of this generation.
+        num_lists: lists of noise that its tokens were drawn from.
         reproducible: whether the same request gives the same text, with any draft and under any load: tokens
             were matched, and the target is batch-invariant. Else rounding may decide between tokens of nearly
             equal probability.
         tokens: the emitted tokens with their fates and log probabilities.
         num_resumes: how often it was resumed, at another coordinator or the same one.
+        hypotheses: of a beam search, the best texts, best first; the first one is the completion's own.
     """
 
     text: str
@@ -306,6 +328,8 @@ class Completion:
     tokens: tuple[Token, ...] = ()
     num_resumes: int = 0
     reproducible: bool = False
+    num_lists: int = 1
+    hypotheses: tuple[Hypothesis, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
@@ -317,6 +341,7 @@ class Completion:
             "model": self.model,
             "seed": self.seed,
             "rule": self.rule.value,
+            "num_lists": self.num_lists,
             "reproducible": self.reproducible,
             "usage": _fields(self.usage),
             "speculation": _fields(self.speculation)
@@ -327,6 +352,7 @@ class Completion:
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
             "logprobs": _logprob_dicts(self.tokens),
             "num_resumes": self.num_resumes,
+            "hypotheses": [_fields(each) for each in self.hypotheses],
         }
 
 

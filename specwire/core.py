@@ -23,14 +23,17 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
 MAX_NUM_OUTCOMES = 64
+MAX_NUM_LISTS = 8
+"""Of Gumbel noise."""
 MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
 """Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""
 MAX_LOGPROBS = 20
+MAX_NUM_BEAMS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -151,6 +154,10 @@ class SamplingParams:
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
     server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
     k-SEQ takes `KSEQ` where no seed is given."""
+    num_lists: int | None = None
+    """Lists of noise that the target's tokens are drawn from under `Rule.GUMBEL`, in [1, 8]. With several, a
+    draft model draws as many chains, each with lists of its own (Rowan et al. 2025, arXiv 2506.05632). The
+    text depends on their number, on no draft. None leaves it to the server, and the completion reports it."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     max_depth: int | None = None
@@ -162,6 +169,16 @@ class SamplingParams:
     server. The completion counts tokens by what made them."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
+    num_beams: int = 1
+    """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs
+    temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities."""
+    length_penalty: float = 1.0
+    """Of beam search: a text's score is divided by its length to this power; over 0 favours long ones."""
+    early_stopping: bool | str = False
+    """Of beam search: True ends it with `num_beams` finished texts, "never" once no better one is possible;
+    False judges that by the present length."""
+    num_return_sequences: int = 1
+    """Of beam search: how many of the best texts the completion has, at most `num_beams`."""
     cache_salt: str = ""
     """Only requests of the same salt share cached prompts; the text does not depend on it. With bearer
     tokens, requests of different principals never share them."""
@@ -170,8 +187,10 @@ class SamplingParams:
         self._coerce()
         self._check_counts()
         self._check_depth()
+        self._check_lists()
         self._check_warps()
         self._check_penalties()
+        self._check_beams()
 
     def _coerce(self) -> None:
         """Accept other types that callers use: a single stop string, lists, a rule by name."""
@@ -234,12 +253,33 @@ class SamplingParams:
         depth, can_match = self.max_depth, self.matches_tokens or self.rule is None
         _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
 
+    def _check_lists(self) -> None:
+        num, can_couple = self.num_lists, self.rule in (None, Rule.GUMBEL)
+        ok = num is None or (_is_int(num) and 1 <= num <= MAX_NUM_LISTS)
+        _check(ok, "num_lists", num, f"must lie in [1, {MAX_NUM_LISTS}]")
+        several = num is not None and num > 1
+        _check(not several or can_couple, "num_lists", num, f"needs rule {Rule.GUMBEL}")
+        problem = f"does not combine with max_depth={self.max_depth}: its chains are no tree"
+        _check(not (several and self.max_depth), "num_lists", num, problem)
+
     def _check_draft(self) -> None:
         draft = self.draft
         ok = draft is None or (isinstance(draft, str) and 0 < len(draft) <= MAX_DRAFT_LEN)
         _check(ok, "draft", draft, f"must be a name of at most {MAX_DRAFT_LEN} characters")
         contradicts = draft == DRAFT_OFF and bool(self.num_draft_tokens)
         _check(not contradicts, "draft", draft, f"contradicts num_draft_tokens={self.num_draft_tokens}")
+
+    def _check_beams(self) -> None:
+        num, most = self.num_beams, self.num_return_sequences
+        _check(
+            _is_int(num) and 1 <= num <= MAX_NUM_BEAMS, "num_beams", num, f"must lie in [1, {MAX_NUM_BEAMS}]"
+        )
+        ok = _is_int(most) and 1 <= most <= MAX_NUM_BEAMS
+        _check(ok, "num_return_sequences", most, f"must lie in [1, {MAX_NUM_BEAMS}]")
+        penalty, stopping = self.length_penalty, self.early_stopping
+        _check(_is_finite(penalty) and abs(penalty) <= 8, "length_penalty", penalty, "must lie in [-8, 8]")
+        known = stopping is True or stopping is False or stopping == "never"
+        _check(known, "early_stopping", stopping, 'must be True, False or "never"')
 
     def _check_warps(self) -> None:
         t = self.temperature
@@ -279,6 +319,11 @@ class SamplingParams:
     def matches_tokens(self) -> bool:
         """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
+
+    @property
+    def num_coupled_lists(self) -> int:
+        """Lists of noise that each token is drawn from; 1 where there is none."""
+        return (self.num_lists or 1) if self.rule is Rule.GUMBEL and not self.greedy else 1
 
     def key_base(self, base_len: int) -> int:
         """What the random numbers of a round are keyed by besides seed, purpose and position.
@@ -534,6 +579,7 @@ class ModelInfo:
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
+        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp` or `dflash`.
         target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,
@@ -543,7 +589,6 @@ class ModelInfo:
         decoder_token_ids: of an encoder-decoder, what its decoder begins with, after the input and before the
             output.
         learning: of a draft that learns while it serves; None for one that does not.
-        own_draft: of a target that proposes by itself, with what: `heads`, `mtp` or `dflash`.
     """
 
     name: str
@@ -561,6 +606,7 @@ class ModelInfo:
     weights_fingerprint: str = ""
     trees: bool = False
     drafts: bool = False
+    own_source: str = ""
     target_tokenizer_fingerprint: str = ""
     shared_vocab: float = 0.0
     shared_text: float = 0.0
@@ -568,7 +614,6 @@ class ModelInfo:
     encoder_len: int = 0
     decoder_token_ids: tuple[int, ...] = ()
     learning: Learning | None = None
-    own_draft: str = ""
 
     @property
     def has_encoder(self) -> bool:

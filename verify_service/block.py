@@ -16,8 +16,9 @@ from torch import Tensor
 from specwire.core import Verdict
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import TokenSequence
-from verify_service.heads import Drafting, Growing, Node
-from verify_service.mtp import PagedDrafts, PagedScorer
+from verify_service.grown import Growing, Node
+from verify_service.own import Drafting
+from verify_service.paged import PagedDrafts, PagedScorer
 
 
 class BlockDrafter(PagedScorer, Protocol):
@@ -50,7 +51,7 @@ class BlockDrafts(PagedDrafts):
         self._places: dict[int, int] = {}
 
     def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
-        """See `OwnDrafts`; no path is longer than a block."""
+        """See `GrownDrafts`; no path is longer than a block."""
         most, wanted = self._runner.block_size - 1, drafting.wanted
         if wanted.max_depth:
             drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
@@ -70,6 +71,6 @@ class BlockDrafts(PagedDrafts):
         return fitting
 
     def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
-        """See `OwnDrafts`."""
+        """See `GrownDrafts`."""
         found = [self._states[self._places[id(node.of)], node.depth + 1] for node in nodes]
         return torch.stack(found).to(states.dtype)

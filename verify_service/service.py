@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from specwire.config.services import VerifyConfig
-from specwire.config.speculative import DFLASH, MTP
+from specwire.config.speculative import DFLASH, HEADS, LAYERS, MTP
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
 from specwire.engine.heads import model as heads
+from specwire.engine.layers import files as layers
+from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.streams import Limits
+from specwire.engine.thread import settle
 from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.block import BlockDrafts
-from verify_service.heads import HeadsDrafts, OwnDrafts
+from verify_service.heads import HeadsDrafts
+from verify_service.layers import LayersDrafts
 from verify_service.mtp import MtpDrafts
+from verify_service.own import OwnDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -55,13 +61,17 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
 
 def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None:
     """What the target proposes with; None for nothing."""
-    kind, directory = config.own_draft
+    own = config.own
     runner: Any = service.runner
-    if kind == MTP:
+    if own.source == HEADS:
+        return _load_heads(own.argument, service)
+    if own.source == LAYERS:
+        return _load_layers(own.argument, config.model, service)
+    if own.source == MTP:
         return MtpDrafts(runner.drafting)
-    if kind == DFLASH:
+    if own.source == DFLASH:
         return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
-    return _load_heads(directory, service) if kind else None
+    return None
 
 
 def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
@@ -73,3 +83,19 @@ def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
     except ModelLoadError as error:
         raise ModelLoadError(f"--heads {error}") from None
     return HeadsDrafts(loaded, may_be_tree=service.info.trees)
+
+
+def _load_layers(given: str, model: str, service: ModelService) -> LayersDrafts:
+    """Raises:
+    ModelLoadError: naming the flag and the reason.
+    """
+    runner: Any = service.runner
+    directory = boot.model_directory(boot.resolve(model, "verify"))
+    try:
+        skipped = layers.chosen(given, directory, service.info)
+        made: Future[ModelBlocks] = Future()
+        service.engine.run_soon(lambda: settle(made, lambda: ModelBlocks(runner.model)))  # it runs the model
+        left_out = made.result().without(skipped)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--layers {given}: {error}") from None
+    return LayersDrafts(runner, left_out)

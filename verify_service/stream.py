@@ -44,7 +44,7 @@ from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import verify as verify_wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
-from verify_service.heads import NOTHING, Drafting, Wanted
+from verify_service.own import NOTHING, Drafting, Wanted
 from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.tree import TokenTree
-from verify_service.heads import Drafting, OwnDrafts
+from verify_service import own
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty((0, 0), dtype=np.float32)
@@ -38,7 +38,7 @@ class VerifyJob(Job):
     draft_token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
-    drafting: Drafting | None = None
+    drafting: own.Drafting | None = None
 
     def start(self) -> None:
         super().start()
@@ -198,11 +198,12 @@ class VerifyDecider:
     """Verdicts for all jobs of a step at once; a `device.Decider`.
 
     Attributes:
-        drafts: what proposes after verdicts; None if nothing does.
+        drafts: what proposes after verdicts; None if nothing does. With heads, each row of logits is followed
+            by its state.
     """
 
     def __init__(self) -> None:
-        self.drafts: OwnDrafts | None = None
+        self.drafts: own.OwnDrafts | None = None
 
     @staticmethod
     def ask(jobs: Sequence[Job]) -> Cases:
@@ -230,10 +231,10 @@ class VerifyDecider:
     def apply(self, jobs: Sequence[Job], judged: Judged) -> None:
         """Verdicts, then what is proposed after them."""
         self._set_verdicts(jobs, judged)
-        if self.drafts is not None and judged.states is not None:
+        if self.drafts is not None:
             starts = [0, *accumulate(job.num_rows for job in jobs)]
             drafted = [
-                (job.sequence, job.drafting, start, job.result)
+                own.Judged(job.sequence, job.drafting, start, job.result)
                 for job, start in zip(jobs, starts, strict=False)
                 if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
             ]

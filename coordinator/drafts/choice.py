@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, HEADS, MEDUSA, METHODS, OWN_DRAFTS, SUFFIX
+from specwire.config.speculative import COUNTS, METHODS, OWN, SUFFIX
 from specwire.core import DRAFT_OFF
 from specwire.errors import InvalidRequestError
 
@@ -21,41 +21,38 @@ class DraftChoice:
     Attributes:
         method: one of METHODS, or empty.
         uses_model: whether the draft model does too, or alone.
-        uses_heads: whether the target does by itself.
+        uses_own: whether the target does by itself.
         reads_earlier: whether the method drafts from outputs of earlier requests.
     """
 
     method: str = ""
     uses_model: bool = False
-    uses_heads: bool = False
+    uses_own: bool = False
     reads_earlier: bool = False
 
     @property
     def is_on(self) -> bool:
         """Whether anything proposes."""
-        return self.uses_model or self.uses_heads or self.method != ""
+        return self.uses_model or self.uses_own or self.method != ""
 
 
 class DraftChoices:
     """What a server offers: every method, and the draft model if it has one."""
 
     def __init__(
-        self, config: CoordinatorConfig, model_name: Callable[[], str], *, own_draft: str = ""
+        self, config: CoordinatorConfig, model_name: Callable[[], str], *, own_source: str = ""
     ) -> None:
         """Args:
         model_name: of the draft model; empty while it is not known.
-        own_draft: with what the target drafts by itself; empty for nothing.
+        own_source: what the target drafts with by itself; empty if it does not.
 
         Raises:
-            ConfigError: one of these is the default, and the target does not have it.
+            ConfigError: that the target does is the default, and it does not.
         """
-        wanted = config.own_draft
-        problem = f"the verify service has no {wanted}: see its flag --{wanted}"
-        name = "speculative_config"
-        check(wanted in ("", own_draft), name, config.speculative_config, problem)
-        self._uses_heads = config.uses_heads
-        names = (HEADS, MEDUSA) if own_draft == HEADS else (own_draft,)
-        self._own_names = names if own_draft in OWN_DRAFTS else ()
+        default = config.own_source
+        problem = f"the verify service has no {default}: see its flag --{default}"
+        check(default in ("", own_source), "speculative_config", config.speculative_config, problem)
+        self._own_source, self._uses_own = own_source, default != ""
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
@@ -63,8 +60,8 @@ class DraftChoices:
         self._model_name = model_name
 
     def choose(self, given: str | None) -> DraftChoice:
-        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `heads`,
-        `mtp`, `dflash`, or `off`.
+        """The choice of a request: `METHOD`, `model` or the model's name, `METHOD,model`, `off`, or what the
+        target drafts with by itself.
 
         It depends on the request alone, never on a token: under rejection sampling the output would not be
         exact otherwise.
@@ -72,8 +69,9 @@ class DraftChoices:
         Raises:
             InvalidRequestError: not offered here.
         """
-        if given in self._own_names or (given is None and self._uses_heads):
-            return DraftChoice(uses_heads=True)
+        is_own = self._uses_own if given is None else OWN.get(given, given) == self._own_source != ""
+        if is_own:
+            return DraftChoice(uses_own=True)
         if given is None:
             method = self._default_method
             return self._choice(method, uses_model=self._has_model or not method)
@@ -92,5 +90,6 @@ class DraftChoices:
     def _check_model(self, given: str, model: str) -> None:
         models = [MODEL, *filter(None, [self._model_name()])] if self._has_model else []
         if model not in models:
-            offered = ", ".join([*METHODS, *models, *self._own_names[:1], DRAFT_OFF])
+            own = filter(None, [self._own_source])
+            offered = ", ".join([*METHODS, *models, *own, DRAFT_OFF])
             raise InvalidRequestError("draft", given, f"is not offered here: {offered}")

@@ -160,6 +160,12 @@ class DraftSequence:
         cost = split(CallOutcome.BEGUN, clock.stopwatch_ns() - self._asked_ns, timings, self.request_bytes)
         return replace(cost, num_prefill_tokens=num_prefill_tokens, prepared_by=origin.traceparent)
 
+    def rewind(self, length: int) -> None:
+        """The peer is to keep no more than so many committed tokens; what followed others is forgotten."""
+        self.num_sent_tokens = min(self.num_sent_tokens, length)
+        self.prepared = PreparedProposals(_MAX_PREPARED)
+        self._last_proposed = Proposal(0)
+
     def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
         self._put(committed, Plan(0), preparation, "")

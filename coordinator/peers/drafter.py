@@ -96,7 +96,7 @@ class RemoteDrafter:
         self._check = partial(
             check_proposal,
             matches_tokens=params.matches_tokens,
-            may_be_tree=request.max_depth != 0,
+            may_be_tree=request.max_depth != 0 or request.num_chains > 1,
             num_chains=request.num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
@@ -234,7 +234,7 @@ class RemoteDrafter:
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost
         if cost.outcome is CallOutcome.ASKED:
-            is_chain = not (plan.max_depth or found.leaves)
+            is_chain = not (plan.max_depth or found.leaves or found.parents)
             num_steps = len(found.token_ids) if is_chain else plan.num_steps
             replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost
@@ -270,6 +270,11 @@ class RemoteDrafter:
             case _:  # our own deadline, or a request that it refuses: not a replica failure
                 self.unavailable = str(error)
                 self._not_before_s[replica] = math.inf
+
+    def rewind(self, length: int) -> None:
+        """See `beams.followers.Rewindable`."""
+        if self._current is not None:
+            self._current.sequence.rewind(length)
 
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""

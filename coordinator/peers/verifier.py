@@ -116,6 +116,10 @@ class _VerifySequence:
             next_max_depth=wanted.max_depth,
         )
 
+    def rewind(self, length: int) -> None:
+        """The peer is to keep no more than so many of the committed tokens."""
+        self.num_sent_tokens = min(self.num_sent_tokens, length)
+
     async def ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
         """Send a request and wait for its answer.
 
@@ -219,7 +223,7 @@ class RemoteVerifier:
         parent: tracing.Span,
         goes_on: bool = False,
         max_depth: int = MAX_NUM_DRAFT_TOKENS,
-        own_draft: str = "",
+        drafts: bool = False,
     ) -> None:
         """Opens nothing yet.
 
@@ -230,7 +234,7 @@ class RemoteVerifier:
             goes_on: whether the target may go on by itself with prepared proposals.
             max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
                 no longer round.
-            own_draft: with what it is asked to propose by itself, as in `ModelInfo`; empty if it is not.
+            drafts: whether it is asked to propose by itself.
         """
         self._pool = pool
         self._params = request.keyed_params
@@ -242,11 +246,12 @@ class RemoteVerifier:
             request.prompt_len,
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
-            end_len=request.prompt_len + (request.params.max_tokens or 0) if own_draft else 0,
+            end_len=request.prompt_len + (request.params.max_tokens or 0) if drafts else 0,
         )
         self._goes_on, self._max_depth = goes_on, max_depth
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
-        self._own_draft, self._wanted = own_draft, Wanted()
+        self._source = request.target.own_source
+        self._wanted = Wanted()
         self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
@@ -376,6 +381,11 @@ class RemoteVerifier:
         log.error("internal error: verify came to %s where the rule says %s", theirs, outcome)
         return None
 
+    def rewind(self, length: int) -> None:
+        """See `beams.followers.Rewindable`."""
+        if self._sequence is not None:
+            self._sequence.rewind(length)
+
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""
         if self._sequence is not None and self._replica is not None:
@@ -386,7 +396,7 @@ class RemoteVerifier:
     # --- proposals that the target makes by itself ----------------------------------------------------
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """See `drafts.heads.Target`; holds from the next request on."""
+        """See `drafts.own.Target`; holds from the next request on."""
         self._wanted = Wanted(num_draft_tokens, max_depth)
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
@@ -406,4 +416,4 @@ class RemoteVerifier:
         if not self._opening.end_len or (proposal.parents and not matches):
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
         supports = () if matches else certain(proposal.token_ids)
-        return replace(proposal, supports=supports, source=self._own_draft)
+        return replace(proposal, supports=supports, source=self._source)

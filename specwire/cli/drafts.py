@@ -8,7 +8,20 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, COUNTS, DFLASH, HEADS, KSEQ, MTP, NGRAM, SUFFIX
+from specwire.config.speculative import (
+    ABOVE,
+    BEAMS,
+    COUNTS,
+    DFLASH,
+    HEADS,
+    KSEQ,
+    LAYERS,
+    LISTS,
+    MTP,
+    NGRAM,
+    OWN_ARGUMENTS,
+    SUFFIX,
+)
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -17,8 +30,11 @@ _HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
+    LISTS: 'a draft service; its counts are the model\'s: "selection": "lists"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
+    BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
+    LAYERS: "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
     MTP: "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
     DFLASH: "a block drafter of the target: --draft dflash:DIR",
     NGRAM: "nothing",
@@ -28,9 +44,7 @@ _NEEDS = {
 
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
-    HEADS: "a target without an encoder",
-    MTP: "a target without an encoder",
-    DFLASH: "a target without an encoder",
+    **dict.fromkeys(OWN_ARGUMENTS, "a target without an encoder"),
 }
 
 
@@ -88,9 +102,10 @@ def lines(
     inner = draft.inner if draft else ""
     is_there = {
         _MODEL: draft is not None,
-        KSEQ: has_chains,
+        **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
-        **{kind: target.own_draft == kind for kind in (HEADS, MTP, DFLASH)},
+        BEAMS: draft is not None,
+        **{source: target.own_source == source for source in OWN_ARGUMENTS},
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:
@@ -108,7 +123,7 @@ def lines(
 
 def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
     here = "yes" if is_there else "no"
-    if name == KSEQ:
+    if name in (KSEQ, LISTS):
         return Line(name, here, needs, "", "", "", "")
     if brought is None:
         return Line(name, here, needs, "0", "", "", "")

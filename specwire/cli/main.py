@@ -22,6 +22,7 @@ from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.flags import add_flags, read_config
 from specwire.config.heads import TrainHeadsConfig
+from specwire.config.layers import SearchLayersConfig
 from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
@@ -70,6 +71,7 @@ examples:
   specwire token alice --tokens tokens.txt              make a bearer token for a client
   specwire timeline --live                              draw a timeline of one generation
   specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
+  specwire search-layers --text FILE                    find layers without which a target drafts for itself
   specwire drafts                                       what drafts there are, and what they have brought
 
 Every flag that names a variable can be set through it; the flag wins.
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_token(commands)
     _add_http(commands)
     _add_train_heads(commands)
+    _add_search_layers(commands)
     _add_drafts(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
@@ -179,6 +182,11 @@ def _add_http(commands: Any) -> None:
 def _add_train_heads(commands: Any) -> None:
     about = "train heads with which a target drafts for itself"
     _add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
+
+
+def _add_search_layers(commands: Any) -> None:
+    about = "search for layers without which a target drafts for itself"
+    _add_command(commands, "search-layers", about, SearchLayersConfig).set_defaults(run=_search_layers)
 
 
 def _add_drafts(commands: Any) -> None:
@@ -270,6 +278,10 @@ def _generate(args: argparse.Namespace) -> int:
         print()
     else:
         print(*completion.token_ids)
+    if not args.json:
+        for each in completion.hypotheses[1:]:
+            text = printable(each.text) if sys.stdout.isatty() else each.text
+            print(f"--- score {each.score:.4f}", text or " ".join(map(str, each.token_ids)), sep="\n")
     return 0
 
 
@@ -305,6 +317,13 @@ def _train_heads(args: argparse.Namespace) -> int:
 
     _end_on_signals()
     return train_heads.run(read_config(TrainHeadsConfig, args, os.environ))
+
+
+def _search_layers(args: argparse.Namespace) -> int:
+    from specwire.cli import search_layers
+
+    _end_on_signals()
+    return search_layers.run(read_config(SearchLayersConfig, args, os.environ))
 
 
 def _http(args: argparse.Namespace) -> int:

@@ -12,14 +12,14 @@ def run(config: TrainHeadsConfig) -> int:
     """Train, and say how the heads are used; returns the exit status."""
     from specwire.engine.heads.training import train  # loads torch
 
-    made = train(config, _bar)
+    made = train(config, bar)
     use = f"specwire up --target {config.target} --draft heads:{config.out}"
     print(f"{made.num_heads} heads for {made.target}: {use}")
     return 0
 
 
 @contextlib.contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """On standard error; without tqdm a line when it is done."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]

@@ -71,6 +71,13 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID=BIAS") from None
 
 
+def _early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not true, false or never")
+    return values[text]
+
+
 _FLAGS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to emit"},
     "temperature": {"type": float, "metavar": "X", "help": "divides the logits; 0 is greedy"},
@@ -86,6 +93,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"action": "store_true", "help": "continue past the end-of-sequence token"},
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
+    "num_lists": {"type": int, "metavar": "N", "help": "lists of noise under rule gumbel"},
     "max_depth": {"metavar": "N|auto", "help": "longest path of a token tree; 0 for chains"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
     "draft": {
@@ -97,5 +105,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "report log probabilities, and those of the N likeliest",
     },
+    "num_beams": {"type": int, "metavar": "N", "help": "beam search with N beams, at temperature 0"},
+    "length_penalty": {"type": float, "metavar": "X", "help": "of beam search: over 0 favours long texts"},
+    "early_stopping": {
+        "type": _early_stopping,
+        "metavar": "true|false|never",
+        "help": "of beam search: end it with N finished texts",
+    },
+    "num_return_sequences": {"type": int, "metavar": "N", "help": "of beam search: texts in the completion"},
     "cache_salt": {"metavar": "TEXT", "help": "share cached prompts with requests of the same salt only"},
 }

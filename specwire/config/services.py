@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specwire.config.blocks import check_layers
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
@@ -48,13 +49,17 @@ from specwire.config.speculative import (
     HEADS,
     INNER_METHODS,
     KSEQ,
-    MEDUSA,
+    LAYERS,
+    LISTS,
     METHODS,
     MTP,
-    OWN_DRAFTS,
+    OWN,
+    OWN_ARGUMENTS,
+    Own,
     SpeculativeConfig,
     check_speculative_config,
     model_draft,
+    named_own,
     own_draft,
     parse_method,
     parse_speculative_config,
@@ -71,8 +76,8 @@ METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = (
-    "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is selected, "
-    "else gumbel for a far draft, else block"
+    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
+    "kseq where that is, else gumbel for a far draft, else block"
 )
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
@@ -86,8 +91,12 @@ IDLE_TIMEOUT_HELP = (
     "and can be resumed"
 )
 HEADS_HELP = "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
-DFLASH_HELP = "directory of a block drafter (DFlash) of the model; empty for none"
+LAYERS_HELP = (
+    "blocks to draft without, such as a3,m3,m4 (attention and MLP of layer 3, MLP of layer 4), or a file "
+    f"that `specwire search-layers` wrote; {AUTO} for that beside the model; empty not to draft"
+)
 MTP_HELP = "let the model's own layers for multi-token prediction draft for it"
+DFLASH_HELP = "directory of a block drafter (DFlash) of the model; empty for none"
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
@@ -108,8 +117,8 @@ TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each 
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS}:DIR with heads of the target, {MTP} with its layers for multi-token prediction, {DFLASH}:DIR "
-    "with a block drafter; none decodes plainly"
+    f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
+    f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -153,8 +162,10 @@ def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
     for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
         value = getattr(config, name)
         check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
-    agrees = not given.selection or config.rule in (AUTO, KSEQ)
-    check(agrees, "rule", config.rule, f"contradicts selection {given.selection} in --speculative-config")
+    problem = f"contradicts selection {given.selection} in --speculative-config"
+    of_selection = {KSEQ: Rule.KSEQ, LISTS: Rule.GUMBEL}
+    agrees = not given.selection or config.rule in (AUTO, of_selection[given.selection])
+    check(agrees, "rule", config.rule, problem)
 
 
 def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
@@ -184,13 +195,21 @@ def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
 
 
 def _is_model(draft: str) -> bool:
-    """Whether it names a model, and neither a method nor heads."""
-    return draft not in ("", *METHODS, NO_DRAFT, *OWN_DRAFTS) and not own_draft(draft)[0]
+    """Whether it names a model, and no method."""
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not named_own(draft).source
 
 
-def _check_own(name: str, value: object, target: str, num_devices: int) -> None:
-    check(not target.startswith(EMULATED), name, value, f"{target} has no hidden states")
+def _check_own(name: str, value: object, own: Own, target: str, num_devices: int) -> None:
+    """Refuse a target that cannot draft for itself in this way.
+
+    Args:
+        name, value: of the flag that says so.
+    """
+    lacks = "layers" if own.source == LAYERS else "hidden states"
+    check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
     check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
+    if own.source == LAYERS:
+        check_layers(name, own.argument)
 
 
 def _check_share(name: str, share: float) -> None:
@@ -304,8 +323,8 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kind, _ = own_draft(self.model)
-        check(not kind, "model", self.model, f"is no model: see the verify service's flag --{kind}")
+        source, _ = named_own(self.model)
+        check(not source, "model", self.model, f"is no model: see the verify service's flag --{source}")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -335,9 +354,9 @@ class ModelServiceConfig(ServiceConfig):
         return False
 
     @property
-    def own_draft(self) -> tuple[str, str]:
-        """With what a target drafts by itself, `heads`, `mtp` or `dflash`, and its directory; or nothing."""
-        return "", ""
+    def own(self) -> Own:
+        """What a target drafts with by itself."""
+        return Own()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +417,7 @@ class VerifyConfig(ModelServiceConfig):
         check=at_least(1),
     )
     heads: str = option("", HEADS_HELP)
+    layers: str = option("", LAYERS_HELP)
     mtp: bool = option(False, MTP_HELP)
     dflash: str = option("", DFLASH_HELP)
 
@@ -407,25 +427,24 @@ class VerifyConfig(ModelServiceConfig):
         return self.heads != ""
 
     @property
-    def own_draft(self) -> tuple[str, str]:
+    def own(self) -> Own:
         """See `ModelServiceConfig`."""
-        given = {HEADS: self.heads, MTP: "", DFLASH: self.dflash}
-        return next(((kind, given[kind]) for kind in self._own_drafts), ("", ""))
+        return next(iter(self._owns), Own())
 
     @property
-    def _own_drafts(self) -> list[str]:
-        """All that flags name."""
-        named = {HEADS: self.heads != "", MTP: self.mtp, DFLASH: self.dflash != ""}
-        return [kind for kind, is_given in named.items() if is_given]
+    def _owns(self) -> list[Own]:
+        """All that flags name; one at most where they are valid."""
+        given = {source: getattr(self, source) for source in OWN_ARGUMENTS}
+        return [Own(source, "" if value is True else value) for source, value in given.items() if value]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for kind in self._own_drafts:
-            _check_own(kind, getattr(self, kind), self.model, self.tensor_parallel_size)
-            alone = self._own_drafts == [kind]
-            check(alone, kind, getattr(self, kind), f"is one of several: --{', --'.join(self._own_drafts)}")
-            fits = kind == HEADS or not self.batch_invariant
-            check(fits, kind, getattr(self, kind), "does not go together with --batch-invariant")
+        for own in self._owns:
+            name, value = own.source, getattr(self, own.source)
+            check(own == self.own, name, value, f"does not go together with --{self.own.source}")
+            _check_own(name, value, own, self.model, self.tensor_parallel_size)
+            fits = own.source not in (MTP, DFLASH) or not self.batch_invariant
+            check(fits, name, value, "does not go together with --batch-invariant")
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -478,9 +497,9 @@ class CoordinatorConfig(ServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_said_once(self)
-        kind, model = own_draft(self.speculative_config)
-        problem = f"is the verify service's flag --{kind}"
-        check(not model, "speculative_config", f"model={model!r}", problem)
+        given = own_draft(self.speculative_config)
+        model, flag = (given.model, given.source) if given else ("", "")
+        check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
         self._check_peers()
 
     @property
@@ -539,20 +558,22 @@ class CoordinatorConfig(ServiceConfig):
         return model_draft(self.speculative_config).num_chains
 
     @property
+    def num_lists(self) -> int:
+        """Of noise, for coupled requests that leave it open."""
+        given = model_draft(self.speculative_config)
+        return given.num_chains if given.selection == LISTS else 1
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """Drafts that need no model; None for none."""
         found = parse_speculative_config(self.speculative_config)
         return found if isinstance(found, SpeculativeConfig) else None
 
     @property
-    def uses_heads(self) -> bool:
-        """Whether the target drafts by itself for requests that do not say."""
-        return self.own_draft != ""
-
-    @property
-    def own_draft(self) -> str:
-        """With what the target drafts by itself for requests that do not say; empty for nothing."""
-        return own_draft(self.speculative_config)[0]
+    def own_source(self) -> str:
+        """What the target drafts with by itself for requests that do not say; empty if it does not."""
+        given = own_draft(self.speculative_config)
+        return given.source if given else ""
 
     @property
     def fixed_outcomes(self) -> int | None:
@@ -622,7 +643,7 @@ class StackConfig(CheckedConfig):
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
-        self._check_own_draft()
+        self._check_own()
         if ABOVE in self.draft:
             _check_inner("draft", self.inner, self.draft_model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
@@ -648,42 +669,46 @@ class StackConfig(CheckedConfig):
         check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
         check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
-    def _check_own_draft(self) -> None:
+    def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
-        draft, (kind, directory) = self.draft, self.own_draft
-        named, by_config = own_draft(draft)[0], own_draft(self.speculative_config)
-        lacking = {HEADS: HEADS, MEDUSA: HEADS, DFLASH: DFLASH}
-        check(draft not in lacking, "draft", draft, f"needs a directory: {lacking.get(draft)}:DIR")
+        draft, own, given = self.draft, self.own, own_draft(self.speculative_config)
+        takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
+        check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
         check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
-        if not kind:
+        if not own.source:
             return
-        agrees = not named or not self.speculative_config or named == by_config[0]
+        is_named = named_own(draft).source != ""
+        agrees = given.source == own.source if given else not self.speculative_config
         check(agrees, "draft", draft, "names another method than --speculative-config")
-        alone = draft in (EMBEDDED, NO_DRAFT) or (named != "" and not by_config[1])
-        check(alone, "draft", draft, f"is a second draft beside {kind} of --speculative-config")
-        name = "draft" if named else "speculative_config"
-        is_there = kind == MTP or (directory != "" and Path(directory).is_dir())
-        check(is_there, name, getattr(self, name), f"no directory of {kind}")
-        _check_own(name, getattr(self, name), self.target, self.tensor_parallel_size)
+        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
+        check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
+        name = "draft" if is_named else "speculative_config"
+        value = getattr(self, name)
+        if own.source == LAYERS:
+            check(own.argument != "", name, value, f"names no blocks: {LAYERS}:{OWN_ARGUMENTS[LAYERS]}")
+        elif OWN_ARGUMENTS[own.source]:
+            is_there = own.argument != "" and Path(own.argument).is_dir()
+            check(is_there, name, value, f"no directory of {own.source}")
+        _check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
-    def own_draft(self) -> tuple[str, str]:
-        """As `ModelServiceConfig.own_draft`."""
-        named = own_draft(self.draft)
-        return named if named[0] else own_draft(self.speculative_config)
+    def own(self) -> Own:
+        """What the target drafts with by itself."""
+        named, given = named_own(self.draft), own_draft(self.speculative_config)
+        return named if named.source or not given else Own(given.source, given.model)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self.own_draft[0]:
+        if self.own.source:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self.own_draft[0] else split_hierarchy(self._service_draft)[0]
+        return "" if self.own.source else split_hierarchy(self._service_draft)[0]
 
     @property
     def _service_draft(self) -> str:
@@ -701,10 +726,10 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        kind, method = self.own_draft[0], self.draft.partition(",")[0]
-        if kind:
+        source, method = self.own.source, self.draft.partition(",")[0]
+        if source:
             given = json.loads(self.speculative_config or "{}")
-            return json.dumps({"method": kind} | {name: given[name] for name in given if name != "model"})
+            return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
         implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied
 

@@ -5,24 +5,35 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specwire.config.fields import check
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_TREE_NODES
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_LISTS, MAX_TREE_NODES
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft_model"
 KSEQ = "kseq"
+BEAMS = "num_beams"
+"""Source of draft tokens after live beams: a token is accepted where a step of all beams needed no pass."""
 """k-SEQ, a selection."""
+LISTS = "lists"
+"""Several lists of noise, a selection."""
+SELECTIONS = (KSEQ, LISTS)
 HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
+LAYERS = "layers"
+"""The target with some of its layers' blocks left out."""
 MTP = "mtp"
 """Layers of the target's own checkpoint that predict further tokens."""
 DFLASH = "dflash"
 """A small model that drafts a block in one pass, from the target's hidden states."""
-OWN_DRAFTS = (HEADS, MEDUSA, MTP, DFLASH)
-"""What a target drafts with by itself."""
+OWN = {HEADS: HEADS, MEDUSA: HEADS, LAYERS: LAYERS, MTP: MTP, DFLASH: DFLASH}
+"""Methods by which a target drafts for itself, with the source that their proposals name."""
+OWN_ARGUMENTS = {HEADS: "DIR", LAYERS: "SKIP", MTP: "", DFLASH: "DIR"}
+"""Sources by which a target drafts for itself, with what each takes; empty for nothing."""
+CHAINS_ONLY = (LAYERS, MTP)
+"""Those that draft no trees."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -60,7 +71,7 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        known = ", ".join((*METHODS, DRAFT_MODEL, *OWN_DRAFTS))
+        known = ", ".join((*METHODS, DRAFT_MODEL, *OWN))
         check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
@@ -88,8 +99,9 @@ class ModelDraftConfig:
         num_speculative_tokens: draft tokens a round; None finds out what pays.
         max_depth: longest path of a tree of so many; 0 for chains, None finds out what pays.
         use_heterogeneous_vocab: use a draft whose tokenizer is not the target's.
-        selection: `kseq` to draw several chains where tokens are sampled; empty to draw one.
-        num_chains: of `kseq`, in each round.
+        selection: `kseq` or `lists` to draw several chains where tokens are sampled or coupled; empty to draw
+            one.
+        num_chains: of such a selection, in each round.
     """
 
     method: str = DRAFT_MODEL
@@ -114,12 +126,14 @@ class ModelDraftConfig:
 
     def _check_selection(self) -> None:
         name, num_chains = f"selection={self.selection!r}", self.num_chains
-        check(self.selection in ("", KSEQ), _FLAG, name, f"is not {KSEQ}")
+        known = " or ".join(SELECTIONS)
+        check(self.selection in ("", *SELECTIONS), _FLAG, name, f"is not {known}")
         if not self.selection:
             is_default = num_chains == ModelDraftConfig.num_chains
-            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {KSEQ} only")
+            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {known} only")
             return
         most = MAX_TREE_NODES // (self.num_speculative_tokens or 1)
+        most = min(most, MAX_NUM_LISTS) if self.selection == LISTS else most
         ok = type(num_chains) is int and 1 <= num_chains <= most
         problem = f"must be a whole number in [1, {most}]: {MAX_TREE_NODES} draft tokens a round at most"
         check(ok, _FLAG, f"num_chains={num_chains!r}", problem)
@@ -134,9 +148,9 @@ class OwnDraftConfig(ModelDraftConfig):
     """How the target drafts for itself, for requests that do not say.
 
     Attributes:
-        method: `heads` or `medusa`, or `dflash`.
-        model: directory of the heads or the block drafter; empty where the verify service is told by its own
-            flag.
+        method: one of OWN.
+        model: directory of the heads or the block drafter, or what `--layers` takes; empty where the verify
+            service is told by its own flag.
     """
 
     method: str = HEADS
@@ -147,38 +161,24 @@ class OwnDraftConfig(ModelDraftConfig):
         ConfigError: naming the key and its value.
         """
         super().__post_init__()
-        check(isinstance(self.model, str), _FLAG, f"model={self.model!r}", "is not the name of a directory")
+        method, model = self.method, self.model
+        check(isinstance(model, str), _FLAG, f"model={model!r}", "is not a text")
+        takes_one = OWN_ARGUMENTS[self.source] != ""
+        check(takes_one or not model, _FLAG, f"model={model!r}", f"method {method} needs none")
+        problem = f"does not combine with method {method}, which drafts chains"
+        may_be_tree = self.source not in CHAINS_ONLY
+        check(may_be_tree or not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", problem)
         name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
-        problem = f"does not combine with method {self.method}, which has the target's vocabulary"
+        problem = f"does not combine with method {method}, which has the target's vocabulary"
         check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
 
-
-@dataclass(frozen=True, kw_only=True)
-class MtpDraftConfig(OwnDraftConfig):
-    """As `OwnDraftConfig`, with layers of the target's own checkpoint.
-
-    Attributes:
-        method: `mtp`.
-    """
-
-    method: str = MTP
-
-    def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: naming the key and its value.
-        """
-        super().__post_init__()
-        check(not self.model, _FLAG, f"model={self.model!r}", f"method {MTP} needs none")
-        check(not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", f"method {MTP} drafts chains")
+    @property
+    def source(self) -> str:
+        """Of its proposals: one of OWN_ARGUMENTS."""
+        return OWN[self.method]
 
 
-_CONFIGS: dict[str, type[ModelDraftConfig]] = {
-    DRAFT_MODEL: ModelDraftConfig,
-    HEADS: OwnDraftConfig,
-    MEDUSA: OwnDraftConfig,
-    DFLASH: OwnDraftConfig,
-    MTP: MtpDraftConfig,
-}
+_CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
 def _keys(method: object) -> tuple[str, ...]:
@@ -231,23 +231,30 @@ def model_draft(text: str) -> ModelDraftConfig:
     return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
 
 
-def own_draft(text: str) -> tuple[str, str]:
-    """With what the target drafts by itself, and its directory; empty for another method.
+def own_draft(text: str) -> OwnDraftConfig | None:
+    """How a target drafts for itself; None where it is about another method. Errors likewise."""
+    found = parse_speculative_config(text)
+    return found if isinstance(found, OwnDraftConfig) else None
 
-    Args:
-        text: of `--speculative-config`, or of `--draft`: `mtp`, `heads:DIR` or `dflash:DIR`.
 
-    Raises:
-        ConfigError: as of `parse_speculative_config`.
+class Own(NamedTuple):
+    """What a target drafts with by itself.
+
+    Attributes:
+        source: one of OWN_ARGUMENTS; empty if it does not.
+        argument: the directory, or what `--layers` takes; empty if it takes none.
     """
-    if text.lstrip().startswith("{"):
-        found = parse_speculative_config(text)
-        if not isinstance(found, OwnDraftConfig):
-            return "", ""
-        return HEADS if found.method == MEDUSA else found.method, found.model
-    kind, colon, directory = text.partition(":")
-    is_own = text == MTP or (colon != "" and kind in (HEADS, DFLASH))
-    return (kind, directory) if is_own else ("", "")
+
+    source: str = ""
+    argument: str = ""
+
+
+def named_own(draft: str) -> Own:
+    """What `--draft` names: `heads:DIR`, `layers:SKIP`, `mtp` or `dflash:DIR`; nothing for another draft."""
+    source, colon, argument = draft.partition(":")
+    takes = OWN_ARGUMENTS.get(source)
+    is_own = takes is not None and (takes != "") == (colon != "")
+    return Own(source, argument) if is_own else Own()
 
 
 def check_speculative_config(_: str, value: str) -> None:

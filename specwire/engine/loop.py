@@ -211,7 +211,8 @@ class Engine:
             self._gathered.append(command)
 
     def run_soon(self, command: Callable[[], None]) -> None:
-        """Run a function on the thread, after what was submitted before and before any further step."""
+        """Run a function on the thread, after what was submitted before and before any further step; it must
+        not raise."""
         self._put(command)
 
     def promote(self, job: Job) -> None:
@@ -239,13 +240,9 @@ class Engine:
         """Detect a device that hangs, and fail what waits for it, until cancelled; see `Watchdog.watch`."""
         await self._watchdog.watch(on_change)
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Run something on the thread, between steps; it must not raise."""
-        self._inbox.put(function)
-
     def add_spare_work(self, work: SpareWork) -> None:
         """Do this work from now on, while no foreground job waits."""
-        self.call(lambda: setattr(self, "_spare_work", work))
+        self.run_soon(lambda: setattr(self, "_spare_work", work))
 
     def check_device(self) -> None:
         """The device was seen to be lost: recover it now rather than when the next job arrives."""

@@ -52,12 +52,12 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
     model = load_model(source, dtype=_dtype(config), device=str(device))
-    kind, directory = config.own_draft
-    if kind == MTP:
+    own = config.own
+    if own.source == MTP:
         predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
         return predicting, describe(model, source)
-    if kind == DFLASH:
-        drafter = block.load(directory, model)
+    if own.source == DFLASH:
+        drafter = block.load(own.argument, model)
         drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
         return drafting, describe(model, source)
     runner = ModelRunner(
@@ -82,7 +82,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     ModelLoadError: naming a flag that does not combine with an encoder-decoder.
     """
     refused = {
-        f"--{config.own_draft[0]}": config.own_draft[0] != "",
+        f"--{config.own.source}": config.own.source != "",
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

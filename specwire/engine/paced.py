@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Decide, Runner
+from specwire.engine.layers.blocks import Blocks
 
 
 class PacedRunner:
@@ -28,6 +31,7 @@ class PacedRunner:
         self.vocab_size = runner.vocab_size
         self.longest_pause_s = runner.longest_pause_s
         self._runner = runner
+        self._model_runner: Any = runner  # where it drafts, too
         self._least_pass_s = least_pass_s
         self._due_s = 0.0
 
@@ -58,6 +62,12 @@ class PacedRunner:
         """See `device.Runner`."""
         self._due_s = time.perf_counter() + self._least_pass_s
         return self._runner.run(feeds, question, decide)
+
+    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
+        """See `ModelRunner`; it takes the share of the minimum time that the weights have which it reads."""
+        self._due_s += self._least_pass_s * left_out.share_read
+        found: Tensor = self._model_runner.forward_without(left_out, feeds)
+        return found
 
     def end_step(self) -> None:
         """Sleep until the minimum time has passed."""

@@ -34,7 +34,7 @@ class ComputeThread:
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread and wait for what it returns or raises."""
         future: Future[Result] = Future()
-        self._calls.put(lambda: _settle(future, function))
+        self._calls.put(lambda: settle(future, function))
         return future.result()
 
     def start(self, function: Callable[[], None]) -> None:
@@ -58,7 +58,8 @@ def _set_system_name(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def _settle(future: Future[Result], function: Callable[[], Result]) -> None:
+def settle(future: Future[Result], function: Callable[[], Result]) -> None:
+    """Run a function; the future gets what it returns or raises."""
     try:
         future.set_result(function())
     except BaseException as error:

@@ -15,7 +15,7 @@ from specwire.http.body import Body, ChatBody
 from specwire.http.model import Spell
 
 Json = dict[str, Any]
-_RECORD = ("seed", "rule", "reproducible", "stop_reason", "speculation", "timing")
+_RECORD = ("seed", "rule", "num_lists", "reproducible", "stop_reason", "speculation", "timing")
 
 
 class Answer(ABC):
@@ -177,7 +177,8 @@ def _rounded(counts: Speculation | Timing | None) -> Json | None:
 def record(completion: Completion) -> Json:
     """The extension of a response: the record of one choice."""
     whole: Mapping[str, Any] = completion.to_dict()
-    return {name: whole[name] for name in _RECORD}
+    score = {"score": completion.hypotheses[0].score} if completion.hypotheses else {}
+    return {name: whole[name] for name in _RECORD} | score
 
 
 def usage(completions: Sequence[Completion], num_choices_per_prompt: int) -> Json:

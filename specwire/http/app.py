@@ -123,6 +123,8 @@ class Front:
 def _choices(wanted: Body) -> list[Choice]:
     """The choices of each prompt in turn; the seed of choice i is the given one plus i."""
     params = wanted.params()
+    if wanted.use_beam_search:  # one search has all choices of its prompt
+        return [Choice(prompt, params) for prompt in wanted.prompts]
     seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_choices)]
     each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
     return [Choice(prompt, params) for prompt in wanted.prompts for params in each]

@@ -24,7 +24,7 @@ _COMPLETION_TOKENS = 16
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "draft"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_lists", "num_draft_tokens", "max_depth", "draft"),
     "cache_salt",
 )
 """Fields with the same meaning in `SamplingParams`."""
@@ -115,11 +115,15 @@ class Body(_Part):
     stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     # our extensions
     rule: Rule | None = Field(default=None, strict=False)
+    num_lists: int | None = None
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     draft: str | None = None
+    early_stopping: bool | Literal["never"] | None = None
     return_fates: bool | None = None
     # without effect on the output
     user: Any = None
@@ -173,12 +177,22 @@ class Body(_Part):
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given,
+            **self._beams(),
             max_tokens=self.token_limit,
             seed=self.seed,
             top_k=max(0, self.top_k or 0),
             logit_bias=_biases(self.logit_bias or {}),
             logprobs=self.num_logprobs,
         )
+
+    def _beams(self) -> dict[str, Any]:
+        """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
+        if not self.use_beam_search:
+            return {}
+        names = ("length_penalty", "early_stopping")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        num = {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
+        return given | num | ({} if self.temperature is not None else {"temperature": 0})
 
 
 class CompletionBody(Body):
@@ -264,6 +278,7 @@ def _check_together(body: Body) -> None:
     """Checks that involve several fields."""
     if body.stream_options is not None and not body.streams:
         raise _invalid("stream_options", "is only for requests with stream=true")
+    _check_beams(body)
     if isinstance(body, CompletionBody):
         num_choices = len(body.prompts) * body.num_choices
         if num_choices > MAX_CHOICES:
@@ -274,6 +289,20 @@ def _check_together(body: Body) -> None:
         limits = {body.max_tokens, body.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise _invalid("max_tokens", "differs from max_completion_tokens; give one of them")
+
+
+def _check_beams(body: Body) -> None:
+    """A beam search has its texts at its end, and parameters of its own."""
+    if not body.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(body, name) is not None:
+                raise _invalid(name, "is only for requests with use_beam_search=true")
+        return
+    if body.num_choices < 2:
+        raise _invalid("n", "is the number of beams with use_beam_search=true: at least 2")
+    for name in ("stream", "return_fates"):
+        if getattr(body, name):
+            raise _invalid(name, "must be false with use_beam_search=true")
 
 
 def check_size(body: Body, max_prompt_bytes: int, max_total_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
 from specwire.completion import Completion
-from specwire.http import spans
+from specwire.http import beams, spans
 from specwire.http.answers import Answer
 from specwire.http.body import Body
 from specwire.http.choices import Caller, Choice, Event, running
@@ -76,7 +77,8 @@ class Exchange(Response):
             if self._body.streams:
                 await self._stream(first, events, send)
             else:
-                whole = self._answer.whole(self._in_order())
+                choices_of = (beams.choices_of(each) for each in self._in_order())
+                whole = self._answer.whole([*itertools.chain.from_iterable(choices_of)])
                 await JSONResponse(whole)(scope, receive, send)
 
     async def _stream(self, first: Event, events: AsyncIterator[Event], send: Send) -> None:

@@ -49,11 +49,13 @@ class Encoded(NamedTuple):
         traits: the flags above.
         seed: of the request.
         warps: temperature, top-k, top-p, min-p; where they have no effect 1, 0, 1, 0.
+        num_lists: of noise that a token is drawn from where it is coupled.
     """
 
     traits: int
     seed: int
     warps: tuple[float, float, float, float]
+    num_lists: int = 1
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
@@ -70,7 +72,8 @@ class Encoded(NamedTuple):
             EDITED: bool(params.logit_bias) or params.needs_history,
             LOGPROBS: params.logprobs is not None,
         }
-        return cls(sum(flag for flag, is_set in flags.items() if is_set), seed, warps)
+        traits = sum(flag for flag, is_set in flags.items() if is_set)
+        return cls(traits, seed, warps, params.num_coupled_lists)
 
 
 class Row(NamedTuple):
@@ -166,6 +169,11 @@ class Rows:
         """int64 [num_rows], what random numbers are keyed by besides: see `SamplingParams.key_base`."""
         each = zip(self.encoded, self.base_lens, strict=True)
         return self._each([base_len if encoded.traits & BLOCK else 0 for encoded, base_len in each])
+
+    @cached_property
+    def nums_lists(self) -> IntArray:
+        """int64 [num_rows], lists of noise of each row."""
+        return self._each([encoded.num_lists for encoded in self.encoded])
 
     @cached_property
     def warps(self) -> Doubles | None:

@@ -16,7 +16,8 @@ length that a round begins at, is part of the address, and no number of one roun
 it is 0, which is no round's base.
 
 Where several tokens are drawn or judged at one position, as in chains that are drawn independently, each has
-numbers of its own: the index of its chain is in the upper bits of the stream word.
+numbers of its own: the index of its chain is in the upper bits of the stream word. So is that of a list of
+Gumbel noise.
 
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
 """
@@ -44,7 +45,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 
 _CHAIN_SHIFT = 8
-"""Bits of the stream word that say what a number is for; those above have the index of a chain."""
+"""Bits of the stream word that say what a number is for; those above have the index of a chain or list."""
 _MAX_PACKED_LANES = 96
 """Above this many numbers numpy is faster than packed integers."""
 _NUMPY_BLOCKS = 16_384
@@ -165,13 +166,21 @@ def _packed_constants(num: int) -> tuple[int, int]:
 
 @overload
 def gumbel_noise(
-    seeds: Integers | int, positions: Integers, vocab_size: int, device: None = None
+    seeds: Integers | int,
+    positions: Integers,
+    vocab_size: int,
+    device: None = None,
+    lists: Integers | int = 0,
 ) -> DoubleArray: ...
 
 
 @overload
 def gumbel_noise(
-    seeds: Integers | int, positions: Integers, vocab_size: int, device: torch.device | str
+    seeds: Integers | int,
+    positions: Integers,
+    vocab_size: int,
+    device: torch.device | str,
+    lists: Integers | int = 0,
 ) -> torch.Tensor: ...
 
 
@@ -180,6 +189,7 @@ def gumbel_noise(
     positions: Integers,
     vocab_size: int,
     device: torch.device | str | None = None,
+    lists: Integers | int = 0,
 ) -> Any:
     """Standard Gumbel noise, -log(-log(u)), for every token id at each position.
 
@@ -194,12 +204,13 @@ def gumbel_noise(
         positions: [n] absolute token positions, from 0.
         vocab_size: in tokens.
         device: None for numpy, or the torch device to compute on.
+        lists: one index of a list in [0, 2**24) for all, or [n]; 0 where there is one list.
 
     Returns:
         float64 [n, vocab_size], a numpy array or a tensor on `device`.
     """
-    rows = np.empty((2, len(positions)), dtype=np.int64)
-    rows[0], rows[1] = seeds, positions
+    rows = np.empty((3, len(positions)), dtype=np.int64)
+    rows[0], rows[1], rows[2] = seeds, positions, lists
     if device is None:
         return _gumbel_numpy(rows, vocab_size)
     import torch
@@ -209,10 +220,11 @@ def gumbel_noise(
     return _gumbel_torch(rows, vocab_size, torch.device(device))
 
 
-def _gumbel_words(rows: Any, blocks: Any, zeros: Any) -> Words:
-    """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; each lane is used for two token ids."""
+def _gumbel_words(rows: Any, blocks: Any) -> Words:
+    """Words for `rows` [3, n] (seeds, positions, lists) and `blocks` [b]; a lane is for two token ids."""
     key, position = rows[0][:, None], rows[1][:, None]
-    counter = position & _MASK32, position >> 32, blocks[None, :], zeros + int(Purpose.GUMBEL)
+    stream = rows[2][:, None] << _CHAIN_SHIFT | int(Purpose.GUMBEL)
+    counter = position & _MASK32, position >> 32, blocks[None, :], stream
     return philox(counter, (key & _MASK32, key >> 32))
 
 
@@ -224,7 +236,7 @@ def _odd_53_bits(high: Any, low: Any) -> Any:
 def _gumbel_numpy(rows: npt.NDArray[np.int64], vocab_size: int) -> DoubleArray:
     num_blocks = (vocab_size + 1) // 2
     out = np.empty((rows.shape[1], num_blocks, 2))
-    _fill_gumbel(out, rows, np.arange(num_blocks), np.zeros((1, 1), dtype=np.int64), np.log, _NUMPY_BLOCKS)
+    _fill_gumbel(out, rows, np.arange(num_blocks), np.log, _NUMPY_BLOCKS)
     return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
 
 
@@ -235,20 +247,19 @@ def _gumbel_torch(rows: npt.NDArray[np.int64], vocab_size: int, device: torch.de
 
     num_blocks = (vocab_size + 1) // 2
     out = torch.empty((rows.shape[1], num_blocks, 2), dtype=torch.float64, device=device)
-    zeros = torch.zeros((1, 1), dtype=torch.int64, device=device)
     blocks = torch.arange(num_blocks, device=device)
-    _fill_gumbel(out, to_device(rows, device), blocks, zeros, torch.log, _DEVICE_BLOCKS)
+    _fill_gumbel(out, to_device(rows, device), blocks, torch.log, _DEVICE_BLOCKS)
     return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
 
 
-def _fill_gumbel(out: Any, rows: Any, blocks: Any, zeros: Any, log: Any, max_blocks: int) -> None:
+def _fill_gumbel(out: Any, rows: Any, blocks: Any, log: Any, max_blocks: int) -> None:
     """Fill `out` [n, b, 2], an array or a tensor, at most `max_blocks` Philox blocks at a time."""
     rows_at_once = max(1, max_blocks // max(1, len(blocks)))
     for row in range(0, len(out), rows_at_once):
         some_rows = slice(row, row + rows_at_once)
         for block in range(0, len(blocks), max_blocks):
             some_blocks = slice(block, block + max_blocks)
-            words = _gumbel_words(rows[:, some_rows], blocks[some_blocks], zeros)
+            words = _gumbel_words(rows[:, some_rows], blocks[some_blocks])
             part = out[some_rows, some_blocks]
             part[..., 0] = _odd_53_bits(words[0], words[1])
             part[..., 1] = _odd_53_bits(words[2], words[3])

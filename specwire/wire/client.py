@@ -22,6 +22,7 @@ from specwire.completion import (
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.v1 import generation_pb2
+from specwire.wire import beams
 from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 
 MAX_MESSAGES = 4096
@@ -75,6 +76,7 @@ def generate_request(
         report_progress=report_progress,
         cache_salt=params.cache_salt,
         draft=params.draft,
+        beam_search=beams.to_proto(params),
     )
     if prompt is not None:
         request.text = prompt
@@ -95,6 +97,7 @@ def resuming_request(
     request.CopyFrom(original)
     request.sampling.seed = info.seed
     request.sampling.rule = RULES[info.rule]
+    request.sampling.num_lists = info.num_lists
     request.context_digest = info.context_digest
     request.generated_token_ids.extend(token_ids)
     return request
@@ -103,13 +106,21 @@ def resuming_request(
 def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
     """The resume info of a stream's first message."""
     return generation_pb2.ResumeInfo(
-        seed=info.seed, rule=RULES[info.rule], context_digest=info.context_digest
+        seed=info.seed,
+        rule=RULES[info.rule],
+        context_digest=info.context_digest,
+        num_lists=info.num_lists,
     )
 
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The resume info of a stream's first message."""
-    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
+    return ResumeInfo(
+        seed=message.seed,
+        rule=RULE_NAMES[message.rule],
+        context_digest=message.context_digest,
+        num_lists=message.num_lists or 1,
+    )
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -165,6 +176,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
             fields[name] = getattr(request, name)
     return SamplingParams(
         **fields,
+        **beams.from_proto(request),
         stop=tuple(stops.stop),
         stop_token_ids=tuple(stops.stop_token_ids),
         ignore_eos=stops.ignore_eos,
@@ -366,6 +378,8 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         speculation=_speculation_to_proto(completion.speculation),
         timing=_timing_to_proto(completion.timing),
         reproducible=completion.reproducible,
+        num_lists=completion.num_lists,
+        hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
     )
 
 
@@ -388,6 +402,8 @@ def completion_from_proto(
         tokens=tuple(tokens),
         num_resumes=num_resumes,
         reproducible=message.reproducible,
+        num_lists=message.num_lists or 1,
+        hypotheses=tuple(map(beams.hypothesis_from_proto, message.hypotheses)),
     )
 
 

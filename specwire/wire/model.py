@@ -77,6 +77,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         seed=params.seed,
         rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
         logprobs=params.logprobs,
+        num_lists=params.num_lists,
     )
 
 
@@ -87,7 +88,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
         InvalidRequestError: an unknown rule.
     """
     fields: dict[str, Any] = {name: getattr(message, name) for name in ("top_k", "min_p", *_PENALTIES[1:])}
-    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs"):
+    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs", "num_lists"):
         if message.HasField(name):
             fields[name] = getattr(message, name)
     if message.rule and message.rule not in RULE_NAMES:

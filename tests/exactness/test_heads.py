@@ -19,14 +19,12 @@ import pytest
 import torch
 
 import coordinator.generation
-import verify_service.heads
+import verify_service.own
 from coordinator.servicer import GenerationServicer
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.heads import save_heads
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model, save_target
@@ -134,16 +132,8 @@ def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     directory: Path = tmp_path_factory.mktemp("markov")
     target = save(markov_model(), directory / "target")
     heads = save_heads(directory / "heads", target, is_hostile=request.param == "hostile")
-    config = UpConfig(
-        target=str(target),
-        draft=f"heads:{heads}",
-        dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="2",
-        num_threads=1,
-    )
-    with Stack(config) as stack:
-        yield stack.address
+    with float32_processes(target, f"heads:{heads}", num_draft_tokens="2") as address:
+        yield address
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
@@ -185,7 +175,7 @@ def test_control_typical_acceptance_is_caught(
     target = save(markov_model(), tmp_path / "target")
     heads = save_heads(tmp_path / "heads", target)
     monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=typical))
-    monkeypatch.setattr(verify_service.heads, "acceptance", SimpleNamespace(accept=typical))
+    monkeypatch.setattr(verify_service.own, "acceptance", SimpleNamespace(accept=typical))
     options = {"speculative_config": HEADS, "num_draft_tokens": "2"}
     with ExitStack() as running:
         stack = running.enter_context(

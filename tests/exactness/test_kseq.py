@@ -20,10 +20,8 @@ from torch import Tensor
 
 import draft_service.drafter
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.rule import kseq, random
-from tests.support.harness import local_stack
+from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -68,18 +66,8 @@ def config(num_chains: int) -> str:
 @pytest.fixture(scope="module")
 def address(pair: tuple[Path, Path]) -> Iterator[str]:
     """Of real processes, with four chains a round."""
-    up = UpConfig(
-        target=str(pair[0]),
-        draft=str(pair[1]),
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="3",
-        num_threads=1,
-        speculative_config=config(4),
-    )
-    with Stack(up) as stack:
-        yield stack.address
+    with float32_processes(*pair, num_draft_tokens="3", speculative_config=config(4)) as address:
+        yield address
 
 
 @pytest.mark.parametrize(("settings", "num_before"), CASES)

@@ -20,12 +20,10 @@ from torch import Tensor
 from draft_service import grades
 from draft_service.drafter import DraftDecider, Question
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.core import Learning
 from specwire.engine.jobs import Job
 from specwire.rule.columns import Places
-from tests.support.harness import local_stack
+from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -58,20 +56,9 @@ def save_pair(directory: Path) -> tuple[Path, Path]:
 def learning_stack(directory: Path) -> Iterator[str]:
     """Processes as of `specwire up --draft-learn`."""
     target, draft = save_pair(directory)
-    config = UpConfig(
-        target=str(target),
-        draft=str(draft),
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="3",
-        num_outcomes="4",
-        num_threads=1,
-        draft_learn=True,
-        draft_learn_share=1.0,
-    )
-    with Stack(config, {"SPECWIRE_LEARN_RATE": str(RATE)}) as stack:
-        yield stack.address
+    settings = {"num_draft_tokens": "3", "num_outcomes": "4", "draft_learn": True, "draft_learn_share": 1.0}
+    with float32_processes(target, draft, {"SPECWIRE_LEARN_RATE": str(RATE)}, **settings) as address:
+        yield address
 
 
 def progress(address: str) -> Learning:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import coordinator.generation
-import verify_service.heads
+import verify_service.own
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -157,7 +157,7 @@ def test_control_typical_acceptance_is_caught(tmp_path: Path, monkeypatch: pytes
     """A rule that is not exact shows: the test above can fail."""
     target = save_markov_target(tmp_path / "target")
     monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=typical))
-    monkeypatch.setattr(verify_service.heads, "acceptance", SimpleNamespace(accept=typical))
+    monkeypatch.setattr(verify_service.own, "acceptance", SimpleNamespace(accept=typical))
     options = {"speculative_config": MTP, "num_draft_tokens": "2"}
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.REJECTION)
     with local_stack(target, coordinator_options=options, verify_options={"mtp": True}) as running:

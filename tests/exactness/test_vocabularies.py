@@ -25,11 +25,9 @@ from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.rule.columns import Places
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -68,19 +66,10 @@ class TestDistributions:
     def address(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """Of real processes."""
         target, draft = save_markov_pair(tmp_path_factory.mktemp("letters"))
-        config = UpConfig(
-            target=str(target),
-            draft=str(draft),
-            dtype="float32",
-            draft_dtype="float32",
-            address="127.0.0.1:0",
-            num_draft_tokens="3",
-            num_outcomes="8",
-            num_threads=1,
-            speculative_config=CONFIG,
-        )
-        with Stack(config) as stack:
-            yield stack.address
+        with float32_processes(
+            target, draft, num_draft_tokens="3", num_outcomes="8", speculative_config=CONFIG
+        ) as address:
+            yield address
 
     @pytest.mark.parametrize("rule", list(Rule))
     @pytest.mark.parametrize(
@@ -216,18 +205,18 @@ def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     assert done.speculation.num_accepted_tokens > 4
 
 
-@pytest.mark.parametrize("max_depth", [0, 4])
 @pytest.mark.parametrize("params", [GREEDY, GUMBEL], ids=["greedy", "gumbel"])
-def test_prepared_outcomes(other_draft: Path, params: SamplingParams, max_depth: int) -> None:
+def test_prepared_outcomes(other_draft: Path, params: SamplingParams) -> None:
     """With time to work ahead, proposals are there before they are asked for."""
     options = {"num_outcomes": "16"}
     with heterogeneous(
-        "embedded", other_draft, coordinator_options=options, verify_link=Link(rtt_ms=200)
+        "embedded", other_draft, coordinator_options=options, verify_link=Link(rtt_ms=100)
     ) as running:
         expected = generate(running.client, replace(params, num_draft_tokens=0))
-        done = generate(running.client, replace(params, num_draft_tokens=4, max_depth=max_depth))
-        assert done.token_ids == expected.token_ids
-        assert done.speculation.num_prepared > 1
+        for max_depth in (0, 4):
+            done = generate(running.client, replace(params, num_draft_tokens=4, max_depth=max_depth))
+            assert done.token_ids == expected.token_ids
+            assert done.speculation.num_prepared > 1
         running.assert_idle_within(2.0)
 
 

@@ -24,10 +24,8 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.testing.delay_proxy import Link
-from tests.support.harness import local_stack
+from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -66,18 +64,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("markov")
     target = save(markov_model(), directory / "target")
     draft = save(markov_model(scale=-1.0), directory / "draft")
-    config = UpConfig(
-        target=str(target),
-        draft=str(draft),
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="2",
-        num_outcomes="0",
-        num_threads=1,
-    )
-    with Stack(config) as stack:
-        yield stack.address
+    with float32_processes(target, draft, num_draft_tokens="2", num_outcomes="0") as address:
+        yield address
 
 
 def test_plain_rejection_sampling_and_a_wrong_distribution(address: str, logits: torch.Tensor) -> None:
@@ -198,6 +186,7 @@ MIXED: list[dict[str, Any]] = [
     {"rule": Rule.KSEQ, "temperature": 1.1},
     {"rule": Rule.GUMBEL, "temperature": 0.7},
     {"rule": Rule.GUMBEL, "top_p": 0.9},
+    {"rule": Rule.GUMBEL, "num_lists": 3},
     {"rule": Rule.GUMBEL, "temperature": 0},
 ]
 
@@ -247,7 +236,7 @@ def test_a_length_chosen_by_what_happened_does_not_change_the_distribution(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.KSEQ])
 def test_outcomes_prepared_ahead_do_not_change_the_distribution(
     tmp_path: Path, logits: torch.Tensor, rule: Rule
 ) -> None:

@@ -210,9 +210,10 @@ class TestUsage:
         ]
         for field in dataclasses.fields(UpConfig):
             value = getattr(changed, field.name)
-            if field.name not in ("start_timeout_s", "replicas"):  # those are for `up` itself
+            if field.name not in ("start_timeout_s", "replicas", "draft_learn"):
                 word = flag_words(field.name, value)[-1]
                 assert word in said, field.name
+        assert "--learn" in supervisor._draft_flags(UpConfig(draft_learn=True))
 
 
 FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
@@ -234,8 +235,14 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "max_depth": (["0"], 0),
     "draft": (["suffix"], "suffix"),
     "logprobs": (["0"], 0),
+    "num_beams": (["4"], 4),
+    "length_penalty": (["2"], 2.0),
+    "early_stopping": (["never"], "never"),
+    "num_return_sequences": (["3"], 3),
     "cache_salt": (["s"], "s"),
 }
+BEAM_SEARCH = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
+"""Do not combine with the others."""
 
 
 class TestSamplingFlags:
@@ -267,12 +274,16 @@ class TestSamplingFlags:
     def test_all_together_through_the_services(
         self, stack: LocalStack, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        flags = [part for name, (texts_, _) in FLAG_VALUES.items() for part in (flag_name(name), *texts_)]
-        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *flags]) == 0
-        got = json.loads(capsys.readouterr().out)
-        params = SamplingParams(**{name: value for name, (_, value) in FLAG_VALUES.items()})
-        expected = stack.client.generate(PROMPT, params).to_dict()
-        assert {**got, "timing": 0} == {**expected, "timing": 0}
+        beams = {name: FLAG_VALUES[name] for name in BEAM_SEARCH} | {"temperature": (["0"], 0.0)}
+        others = {name: given for name, given in FLAG_VALUES.items() if name not in BEAM_SEARCH}
+        for given, changing in ((others, {"timing"}), (beams, {"timing", "seed", "usage"})):
+            flags = [part for name, (texts_, _) in given.items() for part in (flag_name(name), *texts_)]
+            assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *flags]) == 0
+            got = json.loads(capsys.readouterr().out)
+            params = SamplingParams(**{name: value for name, (_, value) in given.items()})
+            expected = stack.client.generate(PROMPT, params).to_dict()
+            same = expected.keys() - changing
+            assert {name: got[name] for name in same} == {name: expected[name] for name in same}
 
 
 class TestGenerate:

@@ -13,8 +13,10 @@ import pytest
 
 import coordinator.service
 import verify_service.service
+from coordinator.peers import handshake
 from specwire import ConfigError, HandshakeError, ModelLoadError, ServiceUnavailableError
 from specwire.config.services import CoordinatorConfig, VerifyConfig
+from specwire.core import PROTOCOL_VERSION
 from tests.support import texts, tiny_models
 from tests.support.harness import LoopThread, local_stack
 from tests.support.pairs import save_target
@@ -91,6 +93,15 @@ class TestModels:
 
 class TestPairs:
     """What cannot work together is refused when the coordinator starts."""
+
+    def test_other_versions_of_the_protocol(
+        self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No message is understood by half."""
+        monkeypatch.setattr(handshake, "PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
+        versions = f"version {PROTOCOL_VERSION}", f"this coordinator {PROTOCOL_VERSION - 1}"
+        with refused(HandshakeError, "'target'", *versions), local_stack(*pair):
+            pass
 
     def test_different_tokenizers(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         other = save_target(tmp_path / "stranger", vocab_size=texts.VOCAB_SIZE)

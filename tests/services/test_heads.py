@@ -94,7 +94,10 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "draft",
         "model",
         "kseq",
+        "lists",
+        "INNER>model",
         "heads",
+        "layers",
         "mtp",
         "dflash",
         "ngram",
@@ -160,7 +163,7 @@ def test_a_target_without_heads(target: Path) -> None:
         (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: DraftConfig(model="heads:x"), "see the verify service's flag --heads"),
         (lambda: CoordinatorConfig(speculative_config='{"method": "medusa", "model": "x"}'), "--heads"),
-        (lambda: UpConfig(draft="heads"), "needs a directory"),
+        (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
         (lambda: UpConfig(draft="heads:"), "no directory of heads"),
         (lambda: UpConfig(draft="heads:/nowhere"), "no directory of heads"),
         (lambda: UpConfig(speculative_config=HEADS), "no directory of heads"),
@@ -185,13 +188,13 @@ def test_what_is_passed_on(tmp_path: Path) -> None:
         UpConfig(speculative_config=json.dumps(given)),
         UpConfig(draft="none", speculative_config=json.dumps(given)),
     ):
-        assert (config.draft_model, config.own_draft) == ("none", ("heads", str(tmp_path)))
+        assert (config.draft_model, config.own) == ("none", ("heads", str(tmp_path)))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
-        assert coordinator.uses_heads
+        assert coordinator.own_source == "heads"
         assert (coordinator.fixed_draft_tokens, coordinator.fixed_max_depth) == (16, 4)
     named = UpConfig(draft=f"heads:{tmp_path}")
-    assert (named.draft_model, named.own_draft) == ("none", ("heads", str(tmp_path)))
-    assert CoordinatorConfig(speculative_config=named.coordinator_speculation).uses_heads
+    assert (named.draft_model, named.own) == ("none", ("heads", str(tmp_path)))
+    assert CoordinatorConfig(speculative_config=named.coordinator_speculation).own_source == "heads"
 
 
 # --- training -----------------------------------------------------------------------------------------

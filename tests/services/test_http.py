@@ -171,6 +171,26 @@ class TestCompletions:
         assert by_id.choices[0].finish_reason == "stop"
         assert by_id.specwire[0]["stop_reason"] == fifth
 
+    def test_a_beam_search_has_its_texts_as_choices(self, here: Fronted) -> None:
+        """Best first, as of the SDK, with counts once; a wrong combination is refused by name."""
+        body = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": True}
+        answer = complete(here, n=3, seed=None, max_tokens=8, extra_body=body)
+        params = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 2.0, "early_stopping": True}
+        done = by_sdk(here, temperature=0, seed=None, max_tokens=8, **params)
+        assert [choice.text for choice in answer.choices] == [each.text for each in done.hypotheses]
+        assert [record["score"] for record in answer.specwire] == [each.score for each in done.hypotheses]
+        assert answer.usage.completion_tokens == done.usage.completion_tokens
+        assert answer.usage.prompt_tokens == done.usage.prompt_tokens
+        wrong: dict[str, dict[str, Any]] = {
+            "n": {"n": 1},
+            "stream": {"n": 2, "stream": True},
+            "temperature": {"n": 2, "temperature": 0.5},
+        }
+        for param, changes in wrong.items():
+            with pytest.raises(openai.APIStatusError) as refused:
+                complete(here, seed=None, extra_body={"use_beam_search": True}, **changes)
+            assert cast("dict[str, Any]", refused.value.body)["param"] == param
+
     def test_logprobs(self, here: Fronted) -> None:
         found = complete(here, logprobs=3).choices[0]
         logprobs, done = found.logprobs, by_sdk(here, logprobs=3)

@@ -127,14 +127,14 @@ def test_an_encoder_decoder(tmp_path: Path) -> None:
     [
         (lambda: VerifyConfig(model="emulated:step_ms=1", mtp=True), "has no hidden states"),
         (lambda: VerifyConfig(mtp=True, tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: VerifyConfig(mtp=True, heads="x"), "is one of several: --heads, --mtp"),
+        (lambda: VerifyConfig(mtp=True, heads="x"), "does not go together with --heads"),
         (lambda: VerifyConfig(mtp=True, batch_invariant=True), "does not go together with --batch-invariant"),
         (
             lambda: VerifyConfig(dflash="x", batch_invariant=True),
             "does not go together with --batch-invariant",
         ),
-        (lambda: VerifyConfig(dflash="x", mtp=True), "is one of several: --mtp, --dflash"),
-        (lambda: UpConfig(draft="dflash"), "needs a directory: dflash:DIR"),
+        (lambda: VerifyConfig(dflash="x", mtp=True), "does not go together with --mtp"),
+        (lambda: UpConfig(draft="dflash"), "needs more: dflash:DIR"),
         (lambda: UpConfig(draft="dflash:/nowhere"), "no directory of dflash"),
         (lambda: DraftConfig(model="dflash:x"), "see the verify service's flag --dflash"),
         (lambda: DraftConfig(model="mtp"), "see the verify service's flag --mtp"),
@@ -156,7 +156,7 @@ def test_what_is_passed_on() -> None:
     """The flag to verify, the rest to the coordinator; there is no draft service."""
     given = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     for config in (UpConfig(draft="mtp"), UpConfig(speculative_config=given)):
-        assert (config.draft_model, config.own_draft) == ("none", ("mtp", ""))
+        assert (config.draft_model, config.own) == ("none", ("mtp", ""))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
-        assert coordinator.own_draft == "mtp"
+        assert coordinator.own_source == "mtp"
     assert coordinator.fixed_draft_tokens == 3

@@ -423,6 +423,9 @@ def test_what_texts_depend_on_is_compared() -> None:
         "tokenizer_fingerprint": "c",
         "eos_token_ids": (7,),
         "batch_invariant": True,
+        "trees": True,
+        "encoder_len": 8,
+        "decoder_token_ids": (7,),
     }
     for name, value in others.items():
         with pytest.raises(HandshakeError, match=f"{name}="):

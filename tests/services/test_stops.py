@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from specwire import Client, Completion, FinishReason, SamplingParams
 from specwire.tokenizer import Tokenizer
+from tests.support.harness import local_stack
 
 PROMPT = "The quick brown"
 
@@ -29,6 +31,23 @@ def free(client: Client, sampling: dict[str, Any]) -> Completion:
     assert done.stop_reason is None
     assert len(done.token_ids) == 60
     return done
+
+
+def test_a_stop_string_while_the_target_goes_on(pair: tuple[Path, Path]) -> None:
+    """What it has begun after the string is dropped, and freed."""
+    options = {"num_outcomes": "8", "num_draft_tokens": "3"}
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
+    target = pair[0]
+    with local_stack(
+        target, target, coordinator_options=options, verify_options={"least_pass_ms": 20.0}
+    ) as stack:
+        free = stack.client.generate(PROMPT, params)
+        stop = free.text[30:33]
+        done = stack.client.generate(PROMPT, replace(params, stop=(stop,)))
+        assert done.timing.ahead_ms > 0
+        assert done.text == free.text[: free.text.index(stop)]
+        assert done.stop_reason == stop
+        stack.assert_idle_within(2.0)
 
 
 class TestStops:

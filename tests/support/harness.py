@@ -20,7 +20,8 @@ import coordinator.service
 import draft_service.service
 import verify_service.service
 from specwire import Client
-from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.cli.supervisor import Stack
+from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
 from specwire.engine import boot
 from specwire.testing.delay_proxy import DelayProxy, Link
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
@@ -198,3 +199,21 @@ def started_services() -> Iterator[dict[str, boot.ModelService]]:
 
     with mock.patch.object(boot, "start", noted):
         yield services
+
+
+@contextlib.contextmanager
+def float32_processes(
+    target: Path, draft: Path | str, environ: dict[str, str] | None = None, **settings: Any
+) -> Iterator[str]:
+    """Three processes, as of `specwire up`; yields the coordinator's address."""
+    config = UpConfig(
+        target=str(target),
+        draft=str(draft),
+        dtype="float32",
+        draft_dtype="float32",
+        address="127.0.0.1:0",
+        num_threads=1,
+        **settings,
+    )
+    with Stack(config, environ) as stack:
+        yield stack.address

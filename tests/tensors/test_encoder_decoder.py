@@ -175,6 +175,7 @@ def test_the_self_check_notices_a_model_that_is_computed_otherwise(
     [
         ("--batch-invariant", {"batch_invariant": True}),
         ("--heads", {"heads": "somewhere"}),
+        ("--layers", {"layers": "a0"}),
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
     ],
 )

@@ -13,6 +13,7 @@ from specwire.completion import (
     Chunk,
     Completion,
     FinishReason,
+    Hypothesis,
     SourceCounts,
     Speculation,
     Timing,
@@ -60,10 +61,15 @@ EVERYTHING = SamplingParams(
     ignore_eos=True,
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
+    num_lists=1,
     num_draft_tokens=0,
     max_depth=3,
     logprobs=0,
     draft="ngram",
+    num_beams=4,
+    length_penalty=0.5,
+    early_stopping="never",
+    num_return_sequences=3,
     cache_salt="s",
 )
 
@@ -102,6 +108,10 @@ class TestSamplingParams:
             "num_draft_tokens",
             "max_depth",
             "draft",
+            "num_beams",
+            "length_penalty",
+            "early_stopping",
+            "num_return_sequences",
         }
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
@@ -388,6 +398,12 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         model="m",
         tokens=tokens,
         num_resumes=2,
+        hypotheses=(
+            Hypothesis(
+                text="a", token_ids=(1, 2), score=-0.5, finish_reason=FinishReason.STOP, stop_reason=2
+            ),
+            Hypothesis(text="b", token_ids=(1, 0), score=-1.5, finish_reason=FinishReason.LENGTH),
+        ),
     )
     assert (
         client_wire.completion_from_proto(over_the_wire(client_wire.completion_to_proto(sent)), got.tokens, 2)

@@ -215,7 +215,7 @@ class BlockRunner(ModelRunner):
         """
         feeds = [Feed(cache, self.block([last])) for cache, last in zip(caches, token_ids, strict=True)]
         with self._packer.packed(feeds) as batch:
-            self.copy(batch)
+            self._copy(batch)
             slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
             packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
             embedded = self.embedded(self.block(token_ids))

@@ -186,7 +186,7 @@ class MtpRunner(ModelRunner):
             ResourceExhaustedError: the cache is full; all caches have the lengths that they had before.
         """
         with self._packer.packed(feeds) as batch:
-            self.copy(batch)
+            self._copy(batch)
             return self._run_layers(batch, min(depth, self.num_layers - 1), states)
 
     @torch.inference_mode()

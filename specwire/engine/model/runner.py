@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specwire.config.blocks import Block
 from specwire.core import IntArray
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
@@ -23,6 +24,7 @@ from specwire.engine.attention.probe import Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
+from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.model.states import States
@@ -107,9 +109,15 @@ class ModelRunner:
         has_scratch = replay is not None or batch_invariant
         num_slots = (num_pages + has_scratch) * page_size  # the last page is scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
-        self._padded = self._make_padded(replay, batch_invariant=batch_invariant) if replay else None
+        self._replay = replay
+        self._padded = (
+            self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
+        )
+        self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
 
-    def _make_padded(self, replay: Replay, *, batch_invariant: bool) -> PaddedSteps:
+    def _make_padded(
+        self, replay: Replay, run: Callable[[StepInputs], Tensor], *, batch_invariant: bool = False
+    ) -> PaddedSteps:
         page_size, num_pages = self.pool.page_size, self.pool.num_pages
         most_tokens = min(self.context_len or num_pages * page_size, num_pages * page_size)
         buckets = Buckets(
@@ -123,7 +131,7 @@ class ModelRunner:
                 f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
                 f"torch does not have on {self.device}; lower --num-kv-tokens"
             )
-        return PaddedSteps(self._run_padded, buckets, replay, self.device, num_pages * page_size)
+        return PaddedSteps(run, buckets, replay, self.device, num_pages * page_size)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -170,8 +178,10 @@ class ModelRunner:
 
     def stop_replaying(self) -> None:
         """Run steps eagerly from now on."""
-        if self._padded is not None:
-            self._padded.stop_replaying()
+        self._replay = None
+        for steps in (self._padded, *self._padded_without.values()):
+            if steps is not None:
+                steps.stop_replaying()
 
     def _replay_error(self) -> float:
         """Error of a replayed step's logits, relative to the same step run eagerly."""
@@ -241,6 +251,35 @@ class ModelRunner:
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
 
+    @torch.inference_mode()
+    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
+        """As `forward`, with some blocks left out: approximate logits, to draft with.
+
+        Keys and values of layers whose attention is left out are not written. So what such a pass appends to
+        a cache has to be dropped again, before a pass of the whole model.
+        """
+        with self._packer.packed(feeds) as batch:
+            self._copy(batch)
+            steps = self._steps_without(left_out)
+            logits = steps.run(batch) if steps is not None else None
+            if logits is None:
+                with left_out.skipped():
+                    logits = self._run_packed(batch).float()
+            return logits
+
+    def _steps_without(self, left_out: Blocks) -> PaddedSteps | None:
+        """Padded steps of their own, where those of the whole model are padded."""
+        if self._padded is None or self._replay is None:
+            return None
+        if left_out.blocks not in self._padded_without:
+
+            def run(inputs: StepInputs) -> Tensor:
+                with left_out.skipped():
+                    return self._run_padded(inputs)
+
+            self._padded_without[left_out.blocks] = self._make_padded(self._replay, run)
+        return self._padded_without[left_out.blocks]
+
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`."""
         logits = self.forward(feeds)
@@ -249,11 +288,11 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
-        self.copy(batch)
+        self._copy(batch)
         return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 
-    def copy(self, batch: Batch) -> None:
-        """Make the copies that a batch needs before it is run."""
+    def _copy(self, batch: Batch) -> None:
+        """What is to be copied before the pass writes, in all layers."""
         if batch.copies is not None:
             src, dst = (to_device(slots, self.device) for slots in batch.copies)
             for layer in self._layers.values():

@@ -1,4 +1,4 @@
-"""Proposals that the target makes itself, with its heads: they arrive with the verdict before. Pure."""
+"""Proposals that the target makes by itself: they arrive with the verdict before. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Target(Protocol):
         ...
 
 
-class HeadsDrafter:
+class OwnDrafter:
     """Takes what the last verdict brought: no wait, no message of its own.
 
     The first round of a sequence has no proposal, nor has one after the target was lost.

@@ -1,0 +1,262 @@
+"""`python -m benchmarks.layers`: what leaving out layers of the embedded target brings, and their search.
+
+- `search`: the set that Bayesian optimisation finds, beside all sets of blocks (a grid search).
+- `tokens`: tokens a pass with that set, on held-out prompts, and whether texts are those of plain decoding.
+- `rates`: tokens/s beside plain decoding and the embedded draft, in turns, lengths chosen; with the target's
+  own passes, and with passes of a larger one (`--least-pass-ms`), where a draft pass takes its share.
+- `deeper`: the closed form for targets that can spare more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.bars import Bar, Report, machine
+from benchmarks.embedded import corpus
+from benchmarks.trees import KINDS, cut_prompts, generate_all, table
+from specwire import Client, SamplingParams, embedded, tokenizer
+from specwire.cli import search_layers
+from specwire.cli.supervisor import Stack
+from specwire.config.blocks import Block, skip_text
+from specwire.config.services import UpConfig
+from specwire.engine.layers import search
+from specwire.engine.layers.blocks import ModelBlocks
+from specwire.engine.layers.objective import Costs, Promise, Trials, num_pages, promise
+from specwire.engine.model.loading import load_model
+from specwire.engine.model.runner import ModelRunner
+
+LENGTHS = (2, 4, 8)
+LEAST_RATIO, LEAST_SHARE_OF_BEST = 0.98, 0.98
+PACED_MS = 20.0
+NUM_DRAFT_TOKENS = 8
+SETTLING_TOKENS = 1500
+_PAGE_SIZE = 16
+
+
+class Found(NamedTuple):
+    """Bars, Markdown and data of a part."""
+
+    bars: list[Bar]
+    text: str
+    data: Any
+
+
+def prompts_to_search(num: int) -> list[list[int]]:
+    """The beginnings of files that the embedded pair was trained on; other parts measure on held-out ones."""
+    loaded = tokenizer.load(str(embedded.TARGET_DIR))
+    assert loaded is not None
+    documents, _ = corpus.split(corpus.read_library())
+    step = max(1, len(documents) // num)
+    texts = (document.text[:4000] for document in documents[::step])
+    return [loaded.encode(text)[-search.PROMPT_LEN :] for text in texts][:num]
+
+
+class Searched:
+    """Sets of blocks of the embedded target, judged on the same places and costs."""
+
+    def __init__(self, num_prompts: int, num_draft_tokens: int) -> None:
+        prompts = prompts_to_search(num_prompts)
+        room = num_pages(len(prompts), search.PROMPT_LEN, num_draft_tokens, _PAGE_SIZE)
+        model = load_model(str(embedded.TARGET_DIR), dtype="float32")
+        self.blocks = ModelBlocks(model)
+        runner = ModelRunner(model, num_pages=room, page_size=_PAGE_SIZE)
+        self._trials = Trials(runner, prompts, num_draft_tokens)
+        self.costs = self._trials.costs(self.blocks)
+        self._known: dict[tuple[Block, ...], Promise] = {}
+
+    def __call__(self, skipped: tuple[Block, ...]) -> Promise:
+        if skipped not in self._known:
+            reached = self._trials.reached(self.blocks.without(skipped))
+            self._known[skipped] = promise(skipped, reached, self.costs)
+        return self._known[skipped]
+
+    def grid(self) -> list[Promise]:
+        """Every set."""
+        every = self.blocks.all()
+        return [self(skipped) for size in range(1, len(every) + 1) for skipped in combinations(every, size)]
+
+
+def searched(searching: Searched, num_trials: int, picture: Path) -> tuple[Found, Promise]:
+    """Bayesian optimisation, then the grid; also returns the best set of the former."""
+    started_s = time.monotonic()
+    tried = search.search(searching.blocks.all(), searching, num_trials)
+    search_s = time.monotonic() - started_s
+    best = max(tried, key=lambda each: each.speedup)
+    search_layers.draw(picture, tried)
+    started_s = time.monotonic()
+    grid = searching.grid()
+    grid_s = time.monotonic() - started_s
+    front = search_layers.front(grid)
+    top = max(grid, key=lambda each: each.speedup)
+    is_on_front = any((each.cost, each.tokens_a_pass) == (best.cost, best.tokens_a_pass) for each in front)
+    bars = [
+        Bar(
+            what="predicted speed of the set found, over that of the best of all sets",
+            measured=best.speedup / top.speedup,
+            limit=LEAST_SHARE_OF_BEST,
+            at_least=True,
+        ),
+        Bar(
+            what="the set found is on the grid's front (1: yes)", measured=is_on_front, limit=1, at_least=True
+        ),
+    ]
+    rows = [[f"search, {len(tried)} sets, {search_s:.0f} s", *_cells(best)]]
+    rows += [[f"grid, {len(grid)} sets, {grid_s:.0f} s", *_cells(top)]]
+    head = ["", "left out", "cost", "draft tokens", "tokens a pass", "predicted, × plain"]
+    costs = searching.costs
+    about = (
+        f"One pass of the target takes {costs.passes[0]:.2f} ms, of {len(costs.passes)} tokens "
+        f"{costs.passes[-1]:.2f}; an attention that is left out saves {costs.attention:.2f}, an MLP "
+        f"{costs.mlp:.2f}. ![search](layers.png)"
+    )
+    data = {"tried": [_plain(each) for each in tried], "front": [_plain(each) for each in front]}
+    return Found(bars, f"## Search\n\n{about}\n\n{table(head, rows)}", data), best
+
+
+def _cells(each: Promise) -> list[Any]:
+    return [skip_text(each.blocks), each.cost, str(each.num_draft_tokens), each.tokens_a_pass, each.speedup]
+
+
+def _plain(each: Promise) -> dict[str, Any]:
+    return each._asdict() | {"blocks": skip_text(each.blocks)}
+
+
+def config(skip: str, **settings: Any) -> UpConfig:
+    """Of a stack whose target drafts without these blocks."""
+    return UpConfig(draft=f"layers:{skip}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
+
+
+def tokens(skip: str, num_prompts: int, num_tokens: int) -> Found:
+    """Tokens a pass by length, and acceptance."""
+    prompts, rows, num_unlike, data = cut_prompts(num_prompts), [], 0, []
+    with Stack(config(skip)) as stack:
+        for kind, params in KINDS.items():
+            params = replace(params, max_tokens=num_tokens)  # noqa: PLW2901
+            plain = asyncio.run(generate_all(stack.address, prompts, replace(params, num_draft_tokens=0)))
+            for length in LENGTHS:
+                done = asyncio.run(
+                    generate_all(stack.address, prompts, replace(params, num_draft_tokens=length))
+                )
+                num_unlike += sum(a.token_ids != b.token_ids for a, b in zip(done, plain, strict=True))
+                spent = [each.speculation for each in done]
+                drafted = sum(each.num_draft_tokens for each in spent)
+                rounds = sum(each.num_rounds for each in spent)
+                accepted = sum(each.num_accepted_tokens for each in spent)
+                a_pass = sum(len(each.token_ids) for each in done) / rounds
+                rows.append([f"{kind}, up to {length}", drafted / rounds, accepted / max(1, drafted), a_pass])
+                data.append(rows[-1])
+                print(*rows[-1], flush=True)
+    bars = [Bar(what="texts unlike those of plain decoding", measured=num_unlike, limit=0)]
+    about = f"Without {skip}; {num_prompts} prompts, {num_tokens} tokens each, the first pass included."
+    head = ["", "draft tokens a round", "accepted", "tokens a pass"]
+    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{table(head, rows)}", data)
+
+
+def rates(skip: str, num_tokens: int, num_runs: int, least_pass_ms: float) -> Found:
+    """Tokens/s of greedy decoding, in turns."""
+    draft = UpConfig(
+        dtype="float32",
+        draft_dtype="float32",
+        address="127.0.0.1:0",
+        num_threads=1,
+        least_pass_ms=least_pass_ms,
+    )
+    configs = {"layers": config(skip, least_pass_ms=least_pass_ms), "embedded draft": draft}
+    params = replace(KINDS["greedy"], max_tokens=num_tokens)
+    found: dict[str, list[float]] = {name: [] for name in ("plain", *configs)}
+    with ExitStack() as running:
+        clients = {
+            name: running.enter_context(Client(running.enter_context(Stack(each)).address))
+            for name, each in configs.items()
+        }
+        for client in clients.values():
+            for prompt in cut_prompts(-(-SETTLING_TOKENS // num_tokens)):
+                _rate(client, params, prompt)
+        for prompt in cut_prompts(num_runs):
+            found["plain"].append(_rate(clients["layers"], replace(params, num_draft_tokens=0), prompt))
+            for name, client in clients.items():
+                found[name].append(_rate(client, params, prompt))
+    ratios = {
+        name: median(one / plain for one, plain in zip(found[name], found["plain"], strict=True))
+        for name in configs
+    }
+    passes = f"passes of {least_pass_ms:g} ms" if least_pass_ms else "the target's own passes"
+    what = f"tokens/s over plain decoding, {passes}"
+    bars = [Bar(what=what, measured=ratios["layers"], limit=LEAST_RATIO, at_least=True)]
+    rows = [[name, median(each), ratios.get(name, 1.0)] for name, each in found.items()]
+    print(*rows, flush=True)
+    about = f"One stream, greedy, lengths chosen; {num_runs} runs of {num_tokens} tokens in turns. Medians."
+    text = f"## Tokens/s, {passes}\n\n{about}\n\n{table(['', 'tokens/s', 'times plain'], rows)}"
+    return Found(bars, text, found)
+
+
+def _rate(client: Client, params: SamplingParams, prompt: Sequence[int]) -> float:
+    done = client.generate(params=params, prompt_token_ids=prompt)
+    return len(done.token_ids) / done.timing.total_ms * 1e3
+
+
+def deeper() -> Found:
+    """Predicted by the closed form: a verify pass costs as much as one of a token, as on a GPU."""
+    costs, alphas = (0.7, 0.6, 0.5, 0.4, 0.3), (0.8, 0.9, 0.95)
+    rows = []
+    for cost in costs:
+        row: list[Any] = [f"{cost:g}"]
+        for alpha in alphas:
+            free = Costs([1.0] * 17, attention=1 - cost, mlp=0.0)
+            made = promise((Block(0, "a"),), [alpha**depth for depth in range(1, 17)], free)
+            row.append(f"{made.speedup:.2f} ({made.num_draft_tokens})")
+        rows.append(row)
+    text = table(["cost of a draft pass", *(f"α = {alpha:g}" for alpha in alphas)], rows)
+    return Found([], f"## Deeper targets\n\nTimes plain, and the number of draft tokens.\n\n{text}", rows)
+
+
+def main() -> None:
+    """Search, measure, and write the report."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
+    parser.add_argument("--skip", help="measure with these blocks left out; searched if not given")
+    parser.add_argument("--num-trials", type=int, default=150)
+    parser.add_argument("--search-prompts", type=int, default=16)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--num-tokens", type=int, default=128, help="of each generation")
+    parser.add_argument("--num-runs", type=int, default=8, help="of tokens/s")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts, parts, skip = machine(), [], args.skip
+    if skip is None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        searching = Searched(args.search_prompts, NUM_DRAFT_TOKENS)
+        part, best = searched(searching, args.num_trials, args.out / "layers.png")
+        parts.append(part)
+        skip = skip_text(best.blocks)
+    parts += [
+        tokens(skip, args.num_prompts, args.num_tokens),
+        rates(skip, args.num_tokens, args.num_runs, 0.0),
+        rates(skip, args.num_tokens, args.num_runs, PACED_MS),
+        deeper(),
+    ]
+    result = Report(
+        name="layers",
+        title="Layers left out",
+        machine=facts,
+        about=f"The embedded target in float32, drafting without {skip}.",
+        bars=[bar for part in parts for bar in part.bars],
+        details="\n\n".join(part.text for part in parts),
+        data={"parts": [part.data for part in parts]},
+    )
+    print(result.write(args.out))
+
+
+if __name__ == "__main__":
+    main()

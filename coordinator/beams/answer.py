@@ -1,0 +1,113 @@
+"""What a client sees of a beam search: at its end, the best text and all that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from coordinator.generation import Round
+from coordinator.ledger import Ledger
+from coordinator.requests import GenerationRequest
+from coordinator.tally import Tally
+from coordinator.text import TextAssembler
+from specwire.completion import Completion, FinishReason, Hypothesis, Usage
+from specwire.core import Fate, Rule
+from specwire.rule.beam_search import Scored
+from specwire.tokenizer import Tokenizer
+from specwire.v1 import generation_pb2
+from specwire.wire import client as client_wire
+
+
+class BeamAnswer:
+    """The answer of one search; see `totals.CountedGeneration`."""
+
+    def __init__(
+        self, request: GenerationRequest, *, tokenizer: Tokenizer | None, ledger: Ledger, totals: Tally
+    ) -> None:
+        """Args:
+        totals: of all generations; its passes are counted there too.
+        """
+        self._request = request
+        self._tokenizer = tokenizer
+        self._ledger = ledger
+        self._tally, self._totals = Tally(), totals
+        self._hypotheses: tuple[Hypothesis, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search has."""
+        return bool(self._hypotheses)
+
+    def add(self, done: Round) -> None:
+        """Count a round."""
+        self._tally.add(done)
+        self._totals.add(done)
+
+    def finish(self, found: Sequence[Scored]) -> generation_pb2.GenerateResponse:
+        """The search has ended.
+
+        Args:
+            found: its texts, best score first.
+
+        Returns:
+            A chunk with the best one.
+        """
+        self._ledger.emit_first_token()
+        kept = found[: self._request.params.num_return_sequences]
+        pieces = [self._text(each.beam.tokens()) for each in kept]
+        self._hypotheses = tuple(
+            self._hypothesis(each, "".join(text)) for each, text in zip(kept, pieces, strict=True)
+        )
+        chunk = client_wire.OpenChunk(self._request.resume_info)
+        num_given = len(
+            self._request.generated_token_ids
+        )  # a resumed search begins again, with the same result
+        chunk.skip(num_given)
+        best = zip(self._hypotheses[0].token_ids, pieces[0], strict=True)
+        for token_id, text in islice(best, num_given, None):
+            chunk.add(chunk.item(token_id, Fate.BONUS, "", None), text)
+        return chunk.take(())
+
+    def completion(self, draft_unavailable: str) -> Completion:
+        """As of a `Session`; the token counts are those of all texts."""
+        params, target = self._request.params, self._request.target
+        best = self._hypotheses[0] if self._hypotheses else None
+        return Completion(
+            text="",  # the chunk has the tokens and their text
+            token_ids=(),
+            finish_reason=best.finish_reason if best else FinishReason.LENGTH,
+            stop_reason=best.stop_reason if best else None,
+            usage=Usage(
+                prompt_tokens=self._request.num_prompt_tokens,
+                completion_tokens=sum(len(each.token_ids) for each in self._hypotheses),
+                cached_tokens=self._tally.num_cached_tokens,
+            ),
+            speculation=self._tally.speculation(draft_unavailable),
+            timing=self._ledger.timing(),
+            seed=params.seed or 0,
+            rule=params.rule or Rule.REJECTION,
+            model=target.name,
+            reproducible=target.batch_invariant,
+            hypotheses=self._hypotheses,
+        )
+
+    def _hypothesis(self, found: Scored, text: str) -> Hypothesis:
+        token_ids = found.beam.tokens()
+        stops = token_ids[-1] in self._request.end_ids
+        return Hypothesis(
+            text=text,
+            token_ids=tuple(token_ids),
+            score=float(found.score),
+            finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH,
+            stop_reason=token_ids[-1] if stops else None,
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text."""
+        before = self._request.target.decoded(self._request.prompt_token_ids)
+        assembler = TextAssembler[int](self._tokenizer, before, ())
+        released: list[tuple[int, str]] = []
+        for i, token_id in enumerate(token_ids):
+            released += assembler.add(token_id, i, silent=token_id in self._request.end_ids)
+        released += assembler.finish()
+        return [text for _, text in released]

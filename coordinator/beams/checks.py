@@ -1,0 +1,89 @@
+"""What does not combine with beam search, refused by name. Pure."""
+
+from __future__ import annotations
+
+from coordinator.drafts.choice import DraftChoice
+from specwire.core import MAX_LOGPROBS, ModelInfo, SamplingParams
+from specwire.errors import UnsupportedError
+from specwire.rule.beam_search import BeamRules, EarlyStopping
+from specwire.v1 import generation_pb2
+
+_WITHOUT = {
+    "temperature": 0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "stop": (),
+    "rule": None,
+    "logprobs": None,
+}
+"""The only values with which beam search ranks texts by the target's own log probabilities, as documented."""
+
+
+def check_beams(
+    message: generation_pb2.GenerateRequest,
+    params: SamplingParams,
+    target: ModelInfo,
+    choice: DraftChoice,
+) -> DraftChoice:
+    """Refuse a beam search with what does not combine with it.
+
+    Args:
+        params: as the client gave them.
+        choice: what proposes for requests of this kind.
+
+    Returns:
+        What proposes for this one: the draft model, where the choice has it, or nothing.
+
+    Raises:
+        UnsupportedError: naming the field.
+    """
+    resumes = bool(message.context_digest)
+    for name, only in _WITHOUT.items():
+        value = getattr(params, name)
+        if value != only and not (name == "rule" and resumes):
+            raise UnsupportedError(name, value, f"beam search is without: it must be {only!r}")
+    if params.seed is not None and not resumes:
+        raise UnsupportedError("seed", params.seed, "beam search draws no random numbers")
+    num_given = len(message.generated_token_ids)
+    if num_given and not resumes:
+        raise UnsupportedError("generated_token_ids", num_given, "beam search begins at the prompt")
+    if message.report_progress:
+        raise UnsupportedError("report_progress", True, "beam search has nothing to report before its end")
+    is_named = params.draft is not None
+    if is_named and (choice.method or choice.uses_own):
+        raise UnsupportedError("draft", params.draft, "beam search drafts by a model, or not at all")
+    _check_width(params, target)
+    return DraftChoice(uses_model=choice.uses_model)
+
+
+def _check_width(params: SamplingParams, target: ModelInfo) -> None:
+    num_ends = len(end_ids(params, target))
+    num_top = params.num_beams + num_ends
+    if num_top > min(MAX_LOGPROBS, target.vocab_size):
+        problem = f"with {num_ends} end tokens is over {min(MAX_LOGPROBS, target.vocab_size)}"
+        raise UnsupportedError("num_beams", params.num_beams, problem)
+
+
+def end_ids(params: SamplingParams, target: ModelInfo) -> frozenset[int]:
+    """Tokens that end a text."""
+    own = () if params.ignore_eos else target.eos_token_ids
+    return frozenset((*params.stop_token_ids, *own))
+
+
+def rules_of(params: SamplingParams, target: ModelInfo) -> BeamRules | None:
+    """The search that a request with `max_tokens` asks for; None without one."""
+    if params.num_beams == 1:
+        return None
+    assert params.max_tokens is not None
+    return BeamRules(
+        num_beams=params.num_beams,
+        max_tokens=params.max_tokens,
+        end_ids=end_ids(params, target),
+        length_penalty=params.length_penalty,
+        early_stopping=EarlyStopping.of(params.early_stopping),
+    )

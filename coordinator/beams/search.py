@@ -1,0 +1,167 @@
+"""The loop of a beam search: draft after the live beams, run them in one pass, step as far as that goes.
+
+    live beams ─▶ drafts after each ─▶ trees ─▶ the target's log probabilities after each node ─▶ steps
+
+A step needs what may follow each live beam. The first one of a round always has it; a further one has it
+where all beams that the step before chose were draft tokens. So drafts change how many passes a search takes,
+and never its result. Knows no grpc, no text, and no clock but a stopwatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol
+
+from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.followers import Followers, Rewindable, together
+from coordinator.beams.trees import BeamTree, drafts_of, packed
+from coordinator.cost import Cost
+from coordinator.generation import Round, Turns
+from coordinator.ledger import Ledger
+from coordinator.requests import GenerationRequest
+from specwire.completion import Stage
+from specwire.core import MAX_TREE_NODES, Logprobs, Outcome, Proposal, Verdict
+from specwire.errors import ServiceUnavailableError
+from specwire.estimate import clock
+from specwire.rule.beam_search import Beam, BeamSearch, Scored
+from specwire.telemetry import tracing
+
+_MAX_LIVE_NODES = 24
+"""Of a tree, without draft tokens. Beams that are further apart than that are run below prefixes of their
+own, which are in the target's cache. There is room for draft tokens, too."""
+
+
+class Target(Rewindable, Protocol):
+    """The target's side, such as `peers.verifier.RemoteVerifier`."""
+
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+    ) -> tuple[Verdict, Cost]:
+        """The target's log probabilities after the committed tokens and after each node."""
+        ...
+
+
+class BeamGeneration:
+    """One search.
+
+    Attributes:
+        finished: the texts found, best score first, once the rounds have ended.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        drafts: BeamDrafts,
+        targets: Followers[Target],
+        *,
+        planner: BeamPlanner,
+        ledger: Ledger,
+        tracer: tracing.Tracing,
+        parent: tracing.Span,
+        turns: Turns,
+    ) -> None:
+        """Args:
+        targets: one for each beam; as many are used as live beams are run in trees.
+        """
+        assert request.beam_rules is not None
+        self._prompt = list(request.prompt_token_ids)
+        self._rules = request.beam_rules
+        self._search = BeamSearch(request.beam_rules)
+        self._has_trees = request.target.trees
+        self._longest_len = request.target.longest_len
+        self._drafts, self._targets = drafts, targets
+        self._planner = planner
+        self._ledger = ledger
+        self._tracer = tracer
+        self._parent = parent
+        self._turns = turns
+
+    @property
+    def finished(self) -> Sequence[Scored]:
+        """See the class."""
+        return self._search.finished
+
+    async def rounds(self) -> AsyncGenerator[Round, None]:
+        """Rounds until the search has ended.
+
+        The outcome of each has the steps that took no pass, as accepted draft tokens.
+        """
+        while not self._search.ended:
+            if not self._turns.may_start:
+                await self._turns.wait()
+            started_ns = clock.stopwatch_ns()
+            with self._tracer.span("round", parent=self._parent.context) as span:
+                done = await self._round(span if self._tracer.enabled else self._parent)
+            yield done
+            elapsed_ns = self._ledger.switch(Stage.COORDINATOR) - started_ns
+            self._planner.observe(1 + done.outcome.num_accepted, elapsed_ns)
+
+    async def _round(self, parent: tracing.Span) -> Round:
+        trees = packed([each.beam for each in self._search.live], self._most_nodes())
+        draft_cost = await self._draft(trees, parent)
+        verdicts, verify_cost = await self._verify(trees, parent)
+        rows: dict[Beam, Logprobs] = {}
+        for tree, verdict in zip(trees, verdicts, strict=True):
+            rows |= zip([tree.prefix, *tree.nodes], verdict.logprobs, strict=True)
+        outcome = Outcome(range(self._step(rows, trees) - 1), -1)
+        return Round(drafts_of(trees, verdicts[0].base_len), verdicts[0], outcome, draft_cost, verify_cost)
+
+    def _most_nodes(self) -> int:
+        """Of a tree with live beams: all of its tokens have to fit into the context."""
+        if not self._has_trees:
+            return 0
+        longest = len(self._prompt) + max(each.beam.length for each in self._search.live)
+        return max(0, min(_MAX_LIVE_NODES, self._longest_len - longest))
+
+    async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> Cost:
+        beams = [beam for tree in trees for beam in tree.beams]
+        length = beams[0].length
+        rooms = [self._room(tree) for tree in trees]
+        room = min(
+            (room - tree.num_live_nodes) // len(tree.beams) for tree, room in zip(trees, rooms, strict=True)
+        )
+        plan = self._planner.plan(len(beams), self._rules.max_tokens - length - 1, room * len(beams))
+        self._ledger.switch(Stage.DRAFT)
+        proposals, cost = await self._drafts.propose(beams, plan, parent)
+        self._ledger.settle(cost, Stage.VERIFY)
+        of_beam = dict(zip(beams, proposals, strict=True))
+        for tree, room in zip(trees, rooms, strict=True):
+            for beam in tree.beams:
+                tree.add(beam, of_beam[beam], room)
+        return cost
+
+    def _room(self, tree: BeamTree) -> int:
+        """Most nodes of a tree, draft tokens included."""
+        return min(MAX_TREE_NODES, self._longest_len - len(self._prompt) - tree.prefix.length)
+
+    async def _verify(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[list[Verdict], Cost]:
+        """The verdicts on all trees, which the target runs in one pass if it can; the cost of the slowest."""
+        self._ledger.switch(Stage.VERIFY)
+        taken: set[int] = set()
+        calls = []
+        for tree in trees:
+            target, committed = self._targets.moved_to(tree.prefix, taken)
+            calls.append(target.verify(committed, tree.proposal(len(committed)), parent))
+        try:
+            answers = await together(calls)
+        except ServiceUnavailableError:
+            self._ledger.fail()
+            raise
+        cost = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
+        cost.num_cached_tokens = sum(cost.num_cached_tokens for _, cost in answers)
+        self._ledger.settle(cost, Stage.RULE)
+        return [verdict for verdict, _ in answers], cost
+
+    def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:
+        """Step as far as the rows go; returns the number of steps, at least one."""
+
+        drafted = {place: node for tree in trees for place, node in tree.drafted.items()}
+
+        def extend(beam: Beam, token_id: int) -> Beam:
+            return drafted.get((beam, token_id)) or Beam(beam, token_id)
+
+        num_steps = 0
+        while not self._search.ended and all(each.beam in rows for each in self._search.live):
+            self._search.step(rows, extend)
+            num_steps += 1
+        return num_steps

@@ -1,0 +1,1 @@
+"""A model with some of its blocks left out, which drafts for the whole one."""

@@ -1,0 +1,92 @@
+"""Which blocks a target can spare, on disk: what `specwire search-layers` has found, and for which target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from specwire.config.blocks import Block, parse_skip
+from specwire.config.fields import AUTO
+from specwire.core import ModelInfo
+from specwire.engine.heads.files import replace_file
+from specwire.errors import ConfigError, ModelLoadError
+
+BESIDE = "layers.json"
+"""Name of the file beside a model."""
+_KIND = "specwire-layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best blocks to leave out, and what they promise under greedy decoding.
+
+    Attributes:
+        target: name of the target, for people.
+        target_fingerprint: of its config and weights.
+        skip: as `parse_skip` reads it.
+        num_draft_tokens: of a round.
+        tokens_a_pass: that a round commits.
+        cost: of a draft pass, in passes of the target.
+        speedup: predicted, over plain decoding.
+        num_tried: sets of blocks that were tried.
+    """
+
+    target: str
+    target_fingerprint: str
+    skip: str
+    num_draft_tokens: int
+    tokens_a_pass: float
+    cost: float
+    speedup: float
+    num_tried: int
+
+
+def save(path: Path, found: Found) -> None:
+    """Write the file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps({"kind": _KIND, **asdict(found)}, indent=2) + "\n").encode())
+
+
+def read(path: Path) -> Found:
+    """Raises:
+    ModelLoadError: there is none, or it is another file; names it.
+    """
+    try:
+        given = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelLoadError(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise ModelLoadError(f"{path}: is not JSON") from None
+    if not isinstance(given, dict) or given.get("kind") != _KIND:
+        raise ModelLoadError(f"{path}: names no blocks; `specwire search-layers` writes such files")
+    names = [field.name for field in fields(Found)]
+    if missing := [name for name in names if name not in given]:
+        raise ModelLoadError(f"{path}: lacks {', '.join(missing)}")
+    return Found(**{name: given[name] for name in names})
+
+
+def chosen(layers: str, directory: Path, info: ModelInfo) -> tuple[Block, ...]:
+    """The blocks that `--layers` names.
+
+    Args:
+        layers: a list of blocks, a file, or `auto`.
+        directory: of the target, where `auto` looks.
+
+    Raises:
+        ModelLoadError: the file is not there, or is another target's.
+    """
+    is_file = Path(layers).is_file()
+    try:
+        if layers != AUTO and not is_file:
+            return parse_skip("layers", layers)
+        path = Path(layers) if is_file else directory / BESIDE
+        found = read(path)
+        if found.target_fingerprint != info.weights_fingerprint:
+            raise ModelLoadError(
+                f"{path}: blocks of {found.target!r} ({found.target_fingerprint or 'no weights'}), not of "
+                f"{info.name!r} ({info.weights_fingerprint or 'no weights'})"
+            )
+        return parse_skip("layers", found.skip)
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from None

@@ -1,0 +1,258 @@
+"""Beam search through real services: texts, scores and order of transformers' `generate(num_beams=...)`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.v1 import generation_pb2_grpc
+from specwire.wire.client import generate_request, resume_info_from_proto, resuming_request
+from tests.support import encoder_decoders, tiny_models
+from tests.support.harness import LocalStack, local_stack
+from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+
+FAMILIES = ("llama", "gpt2", "t5")
+PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]
+MAX_TOKENS = 20
+BEAMS = SamplingParams(
+    temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, num_beams=4, num_return_sequences=4
+)
+PENALTIES = (0.0, 1.0, 2.0)
+STOPPING: tuple[bool | str, ...] = (False, True, "never")
+SHAPES: list[dict[str, Any]] = [
+    {"draft": "off"},
+    {"num_draft_tokens": 3},
+    {"num_draft_tokens": 8, "max_depth": 3},
+    {},
+]
+
+
+def build(family: str) -> Any:
+    return (encoder_decoders if family in encoder_decoders.FAMILIES else tiny_models).build(family)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: Any) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def pair(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp(family)
+    if family in encoder_decoders.FAMILIES:
+        target = encoder_decoders.save(directory / "target", family)
+        return target, encoder_decoders.save(directory / "draft", family, noise=0.02)
+    return save_target(directory / "target", family), save_good_draft(directory / "draft", family)
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    with local_stack(*pair) as running:
+        yield running
+
+
+Texts = list[tuple[list[int], float]]
+"""With their scores, best first."""
+
+
+def expected(family: str, prompt: Sequence[int], params: SamplingParams) -> Texts:
+    """By transformers' own `generate`."""
+    names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
+    settings = tuple((name, getattr(params, name)) for name in names)
+    return _generated(family, tuple(prompt), params.max_tokens or 0, params.stop_token_ids, settings)
+
+
+@functools.cache
+@torch.inference_mode()
+def _generated(
+    family: str, prompt: tuple[int, ...], most: int, ends: tuple[int, ...], settings: tuple[tuple[str, Any]]
+) -> Texts:
+    model = build(family)
+    model.generation_config.eos_token_id = list(ends) or None
+    has_encoder = family in encoder_decoders.FAMILIES
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=most,
+        do_sample=False,
+        use_cache=not has_encoder,
+        return_dict_in_generate=True,
+        output_scores=True,
+        pad_token_id=0,
+        **dict(settings),
+    )
+    start = 1 if has_encoder else len(prompt)
+    texts = [cut(sequence[start:].tolist(), ends, most) for sequence in output.sequences]
+    return list(zip(texts, output.sequences_scores.tolist(), strict=True))
+
+
+def cut(token_ids: list[int], ends: Sequence[int], most: int) -> list[int]:
+    """Without what fills the row up: nothing of it comes before the first end token."""
+    found = next((i for i, token_id in enumerate(token_ids) if token_id in ends), None)
+    assert found is not None or len(token_ids) == most
+    return token_ids if found is None else token_ids[: found + 1]
+
+
+def ends_of(family: str, num: int) -> tuple[int, ...]:
+    """Tokens that end some of the texts early: some that beams without an end have at their fourth to ninth
+    place."""
+    texts = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
+    inner = [text[place] for place in (8, 5, 3) for text in texts]
+    return tuple(dict.fromkeys(inner))[:num]
+
+
+def check(done: Completion, wanted: Texts) -> None:
+    assert [list(each.token_ids) for each in done.hypotheses] == [text for text, _ in wanted]
+    assert [each.score for each in done.hypotheses] == pytest.approx([score for _, score in wanted], rel=1e-4)
+    best = done.hypotheses[0]
+    assert (done.token_ids, done.finish_reason) == (best.token_ids, best.finish_reason)
+
+
+@pytest.mark.parametrize("num_ends", [0, 1, 2])
+def test_texts_scores_and_order_are_those_of_generate(stack: LocalStack, family: str, num_ends: int) -> None:
+    """For every length penalty and way to stop, with and without a draft, chains and trees."""
+    base = replace(BEAMS, stop_token_ids=ends_of(family, num_ends))
+    shapes, prompts = itertools.cycle(SHAPES), itertools.cycle(PROMPTS[1:] + PROMPTS[:1])
+    settings = list(itertools.product(PENALTIES, STOPPING)) if num_ends else [(1.0, False)]
+    lengths = set()
+    for length_penalty, early_stopping in settings:
+        params = replace(base, length_penalty=length_penalty, early_stopping=early_stopping)
+        for prompt in [next(prompts)] if num_ends else PROMPTS:
+            wanted = expected(family, prompt, params)
+            lengths |= {len(text) for text, _ in wanted}
+            done = stack.client.generate(params=replace(params, **next(shapes)), prompt_token_ids=prompt)
+            check(done, wanted)
+            assert done.usage.prompt_tokens == len(prompt)
+    assert num_ends == 0 or len(lengths) > 2, "texts end at several places"
+    stack.assert_idle_within(2.0)
+
+
+def test_settings_matter(family: str) -> None:
+    """The negative control: the comparison above fails for other settings than those that were asked for."""
+    ends = ends_of(family, 1)
+    base = replace(BEAMS, stop_token_ids=ends)
+    changes: dict[str, dict[str, Any]] = {
+        "base": {},
+        "beams": {"num_beams": 5},
+        "penalty": {"length_penalty": 2.0},
+        "ends": {"stop_token_ids": ()},
+    }
+    found = {
+        name: [expected(family, prompt, replace(base, **changed)) for prompt in PROMPTS]
+        for name, changed in changes.items()
+    }
+    for name in ("beams", "penalty", "ends"):
+        assert found[name] != found["base"], name
+
+
+def test_drafts_save_passes(stack: LocalStack, family: str) -> None:
+    """Steps that a draft covers take no pass of their own; without one, a pass is a step."""
+    prompt, counts = PROMPTS[0], {}
+    shapes: dict[str, dict[str, Any]] = {
+        "off": {"draft": "off"},
+        "tree": {"num_draft_tokens": 12, "max_depth": 4},
+    }
+    for name, shape in shapes.items():
+        done = stack.client.generate(params=replace(BEAMS, **shape), prompt_token_ids=prompt)
+        counts[name] = done.speculation
+    assert (counts["off"].num_rounds, counts["off"].num_draft_tokens) == (MAX_TOKENS, 0)
+    assert counts["tree"].num_accepted_tokens == MAX_TOKENS - counts["tree"].num_rounds > 2
+    assert [each.source for each in counts["tree"].by_source] == ["num_beams"]
+
+
+@pytest.mark.parametrize("num_beams", [2, 12])
+def test_other_widths(stack: LocalStack, family: str, num_beams: int) -> None:
+    """Live beams of 12 do not fit into one tree once they part: they are verified in several."""
+    params = replace(BEAMS, num_beams=num_beams, num_return_sequences=2, max_tokens=12)
+    for prompt in PROMPTS:
+        done = stack.client.generate(params=params, prompt_token_ids=prompt)
+        check(done, expected(family, prompt, params))
+
+
+def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
+    """A draft that is always wrong saves nothing and changes nothing; a target without trees runs each beam
+    alone."""
+    target, draft = save_target(tmp_path / "target"), save_hostile_draft(tmp_path / "draft")
+    params = replace(BEAMS, num_draft_tokens=3)
+    wanted = expected("llama", PROMPTS[0], BEAMS)
+    with local_stack(target, draft) as stack:
+        done = stack.client.generate(params=params, prompt_token_ids=PROMPTS[0])
+        check(done, wanted)
+        assert done.speculation.num_rounds >= MAX_TOKENS - 1
+    with local_stack(target, draft, verify_options={"batch_invariant": True}) as stack:
+        check(stack.client.generate(params=params, prompt_token_ids=PROMPTS[0]), wanted)
+
+
+def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -> None:
+    """One chunk, then the completion."""
+    with stack.client.stream(params=BEAMS, prompt_token_ids=PROMPTS[0]) as stream:
+        chunks = list(stream)
+    assert [chunk.token_ids for chunk in chunks] == [list(stream.completion.token_ids)]
+
+
+def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) -> None:
+    """Another coordinator sends what is left of the best text, and the same completion."""
+    [text, *_] = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
+    request = generate_request(None, BEAMS, PROMPTS[0])
+    with grpc.insecure_channel(stack.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        first, last = stub.Generate(iter([request]), timeout=60)
+        again = resuming_request(request, resume_info_from_proto(first.resume_info), text[:5])
+        chunk, completion = stub.Generate(iter([again]), timeout=60)
+    assert [token.id for token in chunk.chunk.tokens] == text[5:]
+    assert completion.completion.hypotheses == last.completion.hypotheses
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.0},
+    "seed": {"seed": 3},
+    "rule": {"rule": Rule.KSEQ},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {3: 1.0}},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.1},
+    "logprobs": {"logprobs": 2},
+    "draft": {"draft": "ngram"},
+    "num_beams": {"num_beams": 16, "stop_token_ids": (3, 4, 5, 6, 7)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_combine_is_refused_by_name(stack: LocalStack, name: str) -> None:
+    """Before anything is run."""
+    with pytest.raises(UnsupportedError) as refusal:
+        stack.client.generate(params=replace(BEAMS, **REFUSED[name]), prompt_token_ids=PROMPTS[0])
+    assert refusal.value.field == name
+
+
+def test_values_out_of_range_are_refused_by_name() -> None:
+    """When the parameters are made, or the request is."""
+    values: list[tuple[str, Any]] = [
+        ("num_beams", 0),
+        ("num_beams", 17),
+        ("num_return_sequences", 17),
+        ("length_penalty", float("inf")),
+        ("early_stopping", "always"),
+    ]
+    for name, value in values:
+        with pytest.raises(InvalidRequestError, match=name):
+            replace(BEAMS, **{name: value})
+    for name, params in (
+        ("num_return_sequences", replace(BEAMS, num_return_sequences=5)),
+        ("length_penalty", SamplingParams(length_penalty=2.0)),
+        ("early_stopping", SamplingParams(early_stopping=True)),
+    ):
+        with pytest.raises(InvalidRequestError, match=name):
+            generate_request(None, params, PROMPTS[0])

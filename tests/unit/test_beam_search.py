@@ -1,0 +1,173 @@
+"""Beam search without a model: its result by enumeration, and how live beams are packed into trees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.beams.drafting import BeamPlanner
+from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
+from specwire.core import Logprobs, Proposal
+from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping, Scored
+
+VOCAB = 3
+END = 2
+LENGTH = 4
+
+
+def model(seed: int) -> Mapping[tuple[int, ...], np.ndarray]:
+    """Log probabilities after every text of a tiny language."""
+    rng = np.random.default_rng(seed)
+    texts = [text for n in range(LENGTH) for text in itertools.product(range(VOCAB), repeat=n)]
+    return {text: np.log(rng.dirichlet(np.ones(VOCAB))).astype(np.float32) for text in texts}
+
+
+def row(values: np.ndarray, num_top: int) -> Logprobs:
+    best = np.argsort(-values, kind="stable")[:num_top]
+    return Logprobs(best, values[best], len(best))
+
+
+def searched(rules: BeamRules, seed: int) -> Sequence[Scored]:
+    language, search = model(seed), BeamSearch(rules)
+    while not search.ended:
+        beams = [each.beam for each in search.live]
+        search.step({beam: row(language[tuple(beam.tokens())], rules.num_top) for beam in beams})
+    return search.finished
+
+
+def all_texts(seed: int, length_penalty: float) -> list[tuple[float, tuple[int, ...]]]:
+    """Every text that ends, or has the longest length, with its score; best first."""
+    language, found = model(seed), []
+    for length in range(1, LENGTH + 1):
+        for text in itertools.product(range(VOCAB), repeat=length):
+            if END in text[:-1] or (length < LENGTH and text[-1] != END):
+                continue
+            score = sum(float(language[text[:i]][token]) for i, token in enumerate(text))
+            found.append((score / length**length_penalty, text))
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_a_search_with_enough_beams_finds_the_best_texts(length_penalty: float) -> None:
+    """Compared with all texts: no live beam is ever dropped, so that the result is exact."""
+    num_beams = 16
+    for seed in range(5):
+        rules = BeamRules(
+            num_beams=num_beams,
+            max_tokens=LENGTH,
+            end_ids=frozenset([END]),
+            length_penalty=length_penalty,
+            early_stopping=EarlyStopping.NEVER,
+        )
+        found = searched(rules, seed)
+        expected = all_texts(seed, length_penalty)[:num_beams]
+        assert [tuple(each.beam.tokens()) for each in found] == [text for _, text in expected]
+        assert np.allclose([each.score for each in found], [score for score, _ in expected], atol=1e-5)
+
+
+def test_few_beams_may_miss_them() -> None:
+    """The negative control: with two beams the comparison above fails for some language."""
+    rules = BeamRules(num_beams=2, max_tokens=LENGTH, end_ids=frozenset([END]), length_penalty=2.0)
+    missed = [
+        seed
+        for seed in range(20)
+        if tuple(searched(rules, seed)[0].beam.tokens()) != all_texts(seed, 2.0)[0][1]
+    ]
+    assert missed
+
+
+def test_a_search_that_stops_at_once_has_no_more_steps() -> None:
+    """Two texts that end are enough for it, whatever the live beams may come to."""
+    for seed in range(20):
+        rules: dict[str, Any] = {
+            "num_beams": 2,
+            "max_tokens": LENGTH,
+            "end_ids": frozenset([END]),
+            "length_penalty": 2.0,
+        }
+        early = searched(BeamRules(**rules, early_stopping=EarlyStopping.AT_ONCE), seed)
+        late = searched(BeamRules(**rules, early_stopping=EarlyStopping.NEVER), seed)
+        assert late[0].score >= early[0].score
+
+
+def grown(num_beams: int, depth: int, seed: int) -> list[Beam]:
+    """Distinct beams of one length, which share what they have in common."""
+    rng, beams = random.Random(seed), [Beam()]
+    for _ in range(depth):
+        children = [Beam(beam, token_id) for beam in beams for token_id in range(4)]
+        beams = rng.sample(children, min(num_beams, len(children)))
+    return beams
+
+
+@pytest.mark.parametrize("most", [0, 5, 16, 64])
+def test_beams_are_packed_into_trees_of_limited_size(most: int) -> None:
+    """Each beam is in one tree, as its prefix or a node; parents come before children."""
+    for seed in range(20):
+        beams = grown(6, 12, seed)
+        trees = packed(beams, most)
+        assert sorted((beam for tree in trees for beam in tree.beams), key=id) == sorted(beams, key=id)
+        for tree in trees:
+            assert len(tree.nodes) <= most
+            proposal = tree.proposal(tree.prefix.length)
+            for beam in tree.beams:
+                below = beam.tokens(tree.prefix.length)
+                assert [*tree.prefix.tokens(), *below] == beam.tokens()
+                assert follow(proposal, below) is not None
+            assert all(proposal.parent(node) < node for node in range(len(tree.nodes)))
+        assert len(trees) == 1 or most < 64 or len(trees) < len(beams)
+
+
+def follow(proposal: Proposal, token_ids: Sequence[int]) -> int | None:
+    """The node that these tokens lead to."""
+    node = -1
+    for token_id in token_ids:
+        found = [child for child in proposal.children(node) if proposal.token_ids[child] == token_id]
+        if not found:
+            return None
+        [node] = found
+    return node
+
+
+def test_draft_tokens_follow_their_beams_within_the_room() -> None:
+    """Of a chain and of a tree; a token that is proposed twice is one node."""
+    one, other = (Beam(Beam(), token_id) for token_id in (7, 8))
+    other.parent = one.parent
+    tree = BeamTree([one, other])
+    tree.add(one, Proposal(1, [1, 2], source="draft"), 8)
+    tree.add(other, Proposal(1, [1, 3, 4], source="draft", parents=[-1, -1, 1]), 6)
+    assert tree.proposal(0).token_ids == [7, 8, 1, 2, 1, 3]
+    assert tree.proposal(0).parents == [-1, -1, 0, 2, 1, 1]
+    assert drafts_of([tree], 0).parents == [-1, 0, -1, -1]
+    assert drafts_of([tree], 0).source == "num_beams"
+    tree.add(one, Proposal(1, [1, 5], source="draft"), 8)
+    assert len(tree.nodes) == 7
+    assert tree.drafted[one, 1] is tree.nodes[2]
+
+
+def test_the_common_ancestor_is_the_longest_text_that_both_begin_with() -> None:
+    """Of beams of any two lengths."""
+    root = Beam()
+    stem = Beam(Beam(root, 1), 2)
+    left, right = Beam(Beam(stem, 3), 4), Beam(stem, 5)
+    assert common_ancestor(left, right) is stem
+    assert common_ancestor(stem, left) is stem
+    assert common_ancestor(right, right) is right
+
+
+def test_drafting_stops_where_it_is_slower_and_is_tried_again() -> None:
+    """Rounds with a draft take twice as long a step: they are rare, and not for ever."""
+    planner, drafted = BeamPlanner(None, None), 0
+    for _ in range(200):
+        drafts = planner.plan(4, 10, 40).num_draft_tokens > 0
+        drafted += drafts
+        planner.observe(1, 2000 if drafts else 1000)
+    assert 2 < drafted < 16
+    fixed = BeamPlanner(5, 0)
+    for _ in range(9):
+        assert fixed.plan(4, 10, 40).num_draft_tokens == 5
+        fixed.observe(1, 10**9)
