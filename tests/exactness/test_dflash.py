@@ -1,6 +1,7 @@
 """A target with a block drafter: the text of plain decoding, and the distribution under every rule.
 
-Over real services. The drafter has random weights: it is right as often as chance has it.
+Over real services. Text with a drafter of random weights, which is right as often as chance has it;
+distributions with one that guesses well, and one that likes best what the target likes least.
 """
 
 from __future__ import annotations
@@ -8,21 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import coordinator.generation
+import verify_service.own
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
-from tests.support.blocks import save_block_drafter
-from tests.support.harness import LocalStack, local_stack
+from specwire.core import Outcome, Proposal, Verdict
+from specwire.rule import acceptance
+from tests.support.blocks import save_block_drafter, save_markov_pair
+from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model, save_target
-from tests.support.statistics import FALSE_ALARM_RATE
-from tests.support.tiny_models import save
+from tests.support.pairs import MARKOV_VOCAB_SIZE, logits_of, save_target
+from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 DFLASH = '{"method": "dflash"}'
 GUMBEL = SamplingParams(max_tokens=48, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
 KINDS = [
@@ -42,7 +47,7 @@ SHAPES: list[dict[str, int]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["goes on", "waits"])
+@pytest.fixture(scope="module", params=[True, SLOW(False)], ids=["goes on", "waits"])
 def stack(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     directory: Path = tmp_path_factory.mktemp("dflash")
     target, drafter = save_target(directory / "target"), save_block_drafter(directory / "drafter")
@@ -84,28 +89,22 @@ FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
 """Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
 
 
+@pytest.fixture(scope="module", params=["good", SLOW("hostile")])
+def markov(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_markov_pair(tmp_path_factory.mktemp("markov"), is_hostile=request.param == "hostile")
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(markov: tuple[Path, Path]) -> Iterator[str]:
     """Of two processes, started as `specwire up --draft dflash:DIR` does."""
-    directory: Path = tmp_path_factory.mktemp("markov")
-    target = save(markov_model(), directory / "target")
-    mask = {"mask_token_id": 0, "target_layer_ids": [0], "max_position_embeddings": 4096}
-    drafter = save_block_drafter(directory / "drafter", **mask)
-    config = UpConfig(
-        target=str(target),
-        draft=f"dflash:{drafter}",
-        dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="3",
-        num_threads=1,
-    )
-    with Stack(config) as stack:
-        yield stack.address
+    target, drafter = markov
+    with float32_processes(target, f"dflash:{drafter}", num_draft_tokens="2") as address:
+        yield address
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
-def test_the_distribution_is_the_targets(address: str, rule: Rule) -> None:
-    params, logits = SamplingParams(max_tokens=NUM_TOKENS, rule=rule), markov_logits(markov_model())
+@pytest.mark.parametrize("rule", [Rule.REJECTION, SLOW(Rule.BLOCK), SLOW(Rule.GUMBEL)])
+def test_the_distribution_is_the_targets(address: str, markov: tuple[Path, Path], rule: Rule) -> None:
+    params, logits = SamplingParams(max_tokens=NUM_TOKENS, rule=rule), logits_of(markov[0])
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))
     assert sum(done.speculation.num_draft_tokens for done in completions) > NUM_STREAMS * NUM_TOKENS / 4
     assert fit_p_value(completions, logits, params) > FALSE_ALARM_RATE
@@ -114,7 +113,36 @@ def test_the_distribution_is_the_targets(address: str, rule: Rule) -> None:
     assert fit_p_value(joint, logits, few, num_before=2) > FALSE_ALARM_RATE
 
 
+def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
+    """A good drafter's first token is accepted, and a hostile one's never: the tests above have both."""
+    params = SamplingParams(max_tokens=60, temperature=0, num_draft_tokens=1)
+    [done] = asyncio.run(_sample(address, params, 1))
+    is_hostile = "hostile" in request.node.name
+    assert done.speculation.num_rounds > 50 if is_hostile else done.speculation.num_rounds < 35
+
+
 async def _sample(address: str, params: SamplingParams, num: int) -> list[Completion]:
     async with AsyncClient(address) as client:
         each = [replace(params, seed=seed) for seed in range(num)]
         return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in each))
+
+
+def believing(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
+    """Takes a proposal at its word where its tokens are likely ones of the target."""
+    if proposal.token_ids and all(probs[0] > 0.09 for probs in verdict.target_probs):
+        return Outcome(range(len(proposal.token_ids)), verdict.target_token_ids[-1])
+    return acceptance.accept(proposal, verdict, params, seed)
+
+
+def test_control_a_rule_that_believes_the_drafter_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail."""
+    target, drafter = save_markov_pair(tmp_path)
+    monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=believing))
+    monkeypatch.setattr(verify_service.own, "acceptance", SimpleNamespace(accept=believing))
+    options = {"speculative_config": DFLASH, "num_draft_tokens": "2"}
+    params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.REJECTION)
+    with local_stack(target, coordinator_options=options, verify_options={"dflash": str(drafter)}) as running:
+        completions = asyncio.run(_sample(running.address, params, NUM_STREAMS))
+    assert fit_p_value(completions, logits_of(target), params) < CLEARLY_WRONG

@@ -8,27 +8,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import coordinator.generation
 import verify_service.own
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.mtp import save_markov_target, save_mtp_target
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits
+from tests.support.pairs import MARKOV_VOCAB_SIZE, logits_of
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 MTP = '{"method": "mtp"}'
 GUMBEL = SamplingParams(max_tokens=48, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
 KINDS = [
@@ -47,7 +45,7 @@ SHAPES: list[dict[str, int]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["mellum", "glm4_moe", "hostile"])
+@pytest.fixture(scope="module", params=["mellum", SLOW("glm4_moe"), SLOW("hostile")])
 def target(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With one layer and a window, with two layers, and with one that guesses wrong."""
     is_hostile = request.param == "hostile"
@@ -55,7 +53,7 @@ def target(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mtp_target(tmp_path_factory.mktemp("mtp") / "target", family, is_hostile=is_hostile)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["goes on", "waits"])
+@pytest.fixture(scope="module", params=[True, SLOW(False)], ids=["goes on", "waits"])
 def stack(request: Any, target: Path) -> Iterator[LocalStack]:
     options = {"speculative_config": MTP, "verify_ahead": request.param, "num_draft_tokens": "auto"}
     with local_stack(target, coordinator_options=options, verify_options={"mtp": True}) as running:
@@ -96,32 +94,20 @@ FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
 """Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
 
 
-@pytest.fixture(scope="module", params=["good", "hostile"])
+@pytest.fixture(scope="module", params=["good", SLOW("hostile")])
 def markov(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("markov") / "target"
     return save_markov_target(directory, is_hostile=request.param == "hostile")
 
 
-def logits_of(target: Path) -> torch.Tensor:
-    return markov_logits(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32))
-
-
 @pytest.fixture(scope="module")
 def address(markov: Path) -> Iterator[str]:
     """Of two processes, started as `specwire up --draft mtp` does."""
-    config = UpConfig(
-        target=str(markov),
-        draft="mtp",
-        dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="2",
-        num_threads=1,
-    )
-    with Stack(config) as stack:
-        yield stack.address
+    with float32_processes(markov, "mtp", num_draft_tokens="2") as address:
+        yield address
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, SLOW(Rule.BLOCK), SLOW(Rule.GUMBEL)])
 def test_the_distribution_is_the_targets(address: str, markov: Path, rule: Rule) -> None:
     params, logits = SamplingParams(max_tokens=NUM_TOKENS, rule=rule), logits_of(markov)
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))

@@ -96,6 +96,7 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "kseq",
         "lists",
         "INNER>model",
+        "num_beams",
         "heads",
         "layers",
         "mtp",

@@ -1,4 +1,7 @@
-"""Layers for multi-token prediction through real services: losses, memory, refusals, `specwire drafts`."""
+"""Layers for multi-token prediction and block drafters, whose keys lie in the target's pages.
+
+Through real services: losses, memory, refusals, `specwire drafts`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,9 +18,10 @@ from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
-from specwire.errors import ConfigError, ModelLoadError
+from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from specwire.testing.delay_proxy import Link
 from tests.support import encoder_decoders
+from tests.support.blocks import save_block_drafter
 from tests.support.harness import LocalStack, local_stack
 from tests.support.mtp import save_mtp_target
 from tests.support.pairs import save_target
@@ -27,36 +31,60 @@ PROMPT = [5, 9, 11, 2, 7, 4]
 GREEDY = SamplingParams(max_tokens=32, temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_mtp_target(tmp_path_factory.mktemp("mtp") / "target")
+class Served(NamedTuple):
+    """A target, and what it drafts with."""
+
+    source: str
+    target: Path
+    options: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["mtp", "dflash"])
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    if request.param == "mtp":
+        return Served("mtp", save_mtp_target(directory / "target"), {"mtp": True})
+    drafter = save_block_drafter(directory / "drafter")
+    return Served("dflash", save_target(directory / "target"), {"dflash": str(drafter)})
 
 
 @pytest.fixture(scope="module")
-def stack(target: Path) -> Iterator[LocalStack]:
-    """With a link between coordinator and verify; the layers are not the default."""
-    with local_stack(target, verify_options={"mtp": True}, verify_link=Link()) as running:
+def stack(served: Served) -> Iterator[LocalStack]:
+    """With a link between coordinator and verify; by default nothing is drafted."""
+    with local_stack(served.target, verify_options=served.options, verify_link=Link()) as running:
         yield running
 
 
-def test_a_request_may_ask_for_them(stack: LocalStack) -> None:
+def test_a_request_may_ask_for_them(served: Served, stack: LocalStack) -> None:
+    source = served.source
     plain = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
     assert not plain.speculation.by_source
-    done = stack.client.generate(params=replace(GREEDY, draft="mtp"), prompt_token_ids=PROMPT)
+    done = stack.client.generate(params=replace(GREEDY, draft=source), prompt_token_ids=PROMPT)
     assert done.token_ids == plain.token_ids
-    assert [each.source for each in done.speculation.by_source] == ["mtp"]
-    for other in ("heads", "ngram,mtp"):
-        with pytest.raises(InvalidRequestError, match=f"draft={other}: is not offered here: .*mtp"):
+    assert [each.source for each in done.speculation.by_source] == [source]
+    for other in ("heads", f"ngram,{source}"):
+        with pytest.raises(InvalidRequestError, match=f"draft={other}: is not offered here: .*{source}"):
             stack.client.generate(params=replace(GREEDY, draft=other), prompt_token_ids=PROMPT)
 
 
+def test_trees(served: Served, stack: LocalStack) -> None:
+    """Of a block drafter alone: layers for multi-token prediction draft chains."""
+    params = replace(GREEDY, draft=served.source, num_draft_tokens=12, max_depth=3)
+    if served.source == "mtp":
+        with pytest.raises(UnsupportedError, match="max_depth=3: draft=mtp makes chains only"):
+            stack.client.generate(params=params, prompt_token_ids=PROMPT)
+        return
+    done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert done.speculation.num_draft_tokens > 10 * done.speculation.num_rounds
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_a_lost_target_changes_no_text(stack: LocalStack, temperature: float) -> None:
+def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temperature: float) -> None:
     """The connection is cut again and again while the text is read; each time a new sequence is opened."""
     params = replace(GREEDY, temperature=temperature, max_tokens=120, num_draft_tokens=3)
     plain = stack.client.generate(params=params, prompt_token_ids=PROMPT)
     assert stack.verify_proxy is not None
-    with stack.client.stream(None, replace(params, draft="mtp"), prompt_token_ids=PROMPT) as running:
+    with stack.client.stream(None, replace(params, draft=served.source), prompt_token_ids=PROMPT) as running:
         for number, _ in enumerate(running):
             if number in (5, 15):
                 stack.verify_proxy.cut()
@@ -64,11 +92,11 @@ def test_a_lost_target_changes_no_text(stack: LocalStack, temperature: float) ->
     stack.assert_idle_within(5.0)
 
 
-def test_a_cache_that_is_too_small(target: Path) -> None:
+def test_a_cache_that_is_too_small(served: Served) -> None:
     """Sequences lose their pages to one another, and drafts find no room: the text stays."""
-    options = {"mtp": True, "num_kv_tokens": 96}
-    params = replace(GREEDY, max_tokens=60, draft="mtp", num_draft_tokens=4)
-    with local_stack(target, verify_options=options) as running:
+    options = served.options | {"num_kv_tokens": 96}
+    params = replace(GREEDY, max_tokens=60, draft=served.source, num_draft_tokens=4)
+    with local_stack(served.target, verify_options=options) as running:
         client = running.client
         plain = client.generate(params=replace(GREEDY, max_tokens=60, draft="off"), prompt_token_ids=PROMPT)
         with contextlib.ExitStack() as opened:
@@ -80,22 +108,32 @@ def test_a_cache_that_is_too_small(target: Path) -> None:
         running.assert_idle_within(5.0)
 
 
-def test_the_command_drafts(stack: LocalStack) -> None:
-    stack.client.generate(params=replace(GREEDY, draft="mtp", num_draft_tokens=2), prompt_token_ids=PROMPT)
+def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
+    params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
+    stack.client.generate(params=params, prompt_token_ids=PROMPT)
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
     rows = {line.split()[0]: line for line in shown}
     assert rows["heads"].split()[1] == "no"
-    assert rows["mtp"].split()[1] == "yes"
+    assert rows[served.source].split()[1] == "yes"
     by_source = stack.client.get_status().by_source
-    [num_rounds] = [each.num_drafts for each in by_source if each.source == "mtp"]
-    assert f" {num_rounds} " in rows["mtp"]
+    [num_rounds] = [each.num_drafts for each in by_source if each.source == served.source]
+    assert f" {num_rounds} " in rows[served.source]
 
 
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-def test_targets_without_them(target: Path, tmp_path: Path) -> None:
-    plain = save_target(tmp_path / "plain")
+def test_targets_without_them(tmp_path: Path) -> None:
+    target, plain = save_mtp_target(tmp_path / "target"), save_target(tmp_path / "plain")
+    for drafter, problem in (
+        (save_block_drafter(tmp_path / "wide", hidden_size=16), "is for states of 16, and the target has 32"),
+        (plain, "'llama' is no block drafter"),
+    ):
+        with (
+            pytest.raises(ModelLoadError, match=problem),
+            local_stack(plain, verify_options={"dflash": str(drafter)}),
+        ):
+            pass
     with (
         pytest.raises(ModelLoadError, match="'llama' has no layers for multi-token prediction"),
         local_stack(plain, verify_options={"mtp": True}),
@@ -113,11 +151,12 @@ def test_targets_without_them(target: Path, tmp_path: Path) -> None:
         running.client.generate(params=replace(GREEDY, draft="mtp"), prompt_token_ids=PROMPT)
 
 
-def test_an_encoder_decoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "value"), [("mtp", True), ("dflash", "drafter")])
+def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
     t5 = encoder_decoders.save(tmp_path / "t5", "t5")
     with (
-        pytest.raises(ModelLoadError, match="is an encoder-decoder, which is not served with --mtp"),
-        local_stack(t5, verify_options={"mtp": True}),
+        pytest.raises(ModelLoadError, match=f"is an encoder-decoder, which is not served with --{source}"),
+        local_stack(t5, verify_options={source: value}),
     ):
         pass
 
@@ -152,8 +191,11 @@ def test_what_does_not_combine(make: Any, problem: str) -> None:
         make()
 
 
-def test_what_is_passed_on() -> None:
+def test_what_is_passed_on(tmp_path: Path) -> None:
     """The flag to verify, the rest to the coordinator; there is no draft service."""
+    block = UpConfig(draft=f"dflash:{tmp_path}")
+    assert (block.draft_model, block.own) == ("none", ("dflash", str(tmp_path)))
+    assert CoordinatorConfig(speculative_config=block.coordinator_speculation).own_source == "dflash"
     given = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     for config in (UpConfig(draft="mtp"), UpConfig(speculative_config=given)):
         assert (config.draft_model, config.own) == ("none", ("mtp", ""))
