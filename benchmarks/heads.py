@@ -60,16 +60,20 @@ def config(heads: Path, **settings: Any) -> UpConfig:
     return UpConfig(draft=f"heads:{heads}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
 
 
-def tokens(heads: Path, num_prompts: int, num_tokens: int) -> Part:
-    """Tokens a pass of each shape, and whether the texts are those of plain decoding."""
+def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens: int) -> Part:
+    """Tokens a pass of each shape, and whether the texts are those of plain decoding.
+
+    Args:
+        own: of a stack whose target drafts for itself.
+    """
     prompts, rows, num_equal, num_texts = cut_prompts(num_prompts), [], 0, 0
     best: dict[str, float] = {}
-    with Stack(config(heads)) as stack:
+    with Stack(own) as stack:
         for kind, params in KINDS.items():
             params = replace(params, max_tokens=num_tokens)  # noqa: PLW2901
             plain = asyncio.run(generate_all(stack.address, prompts, replace(params, num_draft_tokens=0)))
             row = []
-            for shape in SHAPES:
+            for shape in shapes:
                 done = asyncio.run(generate_all(stack.address, prompts, shape.of(params)))
                 num_rounds = sum(each.speculation.num_rounds for each in done)
                 row.append(sum(len(each.token_ids) for each in done) / num_rounds)
@@ -86,12 +90,17 @@ def tokens(heads: Path, num_prompts: int, num_tokens: int) -> Part:
         f"{num_prompts} prompts, {num_tokens} tokens each, the first pass included; Gumbel at temperature 1."
     )
     return Part(
-        bars=bars, text=f"## Tokens a pass\n\n{about}\n\n{table(['', *map(str, SHAPES)], rows)}", data=rows
+        bars=bars, text=f"## Tokens a pass\n\n{about}\n\n{table(['', *map(str, shapes)], rows)}", data=rows
     )
 
 
-def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> Part:
-    """Tokens/s of greedy decoding, in turns."""
+def rates(name: str, own: UpConfig, num_tokens: int, num_runs: int, least_pass_ms: float) -> Part:
+    """Tokens/s of greedy decoding, in turns; plain decoding by a target that has nothing else to do.
+
+    Args:
+        name: of what drafts.
+        own: of a stack whose target drafts for itself.
+    """
     draft = UpConfig(
         dtype="float32",
         draft_dtype="float32",
@@ -99,26 +108,27 @@ def rates(heads: Path, num_tokens: int, num_runs: int, least_pass_ms: float) -> 
         num_threads=1,
         least_pass_ms=least_pass_ms,
     )
-    configs = {"heads": config(heads, least_pass_ms=least_pass_ms), "embedded draft": draft}
+    configs = {name: replace(own, least_pass_ms=least_pass_ms), "embedded draft": draft}
     params = replace(KINDS["greedy"], max_tokens=num_tokens)
     prompts = cut_prompts(num_runs)
-    found: dict[str, list[float]] = {name: [] for name in ("plain", *configs)}
+    found: dict[str, list[float]] = {each: [] for each in ("plain", *configs)}
     with ExitStack() as running:
         clients = {
-            name: running.enter_context(Client(running.enter_context(Stack(each)).address))
-            for name, each in configs.items()
+            kind: running.enter_context(Client(running.enter_context(Stack(each)).address))
+            for kind, each in configs.items()
         }
         for client in clients.values():
             _settle(client, params)
         for prompt in prompts:
-            found["plain"].append(_rate(clients["heads"], replace(params, num_draft_tokens=0), prompt))
-            for name, client in clients.items():
-                found[name].append(_rate(client, params, prompt))
-    ratios = {name: median(map(_ratio, found[name], found["plain"])) for name in configs}
+            plain = replace(params, num_draft_tokens=0)
+            found["plain"].append(_rate(clients["embedded draft"], plain, prompt))
+            for kind, client in clients.items():
+                found[kind].append(_rate(client, params, prompt))
+    ratios = {kind: median(map(_ratio, found[kind], found["plain"])) for kind in configs}
     passes = f"passes of {least_pass_ms:g} ms" if least_pass_ms else "the target's own passes"
     what = f"tokens/s over plain decoding, {passes}"
-    bars = [Bar(what=what, measured=ratios["heads"], limit=LEAST_RATIO, at_least=True)]
-    rows = [[name, median(each), ratios.get(name, 1.0)] for name, each in found.items()]
+    bars = [Bar(what=what, measured=ratios[name], limit=LEAST_RATIO, at_least=True)]
+    rows = [[kind, median(each), ratios.get(kind, 1.0)] for kind, each in found.items()]
     print(*rows, flush=True)
     about = (
         f"One stream, greedy, {passes}, shapes chosen; {num_runs} runs of {num_tokens} tokens in turns, "
@@ -157,9 +167,9 @@ def main() -> None:
         heads = args.heads or Path(folder) / "heads"
         trained = f" Trained in {train(heads):.0f} s." if args.heads is None else ""
         parts = {
-            "tokens": tokens(heads, args.num_prompts, args.num_tokens),
-            "rates": rates(heads, args.num_tokens, args.num_runs, 0.0),
-            "paced": rates(heads, args.num_tokens, args.num_runs, PACED_MS),
+            "tokens": tokens(config(heads), SHAPES, args.num_prompts, args.num_tokens),
+            "rates": rates("heads", config(heads), args.num_tokens, args.num_runs, 0.0),
+            "paced": rates("heads", config(heads), args.num_tokens, args.num_runs, PACED_MS),
         }
     result = Report.of(
         parts,

@@ -19,7 +19,7 @@ from coordinator.prompts import Encoder, check_params, check_prompt, fitted
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import LAYERS
+from specwire.config.speculative import CHAINS_ONLY
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
 from specwire.rule.beam_search import BeamRules
@@ -217,9 +217,9 @@ class RequestParser:
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        is_chain = draft.uses_own and self._target.own_source == LAYERS
+        is_chain = draft.uses_own and self._target.own_source in CHAINS_ONLY
         if params.max_depth and (is_chain or not self._target.trees):
-            by = f"{LAYERS} draft" if is_chain else f"{self._target.name} verifies"
+            by = f"draft={self._target.own_source} makes" if is_chain else f"{self._target.name} verifies"
             raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")
         if is_chain:
             return 0

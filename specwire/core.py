@@ -579,7 +579,7 @@ class ModelInfo:
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
-        own_source: of such a target, the source of its proposals: `heads` or `layers`.
+        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp` or `dflash`.
         target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,

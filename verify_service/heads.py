@@ -1,99 +1,20 @@
-"""What a target proposes after its own verdicts with its heads (`specwire.engine.heads`).
-
-    outcome ─▶ state of the last accepted token, next token ─▶ heads ─▶ proposal
-
-Where tokens are matched a proposal may be a tree that grows best first, and heads draw with the noise that
-the target will draw with. Under rejection sampling it is a chain of their likeliest tokens: a function of
-committed tokens alone, hence a draft that is certain of them.
-"""
+"""What a target proposes after its own verdicts with its heads (`specwire.engine.heads`)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specwire import tree
-from specwire.core import Outcome, Proposal, Verdict, certain
 from specwire.engine.heads.model import Heads
-from specwire.engine.jobs import TokenSequence
-from specwire.estimate.calibration import NUM_RANKS, Calibration
-from specwire.estimate.growth import TreeGrowth
-from specwire.rule import sampling
-from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
-from specwire.rule.transfer import to_device, to_host
-from verify_service.own import Drafting, Judged, Noise
-
-log = logging.getLogger(__name__)
-
-_SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
-_NUM_EXPANDED = 8
-"""Most nodes of a tree that a step of the heads expands."""
+from specwire.rule.transfer import to_device
+from verify_service.grown import GrownDrafts, Node
 
 
-@dataclass(slots=True, eq=False)
-class _Growing:
-    """One sequence's proposal while it grows.
-
-    Attributes:
-        committed: its tokens, those of the outcome included.
-        num_ranked: candidates at each node.
-        rows: by node that was expanded, the row of the state after it; -1 is the prefix, and -2 all of the
-            prefix but its last token.
-        open: nodes to expand next.
-    """
-
-    sequence: TokenSequence
-    committed: list[int]
-    growth: TreeGrowth
-    num_ranked: int
-    rows: dict[int, int]
-    open: list[int] = field(default_factory=lambda: [-1])
-
-
-class _Node(NamedTuple):
-    """An open node of one of the sequences."""
-
-    of: _Growing
-    node: int
-
-    @property
-    def depth(self) -> int:
-        """Draft tokens up to the node, its own included; 0 for the prefix."""
-        return self.of.growth.depths[self.node] + 1 if self.node >= 0 else 0
-
-    @property
-    def token_id(self) -> int:
-        """Its own; of the prefix, the last one."""
-        return self.of.growth.token_ids[self.node] if self.node >= 0 else self.of.committed[-1]
-
-    @property
-    def parent_row(self) -> int:
-        """The row of the state before its token."""
-        return self.of.rows[self.of.growth.parents[self.node] if self.node >= 0 else -2]
-
-    def sampled(self) -> Row:
-        """How the token after it is sampled."""
-        sequence, committed = self.of.sequence, self.of.committed
-        return Row(
-            sequence.params,
-            sequence.prompt_len,
-            [*committed, *self.of.growth.path_to(self.node)] if sequence.params.needs_history else (),
-            len(committed) + self.depth,
-            sequence.seed,
-            len(committed),
-        )
-
-
-class HeadsDrafts:
-    """Proposals for all sequences of a step at once.
+class HeadsDrafts(GrownDrafts):
+    """See `GrownDrafts`.
 
     Args:
         heads: of the target.
@@ -101,72 +22,15 @@ class HeadsDrafts:
     """
 
     def __init__(self, heads: Heads, *, may_be_tree: bool) -> None:
+        super().__init__(heads, may_be_tree=may_be_tree)
         self._heads = heads
-        self._may_be_tree = may_be_tree
-        self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
-        self._grown: WeakKeyDictionary[TokenSequence, _Growing] = WeakKeyDictionary()
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [num_rows, vocab_size] and states [num_rows, state_size], which lie side by side."""
+        """See `GrownDrafts`; they lie side by side."""
         return logits[:, : self._heads.vocab_size], logits[:, self._heads.vocab_size :]
 
-    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
-        """See `OwnDrafts`."""
-        assert states is not None
-        try:
-            growing: list[_Growing] = []
-            picked: list[int] = []
-            for sequence, drafting, row, verdict in judged:
-                found = self._begin(sequence, drafting, verdict)
-                if found is not None:
-                    found.rows[-2] = len(picked)
-                    growing.append(found)
-                    picked.append(row + _row_of(drafting.outcome))
-            if growing:
-                places = to_device(np.array(picked, np.int64), states.device)
-                self._grow(growing, states[places])
-            for sequence, drafting, _, _ in judged:
-                drafting.proposal = self._proposal(sequence)
-        except Exception:
-            log.exception("heads failed")
-
-    def _begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> _Growing | None:
-        """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
-        kind = sequence.encoded.traits & MATCHED
-        emitted = drafting.judge(sequence, verdict)
-        base_len = drafting.judged.base_len
-        before = self._grown.pop(sequence, None)
-        if before is not None and len(before.committed) == base_len:
-            before.growth.learn(emitted)
-        committed = [*sequence.tokens[:base_len], *emitted]
-        is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
-        growth = _growth(drafting, len(committed), self._calibrations[kind], is_tree=is_tree)
-        if growth is None:
-            return None
-        found = self._grown[sequence] = _Growing(sequence, committed, growth, NUM_RANKS if is_tree else 1, {})
-        return found
-
-    def _grow(self, growing: list[_Growing], states: Tensor) -> None:
-        """Expand open nodes, of all sequences together, until there are none."""
-        noise = Noise(
-            ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing),
-            self._heads.vocab_size,
-            states.device,
-        )
-        while growing:
-            # Heads differ by depth; nodes of a depth lie together.
-            nodes = [_Node(each, node) for each in growing for node in each.open]
-            nodes.sort(key=lambda node: node.depth)
-            states = torch.cat([states, self._advanced(nodes, states)])
-            self._add_candidates(nodes, states[-len(nodes) :], noise)
-            for row, (of, node) in enumerate(nodes, len(states) - len(nodes)):
-                of.rows[node] = row
-            for each in growing:
-                each.open = each.growth.expand(_NUM_EXPANDED)
-            growing = [each for each in growing if each.open]
-
-    def _advanced(self, nodes: Sequence[_Node], states: Tensor) -> Tensor:
-        """The state after each node, [num_nodes, state_size]."""
+    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+        """See `GrownDrafts`."""
         columns = np.array([(node.parent_row, node.token_id, node.depth) for node in nodes], np.int64).T
         parents, token_ids = (to_device(column.copy(), states.device) for column in columns[:2])
         before = states[parents]
@@ -177,40 +41,3 @@ class HeadsDrafts:
             for depth, start, end in zip(depths.tolist(), starts.tolist(), ends, strict=True)
         ]
         return torch.cat(parts).to(states.dtype)
-
-    def _add_candidates(self, nodes: Sequence[_Node], states: Tensor, noise: Noise) -> None:
-        """The likeliest tokens after each node become its children."""
-        rows = Rows.of([node.sampled() for node in nodes])
-        scores = sampling.apply_warps(sampling.apply_history(self._heads.logits(states), rows), rows)
-        scores = _SHARPNESS * noise.added(scores, rows)
-        top = scores.topk(min(max(node.of.num_ranked for node in nodes), scores.shape[1]), dim=-1)
-        shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-        is_there = (top.values > float("-inf")) & shares.isfinite()
-        found = to_host(top.indices, shares, is_there.sum(dim=-1))
-        for (of, node), ids, of_ids, num in zip(nodes, *(each.tolist() for each in found), strict=True):
-            most = min(num, of.num_ranked)
-            of.growth.add(node, ids[:most], of_ids[:most])
-
-    def _proposal(self, sequence: TokenSequence) -> Proposal | None:
-        grown = self._grown.get(sequence)
-        if grown is None or not grown.growth.num_nodes:
-            return None
-        found = grown.growth.proposal(len(grown.committed))
-        parents = tree.checked_parents(found.parents, len(found.token_ids))  # none of a chain
-        supports = () if sequence.encoded.traits & MATCHED else certain(found.token_ids)
-        return replace(found, parents=parents, supports=supports)
-
-
-def _row_of(outcome: Outcome | None) -> int:
-    """The row of a verdict whose state the outcome goes on from."""
-    return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0
-
-
-def _growth(
-    drafting: Drafting, committed_len: int, calibration: Calibration, *, is_tree: bool
-) -> TreeGrowth | None:
-    """What is proposed after so many committed tokens; None if nothing is."""
-    depth = drafting.depth(committed_len)
-    if not depth:
-        return None
-    return TreeGrowth(drafting.wanted.num_draft_tokens if is_tree else depth, depth, calibration)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.config.services import VerifyConfig
+from specwire.config.speculative import DFLASH, HEADS, LAYERS, MTP
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
@@ -21,8 +22,11 @@ from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
+from verify_service.block import BlockDrafts
 from verify_service.heads import HeadsDrafts
 from verify_service.layers import LayersDrafts
+from verify_service.mtp import MtpDrafts
+from verify_service.own import OwnDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -41,10 +45,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         decider = VerifyDecider()
         service = boot.start(config, "verify", decider)
         stack.callback(service.close)
-        if config.heads:
-            decider.drafts = _load_heads(config.heads, service)
-        if config.layers:
-            decider.drafts = _load_layers(config, service)
+        decider.drafts = _own_drafts(config, service)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
@@ -58,6 +59,21 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         yield address
 
 
+def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None:
+    """What the target proposes with; None for nothing."""
+    own = config.own
+    runner: Any = service.runner
+    if own.source == HEADS:
+        return _load_heads(own.argument, service)
+    if own.source == LAYERS:
+        return _load_layers(own.argument, config.model, service)
+    if own.source == MTP:
+        return MtpDrafts(runner.drafting)
+    if own.source == DFLASH:
+        return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
+    return None
+
+
 def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
     """Raises:
     ModelLoadError: naming the flag and the reason.
@@ -69,17 +85,17 @@ def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
     return HeadsDrafts(loaded, may_be_tree=service.info.trees)
 
 
-def _load_layers(config: VerifyConfig, service: ModelService) -> LayersDrafts:
+def _load_layers(given: str, model: str, service: ModelService) -> LayersDrafts:
     """Raises:
     ModelLoadError: naming the flag and the reason.
     """
     runner: Any = service.runner
-    directory = boot.model_directory(boot.resolve(config.model, "verify"))
+    directory = boot.model_directory(boot.resolve(model, "verify"))
     try:
-        skipped = layers.chosen(config.layers, directory, service.info)
+        skipped = layers.chosen(given, directory, service.info)
         made: Future[ModelBlocks] = Future()
         service.engine.run_soon(lambda: settle(made, lambda: ModelBlocks(runner.model)))  # it runs the model
         left_out = made.result().without(skipped)
     except ModelLoadError as error:
-        raise ModelLoadError(f"--layers {config.layers}: {error}") from None
+        raise ModelLoadError(f"--layers {given}: {error}") from None
     return LayersDrafts(runner, left_out)

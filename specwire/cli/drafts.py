@@ -8,7 +8,20 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
-from specwire.config.speculative import ABOVE, BEAMS, COUNTS, HEADS, KSEQ, LAYERS, LISTS, NGRAM, SUFFIX
+from specwire.config.speculative import (
+    ABOVE,
+    BEAMS,
+    COUNTS,
+    DFLASH,
+    HEADS,
+    KSEQ,
+    LAYERS,
+    LISTS,
+    MTP,
+    NGRAM,
+    OWN_ARGUMENTS,
+    SUFFIX,
+)
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -22,6 +35,8 @@ _NEEDS = {
     BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
     LAYERS: "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
+    MTP: "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
+    DFLASH: "a block drafter of the target: --draft dflash:DIR",
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -29,8 +44,7 @@ _NEEDS = {
 
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
-    HEADS: "a target without an encoder",
-    LAYERS: "a target without an encoder",
+    **dict.fromkeys(OWN_ARGUMENTS, "a target without an encoder"),
 }
 
 
@@ -91,8 +105,7 @@ def lines(
         **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
         BEAMS: draft is not None,
-        HEADS: target.own_source == HEADS,
-        LAYERS: target.own_source == LAYERS,
+        **{source: target.own_source == source for source in OWN_ARGUMENTS},
     }
     sources = {_MODEL: "", _HIERARCHY: ""}
     if draft is not None:

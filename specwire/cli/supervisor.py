@@ -387,11 +387,15 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         tensor_parallel_size=config.tensor_parallel_size,
         ray_address=config.ray_address,
         least_pass_ms=config.least_pass_ms,
-        heads=config.heads,
-        layers=config.layers,
+        **_own_flag(config),
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )
+
+
+def _own_flag(config: StackConfig) -> dict[str, object]:
+    source, argument = config.own
+    return {source: argument or True} if source else {}
 
 
 def device_of(config: StackConfig | VerifyConfig, index: int) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,21 @@ from specwire.config.fields import (
 from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
 from specwire.config.speculative import (
     ABOVE,
+    DFLASH,
     HEADS,
     INNER_METHODS,
     KSEQ,
     LAYERS,
     LISTS,
     METHODS,
+    MTP,
     OWN,
+    OWN_ARGUMENTS,
+    Own,
     SpeculativeConfig,
     check_speculative_config,
     model_draft,
+    named_own,
     own_draft,
     parse_method,
     parse_speculative_config,
@@ -90,6 +95,8 @@ LAYERS_HELP = (
     "blocks to draft without, such as a3,m3,m4 (attention and MLP of layer 3, MLP of layer 4), or a file "
     f"that `specwire search-layers` wrote; {AUTO} for that beside the model; empty not to draft"
 )
+MTP_HELP = "let the model's own layers for multi-token prediction draft for it"
+DFLASH_HELP = "directory of a block drafter (DFlash) of the model; empty for none"
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
@@ -107,12 +114,11 @@ LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
-HEADS_PREFIX, LAYERS_PREFIX = f"{HEADS}:", f"{LAYERS}:"
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS_PREFIX}DIR with heads of the target, {LAYERS_PREFIX}SKIP with the target less some blocks; none "
-    "decodes plainly"
+    f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
+    f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
 )
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -190,28 +196,20 @@ def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
 
 def _is_model(draft: str) -> bool:
     """Whether it names a model, and no method."""
-    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not draft.startswith((HEADS_PREFIX, LAYERS_PREFIX))
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not named_own(draft).source
 
 
-def _check_own(name: str, own: str, target: str, num_devices: int, lacks: str) -> None:
-    """Refuse a target that cannot draft for itself.
+def _check_own(name: str, value: object, own: Own, target: str, num_devices: int) -> None:
+    """Refuse a target that cannot draft for itself in this way.
 
     Args:
-        own: heads or blocks; empty for neither.
-        lacks: what an emulated target does not have.
+        name, value: of the flag that says so.
     """
-    if own:
-        check(not target.startswith(EMULATED), name, own, f"{target} has no {lacks}")
-        check(num_devices == 1, name, own, "is served with --tensor-parallel-size 1 only")
-
-
-def _check_heads(name: str, heads: str, target: str, num_devices: int) -> None:
-    _check_own(name, heads, target, num_devices, "hidden states")
-
-
-def _check_layers(name: str, layers: str, target: str, num_devices: int) -> None:
-    check_layers(name, layers)
-    _check_own(name, layers, target, num_devices, "layers")
+    lacks = "layers" if own.source == LAYERS else "hidden states"
+    check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
+    check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
+    if own.source == LAYERS:
+        check_layers(name, own.argument)
 
 
 def _check_share(name: str, share: float) -> None:
@@ -325,9 +323,8 @@ class ModelServiceConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_own = self.model.startswith((HEADS_PREFIX, LAYERS_PREFIX))
-        problem = "is no model: --heads and --layers are flags of the verify service"
-        check(not is_own, "model", self.model, problem)
+        source, _ = named_own(self.model)
+        check(not source, "model", self.model, f"is no model: see the verify service's flag --{source}")
         _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
@@ -357,9 +354,9 @@ class ModelServiceConfig(ServiceConfig):
         return False
 
     @property
-    def own_source(self) -> str:
-        """What a target drafts with by itself; empty if it does not."""
-        return ""
+    def own(self) -> Own:
+        """What a target drafts with by itself."""
+        return Own()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +418,8 @@ class VerifyConfig(ModelServiceConfig):
     )
     heads: str = option("", HEADS_HELP)
     layers: str = option("", LAYERS_HELP)
+    mtp: bool = option(False, MTP_HELP)
+    dflash: str = option("", DFLASH_HELP)
 
     @property
     def shows_states(self) -> bool:
@@ -428,15 +427,24 @@ class VerifyConfig(ModelServiceConfig):
         return self.heads != ""
 
     @property
-    def own_source(self) -> str:
+    def own(self) -> Own:
         """See `ModelServiceConfig`."""
-        return HEADS if self.heads else LAYERS if self.layers else ""
+        return next(iter(self._owns), Own())
+
+    @property
+    def _owns(self) -> list[Own]:
+        """All that flags name; one at most where they are valid."""
+        given = {source: getattr(self, source) for source in OWN_ARGUMENTS}
+        return [Own(source, "" if value is True else value) for source, value in given.items() if value]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_heads("heads", self.heads, self.model, self.tensor_parallel_size)
-        _check_layers("layers", self.layers, self.model, self.tensor_parallel_size)
-        check(not (self.heads and self.layers), "layers", self.layers, "does not go together with --heads")
+        for own in self._owns:
+            name, value = own.source, getattr(self, own.source)
+            check(own == self.own, name, value, f"does not go together with --{self.own.source}")
+            _check_own(name, value, own, self.model, self.tensor_parallel_size)
+            fits = own.source not in (MTP, DFLASH) or not self.batch_invariant
+            check(fits, name, value, "does not go together with --batch-invariant")
         ports = {
             name: split_address(name, getattr(self, name))
             for name in ("address", "metrics_address")
@@ -662,56 +670,45 @@ class StackConfig(CheckedConfig):
         check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
     def _check_own(self) -> None:
-        draft, given = self.draft, own_draft(self.speculative_config)
-        source, own = self._own
-        is_named = draft.startswith((HEADS_PREFIX, LAYERS_PREFIX))
-        check(draft not in OWN, "draft", draft, f"needs more: {HEADS_PREFIX}DIR or {LAYERS_PREFIX}SKIP")
-        if not (given or is_named):
+        """Refuse what does not go together with a target that drafts for itself."""
+        draft, own, given = self.draft, self.own, own_draft(self.speculative_config)
+        takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
+        check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
+        others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
+        check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
+        if not own.source:
             return
-        agrees = given.source == source if given else not self.speculative_config
+        is_named = named_own(draft).source != ""
+        agrees = given.source == own.source if given else not self.speculative_config
         check(agrees, "draft", draft, "names another method than --speculative-config")
         alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
-        check(alone, "draft", draft, f"is a second draft beside the {source} of --speculative-config")
+        check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
         name = "draft" if is_named else "speculative_config"
-        if source == LAYERS:
-            check(own != "", name, getattr(self, name), f"names no blocks: {LAYERS_PREFIX}SKIP")
-            _check_layers(name, own, self.target, self.tensor_parallel_size)
-        else:
-            check(own != "" and Path(own).is_dir(), name, getattr(self, name), "no directory of heads")
-            _check_heads(name, own, self.target, self.tensor_parallel_size)
+        value = getattr(self, name)
+        if own.source == LAYERS:
+            check(own.argument != "", name, value, f"names no blocks: {LAYERS}:{OWN_ARGUMENTS[LAYERS]}")
+        elif OWN_ARGUMENTS[own.source]:
+            is_there = own.argument != "" and Path(own.argument).is_dir()
+            check(is_there, name, value, f"no directory of {own.source}")
+        _check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
-    def _own(self) -> tuple[str, str]:
-        """What the target drafts with by itself: `heads` or `layers`, and which; empty if it does not."""
-        for source, prefix in ((HEADS, HEADS_PREFIX), (LAYERS, LAYERS_PREFIX)):
-            if self.draft.startswith(prefix):
-                return source, self.draft.removeprefix(prefix)
-        given = own_draft(self.speculative_config)
-        return (given.source, given.model) if given else ("", "")
-
-    @property
-    def heads(self) -> str:
-        """`heads` of the verify service."""
-        source, own = self._own
-        return own if source == HEADS else ""
-
-    @property
-    def layers(self) -> str:
-        """`layers` of the verify service."""
-        source, own = self._own
-        return own if source == LAYERS else ""
+    def own(self) -> Own:
+        """What the target drafts with by itself."""
+        named, given = named_own(self.draft), own_draft(self.speculative_config)
+        return named if named.source or not given else Own(given.source, given.model)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self._own[1]:
+        if self.own.source:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self._own[1] else split_hierarchy(self._service_draft)[0]
+        return "" if self.own.source else split_hierarchy(self._service_draft)[0]
 
     @property
     def _service_draft(self) -> str:
@@ -729,12 +726,10 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        given = own_draft(self.speculative_config)
-        source, own = self._own
-        if own:
-            named = {name: value for name, value in asdict(given).items() if value} if given else {}
-            return json.dumps({"method": source} | named | {"model": ""})
-        method = self.draft.partition(",")[0]
+        source, method = self.own.source, self.draft.partition(",")[0]
+        if source:
+            given = json.loads(self.speculative_config or "{}")
+            return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
         implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied
 

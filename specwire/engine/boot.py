@@ -187,8 +187,8 @@ def _model_info(config: ModelServiceConfig, source: str, description: dict[str, 
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
         trees=not config.batch_invariant,
-        drafts=config.own_source != "",
-        own_source=config.own_source,
+        drafts=config.own.source != "",
+        own_source=config.own.source,
         weights_fingerprint="" if is_emulated else weights_fingerprint(model_directory(source)),
         **description,  # type: ignore[arg-type]
     )

@@ -10,14 +10,16 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
-from specwire.config.speculative import LAYERS
+from specwire.config.speculative import DFLASH, MTP
 from specwire.engine.device import Runner
-from specwire.engine.model import encoder_decoder
+from specwire.engine.model import block, encoder_decoder, mtp
+from specwire.engine.model.block import BlockRunner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
 from specwire.engine.model.memory import pages_in_memory
+from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 
@@ -50,6 +52,14 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
     model = load_model(source, dtype=_dtype(config), device=str(device))
+    own = config.own
+    if own.source == MTP:
+        predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
+        return predicting, describe(model, source)
+    if own.source == DFLASH:
+        drafter = block.load(own.argument, model)
+        drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
+        return drafting, describe(model, source)
     runner = ModelRunner(
         model,
         num_pages=num_pages,
@@ -72,8 +82,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     ModelLoadError: naming a flag that does not combine with an encoder-decoder.
     """
     refused = {
-        "--heads": config.shows_states,
-        "--layers": config.own_source == LAYERS,
+        f"--{config.own.source}": config.own.source != "",
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

@@ -49,6 +49,11 @@ class PacedRunner:
         """That of the runner, if it is in this process; else None."""
         return getattr(self._runner, "model", None)
 
+    @property
+    def drafting(self) -> Any:
+        """The runner, if a target's own draft runs on it; else None."""
+        return getattr(self._runner, "drafting", None)
+
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
         return self._runner.new_sequence()

@@ -96,8 +96,11 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "kseq",
         "lists",
         "INNER>model",
+        "num_beams",
         "heads",
         "layers",
+        "mtp",
+        "dflash",
         "ngram",
         "suffix",
         "unigram",
@@ -159,7 +162,7 @@ def test_a_target_without_heads(target: Path) -> None:
     [
         (lambda: VerifyConfig(model="emulated:step_ms=1", heads="x"), "has no hidden states"),
         (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: DraftConfig(model="heads:x"), "heads are the verify service's flag --heads"),
+        (lambda: DraftConfig(model="heads:x"), "see the verify service's flag --heads"),
         (lambda: CoordinatorConfig(speculative_config='{"method": "medusa", "model": "x"}'), "--heads"),
         (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
         (lambda: UpConfig(draft="heads:"), "no directory of heads"),
@@ -186,12 +189,12 @@ def test_what_is_passed_on(tmp_path: Path) -> None:
         UpConfig(speculative_config=json.dumps(given)),
         UpConfig(draft="none", speculative_config=json.dumps(given)),
     ):
-        assert (config.draft_model, config.heads) == ("none", str(tmp_path))
+        assert (config.draft_model, config.own) == ("none", ("heads", str(tmp_path)))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
         assert coordinator.own_source == "heads"
         assert (coordinator.fixed_draft_tokens, coordinator.fixed_max_depth) == (16, 4)
     named = UpConfig(draft=f"heads:{tmp_path}")
-    assert (named.draft_model, named.heads) == ("none", str(tmp_path))
+    assert (named.draft_model, named.own) == ("none", ("heads", str(tmp_path)))
     assert CoordinatorConfig(speculative_config=named.coordinator_speculation).own_source == "heads"
 
 

@@ -77,7 +77,7 @@ def test_what_it_does_not_offer(stack: LocalStack, draft: str) -> None:
 
 def test_no_trees(stack: LocalStack) -> None:
     params = replace(GREEDY, draft="layers", num_draft_tokens=16, max_depth=4)
-    with pytest.raises(SpecwireError, match="layers draft chains only"):
+    with pytest.raises(SpecwireError, match="draft=layers makes chains only"):
         stack.client.generate(params=params, prompt_token_ids=PROMPT)
 
 
@@ -186,9 +186,9 @@ def test_a_target_without(target: Path) -> None:
         (lambda: VerifyConfig(layers="a0", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: VerifyConfig(layers="a0", heads="/tmp"), "does not go together with --heads"),
         (lambda: VerifyConfig(layers="b0"), "'b0' is no block"),
-        (lambda: DraftConfig(model="layers:a0"), "--layers are flags of the verify service"),
+        (lambda: DraftConfig(model="layers:a0"), "see the verify service's flag --layers"),
         (lambda: CoordinatorConfig(speculative_config='{"method": "layers", "model": "a"}'), "flag --layers"),
-        (lambda: UpConfig(draft="layers"), "needs more: heads:DIR or layers:SKIP"),
+        (lambda: UpConfig(draft="layers"), "needs more: layers:SKIP"),
         (lambda: UpConfig(draft="layers:"), "names no blocks"),
         (lambda: UpConfig(draft="layers:x"), "'x' is no block"),
         (lambda: UpConfig(speculative_config=LAYERS), "names no blocks"),
@@ -211,7 +211,7 @@ def test_what_is_passed_on() -> None:
         UpConfig(draft="layers:a3,m3", speculative_config=json.dumps(given | {"model": ""})),
         UpConfig(draft="layers:a3,m3"),
     ):
-        assert (config.draft_model, config.heads, config.layers) == ("none", "", "a3,m3")
+        assert (config.draft_model, config.own) == ("none", ("layers", "a3,m3"))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
         assert coordinator.own_source == "layers"
         assert coordinator.fixed_draft_tokens == (6 if config.speculative_config else None)

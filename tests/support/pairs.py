@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support import tiny_models
 
@@ -69,3 +69,8 @@ def markov_logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.inference_mode():
         tokens = torch.arange(MARKOV_VOCAB_SIZE)[:, None]
         return model(input_ids=tokens, use_cache=False).logits[:, -1].float()
+
+
+def logits_of(directory: Path) -> torch.Tensor:
+    """`markov_logits` of a saved model."""
+    return markov_logits(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))

@@ -36,6 +36,15 @@ _OPT |= {"max_position_embeddings": CONTEXT_LEN, "word_embed_proj_dim": 32, "tie
 _GEMMA3 = {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 _GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT_OSS_LAYERS = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MELLUM: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense"] * 2,
+}
+_MELLUM |= {"sliding_window": WINDOW, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["dense"]}
+_GLM = {"n_routed_experts": 4, "first_k_dense_replace": 2, "num_mtp_layers": 2}
+_DEEPSEEK = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+_DEEPSEEK |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "n_group": 1, "topk_group": 1, "num_mtp_layers": 1}
 
 #: Family name → (class prefix in transformers, config fields).
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +64,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"layer_types": _GPT_OSS_LAYERS},
     ),
+    # With layers for multi-token prediction, whose weights `tests.support.mtp` adds.
+    "mellum": ("Mellum", _SIZES | _EXPERTS | _MELLUM),
+    "glm4_moe": ("Glm4Moe", _SIZES | _EXPERTS | _GLM),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _WITHOUT_GROUPS | _EXPERTS | _DEEPSEEK | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    ),
     # Refused: recurrent state, linear biases instead of an attention interface, two stacks.
     "mamba": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
@@ -62,6 +78,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2", "opt", "gpt_neox")
 EXTRA_FAMILIES = ("gemma2", "gpt_oss")
+MTP_FAMILIES = ("mellum", "glm4_moe", "deepseek_v3")
 REFUSED_FAMILIES = ("mamba", "bloom")
 
 
@@ -69,7 +86,7 @@ def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrid
     """A float32 model on the CPU in eval mode, the same for the same arguments.
 
     Args:
-        family: one of `FAMILIES`, `EXTRA_FAMILIES` or `REFUSED_FAMILIES`.
+        family: one of `FAMILIES`, `EXTRA_FAMILIES`, `MTP_FAMILIES` or `REFUSED_FAMILIES`.
         seed: of the weights.
         vocab_size: rows of the embedding.
         overrides: config fields that differ from the tiny defaults.

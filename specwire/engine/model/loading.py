@@ -184,7 +184,7 @@ def self_check(model: Any) -> None:
         ModelLoadError: the logits differ, so the engine does not compute this model.
     """
     attention.register()
-    tokens = _check_ids(model)
+    tokens = check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
     for size, replay in _check_modes(model):
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
@@ -213,11 +213,11 @@ def _check_modes(model: Any) -> list[tuple[int, Replay | None]]:
     return [(4, None), (256, None), (256, EagerReplay())]
 
 
-def _check_ids(model: Any) -> list[int]:
+def check_ids(model: Any, least: int = _CHECK_TOKENS) -> list[int]:
     """Random token ids, enough of them to exceed a small window."""
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or 0
-    wanted = _CHECK_TOKENS + (window if window <= _MAX_WINDOW_CHECKED else 0)
+    wanted = least + (window if window <= _MAX_WINDOW_CHECKED else 0)
     num_tokens = min(wanted, context_length(model.config) or wanted)
     ids: list[int] = np.random.default_rng(0).integers(num_embeddings(model), size=num_tokens).tolist()
     return ids

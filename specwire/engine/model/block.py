@@ -1,0 +1,325 @@
+"""Drafts of a whole block in one pass, from states of the target (DFlash: Chen et al., arXiv 2602.06036).
+
+    states of some of the target's layers at token p ──▶ keys of each of the drafter's layers, in slot p
+    last token, mask, mask, ... ──▶ the drafter's layers, which see these keys and each other ──▶ drafts
+
+Keys at p follow from tokens 0..p, as the target's own do, so they lie in the same pages; see `mtp`. They are
+computed in every pass of the target. A block is appended to the cache, and dropped again by the caller.
+
+The modules are transformers' own (`DFlashTokenCandidateGenerator` names what they read).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.cache_utils import DFlashCache
+
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention.probe import LayerShape, Probe
+from specwire.engine.batch import Batch, Feed, Segment
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.model import loading
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner, num_embeddings
+from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+_CHECK_TOKENS = 10
+_NEEDS = ("block_size", "mask_token_id", "target_layer_ids")
+
+
+def load(source: str | os.PathLike[str], model: Any) -> Any:
+    """A block drafter for a loaded model.
+
+    Raises:
+        ModelLoadError: it is none, it is another model's, or the engine does not compute what it does.
+    """
+    source = os.fspath(source)
+    with loading.errors_naming(source):
+        drafter = loading.load_weights(source, str(model.dtype).removeprefix("torch."), kind=AutoModel)
+        _check(drafter.config, model)
+        drafter = drafter.to(model.device)
+        pack_linears(drafter)
+        self_check(model, drafter)
+    return drafter
+
+
+def _check(config: Any, model: Any) -> None:
+    lacking = [name for name in _NEEDS if getattr(config, name, None) is None]
+    if lacking:
+        raise ModelLoadError(f"{config.model_type!r} is no block drafter: it has no {', '.join(lacking)}")
+    text = model.config.get_text_config(decoder=True)
+    if config.hidden_size != text.hidden_size:
+        raise ModelLoadError(f"is for states of {config.hidden_size}, and the target has {text.hidden_size}")
+    if max(config.target_layer_ids) >= text.num_hidden_layers:
+        named, num = max(config.target_layer_ids), text.num_hidden_layers
+        raise ModelLoadError(f"reads layer {named}, and the target has {num}")
+    if config.mask_token_id >= num_embeddings(model):
+        raise ModelLoadError(f"its mask is token {config.mask_token_id}, which the target cannot read")
+
+
+def self_check(model: Any, drafter: Any) -> None:
+    """Compare logits of a block through the engine, after chunks and a rollback, with the drafter's own.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    attention.register()
+    tokens = loading.check_ids(model, _CHECK_TOKENS)
+    size = drafter.config.block_size
+    runner = BlockRunner(model, drafter, num_pages=len(tokens) + size, page_size=4)
+    first = len(tokens) // 2
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
+        cache.truncate(first)
+        runner.forward([Feed(cache, tokens[first:-1])])
+        found = runner.logits(runner.draft([cache], tokens[-1:])[0, 1:])
+    runner.close()
+    loading.check_logits(model, found, _reference(model, drafter, runner, tokens))
+
+
+@torch.inference_mode()
+def _reference(model: Any, drafter: Any, runner: BlockRunner, tokens: Sequence[int]) -> Tensor:
+    """Logits [block_size - 1, vocab_size] after all tokens, as transformers computes them."""
+    for each in (model, drafter):
+        each.set_attn_implementation("eager")
+    try:
+        config, num_before = drafter.config, len(tokens) - 1
+        token_ids = torch.tensor([tokens], device=model.device)
+        shown = model.get_decoder()(
+            input_ids=token_ids[:, :-1], use_cache=False, output_hidden_states=True
+        ).hidden_states
+        cache = DFlashCache(config=config)
+        cache.set_previous_accepted_tokens(num_before)
+        states = drafter(
+            noise_embeds=runner.embedded(runner.block(tokens[-1:])),
+            context_hidden_states=torch.cat([shown[i + 1] for i in config.target_layer_ids], dim=-1),
+            position_ids=torch.arange(num_before + config.block_size, device=model.device)[None],
+            past_key_values=cache,
+        ).last_hidden_state
+        return runner.logits(states[0, 1:])
+    finally:
+        for each in (model, drafter):
+            each.set_attn_implementation(attention.ATTENTION_NAME)
+
+
+class BlockRunner(ModelRunner):
+    """As `ModelRunner`; fills the pages for a block drafter, and runs it.
+
+    Args:
+        drafter: of the model.
+
+    Attributes:
+        drafting: this runner, for what drafts with it; see `PacedRunner`.
+        block_size: the last token and draft tokens of a block.
+        state_size: of a state.
+    """
+
+    def __init__(
+        self, model: Any, drafter: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16
+    ) -> None:
+        self._drafter, config = drafter, drafter.config
+        self.block_size, self.state_size = config.block_size, config.hidden_size
+        self._mask, self._layer_ids = config.mask_token_id, config.target_layer_ids
+        self._embedding = _without_norm(model.get_input_embeddings())
+        self._seen: dict[
+            int, Tensor
+        ] = {}  # by layer, states of the latest pass, [1, num_tokens, hidden_size]
+        decoder = model.get_decoder()
+        self._noted = [
+            # transformers takes the last layer's states after the model's last norm.
+            (decoder if number == len(decoder.layers) - 1 else decoder.layers[number]).register_forward_hook(
+                functools.partial(self._note, number)
+            )
+            for number in self._layer_ids
+        ]
+        self.drafting = self
+        super().__init__(model, num_pages=num_pages, page_size=page_size)
+        self.attention_path = "views"
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for each in self._noted:
+            each.remove()
+
+    def _note(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._seen[number] = output if isinstance(output, Tensor) else output[0]
+
+    @torch.inference_mode()
+    def _probe(self) -> Probe:
+        probe, own = super()._probe(), _Shapes()
+        self._run_context(torch.zeros(1, dtype=torch.int64, device=self.device), own)
+        probe.shapes |= own.shapes
+        return probe
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        logits = super()._run_packed(batch)
+        slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+        self._run_context(positions, _Context(slots, self._layers))
+        return logits
+
+    def _run_context(self, positions: Tensor, packed: attention.Attend) -> None:
+        """Run the drafter over the states of the latest pass, and one token that nothing reads."""
+        context = torch.cat([self._seen.pop(number) for number in self._layer_ids], dim=-1)
+        self._run_drafter(context.new_zeros(1, 1, self.state_size), context, positions, packed)
+
+    def _run_drafter(
+        self, embedded: Tensor, context: Tensor, positions: Tensor, packed: attention.Attend
+    ) -> Tensor:
+        """States [1, num_tokens, state_size] of tokens, whose keys come after those of the context.
+
+        Args:
+            positions: int64, of the context and the tokens; of the context alone, any serve for the tokens.
+        """
+        num_missing = context.shape[1] + embedded.shape[1] - len(positions)
+        positions = torch.cat([positions, positions[:num_missing]])
+        states: Tensor = self._drafter(
+            noise_embeds=embedded, context_hidden_states=context, position_ids=positions[None], packed=packed
+        ).last_hidden_state
+        return states
+
+    def block(self, token_ids: Sequence[int]) -> list[int]:
+        """Each token and as many masks as there are draft tokens in a block."""
+        return [each for token_id in token_ids for each in (token_id, *[self._mask] * (self.block_size - 1))]
+
+    def embedded(self, token_ids: Sequence[int]) -> Tensor:
+        """[1, num_tokens, hidden_size], as the drafter reads tokens."""
+        found: Tensor = self._embedding(to_device(np.array(token_ids, np.int64), self.device))[None]
+        return found
+
+    @torch.inference_mode()
+    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
+        """Append a block to each cache, without the target: keys and values of its layers are not there.
+
+        Args:
+            caches: [n], which hold all tokens but the last one.
+            token_ids: [n], these.
+
+        Returns:
+            [n, block_size, state_size]; the logits of draft token k, from 1, are computed from the k-th.
+
+        Raises:
+            ResourceExhaustedError, ContextLengthError: there is no room for a block; all caches have the
+                lengths that they had before.
+        """
+        feeds = [Feed(cache, self.block([last])) for cache, last in zip(caches, token_ids, strict=True)]
+        with self._packer.packed(feeds) as batch:
+            self._copy(batch)
+            slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+            packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
+            embedded = self.embedded(self.block(token_ids))
+            context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
+            states = self._run_drafter(embedded, context, positions, packed)
+        return states.view(len(caches), self.block_size, -1)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
+        output = self.model.get_output_embeddings()
+        logits: Tensor = output(states.to(self.model.dtype)).float()
+        logits[:, self.num_embeddings :] = float("-inf")
+        return logits
+
+
+def _without_norm(embedding: Any) -> Any:
+    """The drafter reads embeddings before the norm that some models have there."""
+    if not hasattr(embedding, "embed_norm"):
+        return embedding
+    plain = copy.deepcopy(embedding)
+    plain.embed_norm = nn.Identity()
+    return plain
+
+
+class _Shapes:
+    """Records what each layer of a drafter passes to its attention."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[nn.Module, LayerShape] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`; the result is of the right shape."""
+        self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@dataclass
+class _Context:
+    """Keeps the keys of a context, which nothing attends to yet.
+
+    Attributes:
+        slots: int64 [num_tokens], of the context.
+        layers: the caches by attention module.
+    """
+
+    slots: Tensor
+    layers: dict[nn.Module, LayerCache]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`; what the tokens after the context get is of no use."""
+        num = len(self.slots)
+        self.layers[module].write(self.slots, key[:, :, :num], value[:, :, :num])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@dataclass
+class _Block:
+    """Blocks of several sequences: the tokens of each see one another and the sequence before them.
+
+    Attributes:
+        slots: int64 [num_tokens], of the blocks.
+        segments: one for each block.
+        layers: the caches by attention module.
+        page_size: slots in a page.
+    """
+
+    slots: Tensor
+    segments: Sequence[Segment]
+    layers: dict[nn.Module, LayerCache]
+    page_size: int
+    _reads: dict[int | None, list[tuple[Tensor, Tensor | None]]] = field(init=False, default_factory=dict)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`."""
+        layer, window = self.layers[module], scoring.sliding_window
+        layer.write(self.slots, key, value)
+        if window not in self._reads:
+            self._reads[window] = [self._read(segment, window) for segment in self.segments]
+        parts = []
+        for segment, (slots, mask) in zip(self.segments, self._reads[window], strict=True):
+            own = query[:, :, segment.query_offset : segment.query_offset + segment.num_query]
+            keys, values = (kept[slots].transpose(0, 1)[None] for kept in (layer.keys, layer.values))
+            parts.append(
+                nn.functional.scaled_dot_product_attention(
+                    own, keys, values, attn_mask=mask, scale=scoring.scale, enable_gqa=True
+                )
+            )
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def _read(self, segment: Segment, window: int | None) -> tuple[Tensor, Tensor | None]:
+        """The slots that a block reads, and which of them each of its tokens sees; None for all."""
+        first = 0 if window is None else max(0, segment.first_query - window)
+        index = np.arange(first, segment.cache_len)
+        pages = np.array(segment.pages, np.int64)
+        slots = pages[index // self.page_size] * self.page_size + index % self.page_size
+        device = self.slots.device
+        if window is None:
+            return to_device(slots, device), None
+        sees = np.abs(segment.positions[:, None] - index) <= window
+        return to_device(slots, device), torch.from_numpy(sees).to(device)

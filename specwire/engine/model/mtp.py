@@ -1,0 +1,296 @@
+"""Multi-token prediction: layers of a checkpoint that draft for it (DeepSeek-AI 2024, arXiv 2412.19437).
+
+    state^0_p      of token p, as the target computed it
+    state^k+1_p    layer_k(state^k_p-1, embedding of token p), which attends to its own keys at k+1..p
+    logits of p+1  the target's output layer of state^1_p; of p+2 by state^2, and so on
+
+All of these at p follow from tokens 0..p, as the target's own keys do. So they lie in slot p of the same
+pages: the keys of each layer, and the states that it reads next. Prefixes, forks, rollback and preemption
+need nothing of their own. Layers run over all tokens of a pass, after the target; drafting runs them alone.
+
+The modules are transformers' own (`MtpModel`). Beyond the last layer it is used again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import MtpModel
+
+from specwire.core import IntArray
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.attention.probe import LayerShape, Probe
+from specwire.engine.batch import Batch, Feed, Segments
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.model import loading
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner
+from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+_CHECK_TOKENS = 10
+
+
+def load(model: Any) -> MtpModel:
+    """The layers that a loaded model's checkpoint has for multi-token prediction.
+
+    Raises:
+        ModelLoadError: it has none, or the engine does not compute what they do.
+    """
+    with loading.errors_naming(model.config.name_or_path):
+        text = model.config.get_text_config(decoder=True)
+        num_layers = getattr(text, "num_mtp_layers", None)
+        if not num_layers:
+            raise ModelLoadError(f"{model.config.model_type!r} has no layers for multi-token prediction")
+        _name_layers(model, text.num_hidden_layers, num_layers)
+        found = MtpModel.from_pretrained(model, device_map={"": model.device}).eval()
+        pack_linears(found.layers)
+        self_check(model, found)
+    return found
+
+
+def _name_layers(model: Any, first: int, num_layers: int) -> None:
+    """Tell transformers which weights of the checkpoint are meant: it knows those of released depths only."""
+    known = set(model._keys_to_ignore_on_load_unexpected or ())
+    after = {rf"(^|\.)layers\.{number}\." for number in range(first, first + num_layers)}
+    model._keys_to_ignore_on_load_unexpected = {key for key in known if not re.search(r"\d", key)} | after
+
+
+def self_check(model: Any, mtp: MtpModel) -> None:
+    """Compare logits of drafts through the engine, in chunks and after a rollback, with the layers' own.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    attention.register()
+    tokens = loading.check_ids(model, _CHECK_TOKENS)
+    runner = MtpRunner(model, mtp, num_pages=2 * len(tokens), page_size=4)
+    first, num_drafts = len(tokens) // 2, len(mtp.layers)
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
+        cache.truncate(first)
+        runner.forward([Feed(cache, tokens[first:-num_drafts])])
+        found, states = [], None
+        for depth, token_id in enumerate(tokens[-num_drafts:]):
+            states = runner.advance([Feed(cache, [token_id])], depth, states)
+            found.append(runner.logits(states))
+    runner.close()
+    loading.check_logits(model, torch.cat(found), _reference(model, mtp, tokens))
+
+
+@torch.inference_mode()
+def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
+    """Logits [num_layers, vocab_size] after all but the last tokens, given each layer the token after them.
+
+    By eager passes of the model and of each layer over the whole text, without any cache.
+    """
+    num_layers = len(mtp.layers)
+    for each in (model, mtp):
+        each.set_attn_implementation("eager")
+    try:
+        token_ids = torch.tensor([tokens], device=model.device)
+        num_tokens = len(tokens) - num_layers
+        states = model.get_decoder()(input_ids=token_ids[:, :num_tokens], use_cache=False)[0]
+        found = []
+        for layer in range(num_layers):
+            positions = torch.arange(layer + 1, layer + 1 + num_tokens, device=model.device)
+            inputs = token_ids[:, layer + 1 : layer + 1 + num_tokens]
+            states = mtp.forward_layer(layer, states, positions[None], None, input_ids=inputs)
+            found.append(mtp._project_to_logits(states[0, -1:]).float())
+        return torch.cat(found)
+    finally:
+        for each in (model, mtp):
+            each.set_attn_implementation(attention.ATTENTION_NAME)
+
+
+class MtpRunner(ModelRunner):
+    """As `ModelRunner`; fills the pages for layers that draft, and runs them.
+
+    Args:
+        mtp: of the model.
+
+    Attributes:
+        drafting: this runner, for what drafts with it; see `PacedRunner`.
+        state_size: of a state.
+    """
+
+    def __init__(
+        self, model: Any, mtp: MtpModel, *, num_pages: int | Callable[[int], int], page_size: int = 16
+    ) -> None:
+        self._mtp = mtp
+        self._latest: Tensor | None = None  # states of the latest pass, [num_tokens, state_size]
+        noted = model.get_decoder().register_forward_hook(self._note)
+        self.drafting = self
+        super().__init__(model, num_pages=num_pages, page_size=page_size)
+        self.attention_path = "views"
+        self._noted = noted
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._noted.remove()
+
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._latest = output[0][0]
+
+    def _latest_states(self) -> Tensor:
+        states, self._latest = self._latest, None
+        assert states is not None
+        return states
+
+    @torch.inference_mode()
+    def _probe(self) -> Probe:
+        probe, own = super()._probe(), Probe()
+        states = self._latest_states()
+        self.state_size = int(states.shape[-1])
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        read = LayerShape(states, states.new_empty(1, 0), 1, Scoring(1.0))
+        for number in range(self.num_layers):
+            self._layer(number, states, token, token, own)
+        probe.shapes |= own.shapes | dict.fromkeys(self._mtp.layers, read)
+        return probe
+
+    @property
+    def num_layers(self) -> int:
+        """Layers for multi-token prediction."""
+        return len(self._mtp.layers)
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        logits = super()._run_packed(batch)
+        states = self._latest_states()
+        self._known(0).keys[to_device(batch.slots, self.device), 0] = states
+        self._run_layers(batch, 0, None)
+        return logits
+
+    @torch.inference_mode()
+    def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
+        """Append one token to each cache, without the target: keys and values of its layers are not there.
+
+        Args:
+            depth: tokens that were appended in this way before.
+            states: what the call before returned, [num_feeds, state_size]; None at depth 0.
+
+        Returns:
+            [num_feeds, state_size], the states that the logits after each token are computed from.
+
+        Raises:
+            ResourceExhaustedError: the cache is full; all caches have the lengths that they had before.
+        """
+        with self._packer.packed(feeds) as batch:
+            self._copy(batch)
+            return self._run_layers(batch, min(depth, self.num_layers - 1), states)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
+        logits: Tensor = self._mtp._project_to_logits(states.to(self.model.dtype)).float()
+        logits[:, self.num_embeddings :] = float("-inf")
+        return logits
+
+    def _run_layers(self, batch: Batch, first: int, states: Tensor | None) -> Tensor:
+        """Run the layers from the first one on.
+
+        Args:
+            states: that the first layer reads, by token; None for those in the pages, as of all others.
+
+        Returns:
+            [num_tokens, state_size], of the first layer, without the tokens that it does not read.
+        """
+        found = states
+        previous = previous_slots(batch)
+        for number in range(first, self.num_layers):
+            kept, segments = without_first(batch, number + 1)
+            if not len(segments):
+                break
+            slots, before, token_ids, positions = (
+                to_device(part[kept], self.device)
+                for part in (batch.slots, previous, batch.token_ids, batch.positions)
+            )
+            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+            given = states if number == first else None
+            read = self._known(number).keys[before, 0] if given is None else given
+            after = self._layer(number, read.to(self.model.dtype), token_ids, positions, packed)
+            if number + 1 < self.num_layers:
+                self._known(number + 1).keys[slots, 0] = after
+            if number == first:
+                found = after
+        return found if found is not None else torch.empty(0, self.state_size)
+
+    def _layer(
+        self, number: int, states: Tensor, token_ids: Tensor, positions: Tensor, packed: attention.Attend
+    ) -> Tensor:
+        """One layer over a packed row: states and the result [num_tokens, state_size]."""
+        after: Tensor = self._mtp.forward_layer(
+            number, states[None], positions[None], None, input_ids=token_ids[None], packed=packed
+        )
+        return after[0]
+
+    def _known(self, number: int) -> LayerCache:
+        """The states that a layer reads, as keys of one head; there are no values."""
+        return self._layers[self._mtp.layers[number]]
+
+
+@dataclass
+class MtpBatch(PackedBatch):
+    """A packed row whose segments skip the first keys, which kernels for page tables cannot."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`."""
+        layer = self.layers[module]
+        layer.write(self.slots, key, value)
+        return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+
+
+def previous_slots(batch: Batch) -> IntArray:
+    """The slot of the token before each token of a row, int64 [num_tokens]; anything before the first one."""
+    segments, previous = batch.segments, np.roll(batch.slots, 1)
+    size = segments.page_size
+    offsets = segments.query_offsets
+    columns = zip(offsets, offsets[1:], segments.cache_lens, segments.tables, strict=False)
+    for i, (start, end, length, pages) in enumerate(columns):
+        first, tree = length - (end - start), segments.trees.get(i)
+        if first:
+            previous[start] = _slot(pages, first - 1, size)
+        if tree is not None:
+            for index in range(max(first, tree.start), length):
+                parent = tree.parents[index - tree.start]  # -1 is the token before the tree
+                previous[start + index - first] = _slot(pages, tree.start + parent, size)
+    return previous
+
+
+def _slot(pages: Sequence[int], index: int, size: int) -> int:
+    return pages[index // size] * size + index % size
+
+
+def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:
+    """A row without the first tokens of its sequences, and with these hidden from all others.
+
+    Returns:
+        Which tokens of the row are left, bool [num_tokens], and the segments of these.
+    """
+    segments = batch.segments
+    offsets = np.array(segments.query_offsets)
+    num_query, lens = np.diff(offsets), np.array(segments.cache_lens)
+    num_dropped = np.clip(num_first - (lens - num_query), 0, num_query)
+    kept = np.arange(offsets[-1]) >= np.repeat(offsets[:-1] + num_dropped, num_query)
+    there = np.flatnonzero(num_dropped < num_query).tolist()
+    left = Segments(
+        [0, *accumulate((num_query - num_dropped)[there].tolist())],
+        [segments.cache_lens[i] for i in there],
+        [segments.tables[i] for i in there],
+        segments.page_size,
+        {place: segments.trees[i] for place, i in enumerate(there) if i in segments.trees},
+        [num_first] * len(there),
+    )
+    return kept, left
