@@ -13,8 +13,9 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot, SlotSource
 from coordinator.beams.answer import BeamAnswer
-from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.drafting import BeamDrafts
 from coordinator.beams.followers import Followers
+from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
 from coordinator.drafts.choice import DraftChoices
@@ -89,6 +90,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
         self._own_shapes = SharedShapes(lambda: self._admission.num_running)
         self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
+        self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
         )
@@ -247,12 +249,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         ]
         targets = Followers(verifiers, request.prompt_token_ids)
         drafts = self._beam_drafts(request, remaining_s(), call.span)
+        num_draft_tokens = request.num_draft_tokens if drafts.has_any else 0
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
                 request,
                 drafts,
                 targets,
-                planner=BeamPlanner(request.num_draft_tokens, request.max_depth),
+                planner=BeamPlanner(num_draft_tokens, request.max_depth, self._beam_costs),
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.drafting import BeamDrafts
 from coordinator.beams.followers import Followers, Rewindable, together
+from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost
 from coordinator.generation import Round, Turns
@@ -94,7 +95,7 @@ class BeamGeneration:
                 done = await self._round(span if self._tracer.enabled else self._parent)
             yield done
             elapsed_ns = self._ledger.switch(Stage.COORDINATOR) - started_ns
-            self._planner.observe(1 + done.outcome.num_accepted, elapsed_ns)
+            self._planner.observe(done, elapsed_ns)
 
     async def _round(self, parent: tracing.Span) -> Round:
         trees = packed([each.beam for each in self._search.live], self._most_nodes())
@@ -116,11 +117,17 @@ class BeamGeneration:
     async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> Cost:
         beams = [beam for tree in trees for beam in tree.beams]
         length = beams[0].length
-        rooms = [self._room(tree) for tree in trees]
-        room = min(
-            (room - tree.num_live_nodes) // len(tree.beams) for tree, room in zip(trees, rooms, strict=True)
+        size = Size(
+            num_beams=len(beams),
+            num_trees=len(trees),
+            num_nodes=sum(tree.num_live_nodes for tree in trees),
+            length=len(self._prompt) + length,
+            num_left=self._rules.max_tokens - length,
         )
-        plan = self._planner.plan(len(beams), self._rules.max_tokens - length - 1, room * len(beams))
+        rooms = [self._room(tree) for tree in trees]
+        each = zip(trees, rooms, strict=True)
+        room = min((room - tree.num_live_nodes) // len(tree.beams) for tree, room in each)
+        plan = self._planner.plan(size, room)
         self._ledger.switch(Stage.DRAFT)
         proposals, cost = await self._drafts.propose(beams, plan, parent)
         self._ledger.settle(cost, Stage.VERIFY)

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
-from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+import coordinator.service
+from specwire import Client, Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.config.services import CoordinatorConfig
+from specwire.testing.delay_proxy import Link
 from specwire.v1 import generation_pb2_grpc
 from specwire.wire.client import generate_request, resume_info_from_proto, resuming_request
 from tests.support import encoder_decoders, tiny_models
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
 
 FAMILIES = ("llama", "gpt2", "t5")
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 BEAMS = SamplingParams(
     temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, num_beams=4, num_return_sequences=4
 )
 PENALTIES = (0.0, 1.0, 2.0)
 STOPPING: tuple[bool | str, ...] = (False, True, "never")
+SETTINGS = list(itertools.product(PENALTIES, STOPPING))
+SOME = SETTINGS[::4]
+"""Each penalty and each way to stop once."""
 SHAPES: list[dict[str, Any]] = [
     {"draft": "off"},
     {"num_draft_tokens": 3},
@@ -44,6 +53,10 @@ def build(family: str) -> Any:
 def family(request: Any) -> str:
     name: str = request.param
     return name
+
+
+ONE = pytest.mark.parametrize("family", FAMILIES[:1], indirect=True, scope="module")
+"""What does not depend on the family."""
 
 
 @pytest.fixture(scope="module")
@@ -117,38 +130,55 @@ def check(done: Completion, wanted: Texts) -> None:
     assert (done.token_ids, done.finish_reason) == (best.token_ids, best.finish_reason)
 
 
-@pytest.mark.parametrize("num_ends", [0, 1, 2])
-def test_texts_scores_and_order_are_those_of_generate(stack: LocalStack, family: str, num_ends: int) -> None:
-    """For every length penalty and way to stop, with and without a draft, chains and trees."""
+def check_all(stack: LocalStack, family: str, num_ends: int, settings: Sequence[tuple[float, Any]]) -> None:
+    """Draft shapes and prompts in turns."""
     base = replace(BEAMS, stop_token_ids=ends_of(family, num_ends))
-    shapes, prompts = itertools.cycle(SHAPES), itertools.cycle(PROMPTS[1:] + PROMPTS[:1])
-    settings = list(itertools.product(PENALTIES, STOPPING)) if num_ends else [(1.0, False)]
+    shapes, prompts = itertools.cycle(SHAPES), itertools.cycle(PROMPTS)
     lengths = set()
     for length_penalty, early_stopping in settings:
         params = replace(base, length_penalty=length_penalty, early_stopping=early_stopping)
-        for prompt in [next(prompts)] if num_ends else PROMPTS:
-            wanted = expected(family, prompt, params)
-            lengths |= {len(text) for text, _ in wanted}
-            done = stack.client.generate(params=replace(params, **next(shapes)), prompt_token_ids=prompt)
-            check(done, wanted)
-            assert done.usage.prompt_tokens == len(prompt)
-    assert num_ends == 0 or len(lengths) > 2, "texts end at several places"
+        prompt = next(prompts)
+        wanted = expected(family, prompt, params)
+        lengths |= {len(text) for text, _ in wanted}
+        done = stack.client.generate(params=replace(params, **next(shapes)), prompt_token_ids=prompt)
+        check(done, wanted)
+        assert done.usage.prompt_tokens == len(prompt)
+    assert len(lengths) > 2, "texts end at several places"
     stack.assert_idle_within(2.0)
 
 
+def test_texts_scores_and_order_are_those_of_generate(stack: LocalStack, family: str) -> None:
+    """For each length penalty and way to stop, without a draft, with chains and with trees."""
+    check_all(stack, family, 2, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_every_setting(stack: LocalStack, family: str, num_ends: int) -> None:
+    """All combinations of the above."""
+    check_all(stack, family, num_ends, SETTINGS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_texts_do_not_depend_on_the_draft(stack: LocalStack, family: str, shape: dict[str, Any]) -> None:
+    """Without an end token."""
+    done = stack.client.generate(params=replace(BEAMS, **shape), prompt_token_ids=PROMPTS[0])
+    check(done, expected(family, PROMPTS[0], BEAMS))
+
+
+@ONE
 def test_settings_matter(family: str) -> None:
     """The negative control: the comparison above fails for other settings than those that were asked for."""
     ends = ends_of(family, 1)
     base = replace(BEAMS, stop_token_ids=ends)
     changes: dict[str, dict[str, Any]] = {
         "base": {},
-        "beams": {"num_beams": 5},
+        "beams": {"num_beams": 8},
         "penalty": {"length_penalty": 2.0},
         "ends": {"stop_token_ids": ()},
     }
     found = {
-        name: [expected(family, prompt, replace(base, **changed)) for prompt in PROMPTS]
-        for name, changed in changes.items()
+        name: expected(family, PROMPTS[0], replace(base, **changed)) for name, changed in changes.items()
     }
     for name in ("beams", "penalty", "ends"):
         assert found[name] != found["base"], name
@@ -169,13 +199,12 @@ def test_drafts_save_passes(stack: LocalStack, family: str) -> None:
     assert [each.source for each in counts["tree"].by_source] == ["num_beams"]
 
 
-@pytest.mark.parametrize("num_beams", [2, 12])
+@pytest.mark.parametrize("num_beams", [pytest.param(2, marks=pytest.mark.slow), 12])
 def test_other_widths(stack: LocalStack, family: str, num_beams: int) -> None:
     """Live beams of 12 do not fit into one tree once they part: they are verified in several."""
-    params = replace(BEAMS, num_beams=num_beams, num_return_sequences=2, max_tokens=12)
-    for prompt in PROMPTS:
-        done = stack.client.generate(params=params, prompt_token_ids=prompt)
-        check(done, expected(family, prompt, params))
+    params = replace(BEAMS, num_beams=num_beams, num_return_sequences=2, max_tokens=10)
+    done = stack.client.generate(params=params, prompt_token_ids=PROMPTS[2])
+    check(done, expected(family, PROMPTS[2], params))
 
 
 def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
@@ -192,6 +221,7 @@ def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
         check(stack.client.generate(params=params, prompt_token_ids=PROMPTS[0]), wanted)
 
 
+@ONE
 def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -> None:
     """One chunk, then the completion."""
     with stack.client.stream(params=BEAMS, prompt_token_ids=PROMPTS[0]) as stream:
@@ -199,6 +229,7 @@ def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -
     assert [chunk.token_ids for chunk in chunks] == [list(stream.completion.token_ids)]
 
 
+@ONE
 def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) -> None:
     """Another coordinator sends what is left of the best text, and the same completion."""
     [text, *_] = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
@@ -212,6 +243,59 @@ def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) 
     assert completion.completion.hypotheses == last.completion.hypotheses
 
 
+@ONE
+@pytest.mark.parametrize("fault", ["lost", "hung"])
+def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str) -> None:
+    """Its verify service is lost, or does not answer any more, in mid-search: the result is generate's."""
+    target, draft = pair
+    paced: dict[str, Any] = {"verify_link": Link(), "verify_options": {"least_pass_ms": 10.0}}
+    params = replace(BEAMS, num_draft_tokens=6, max_depth=3, max_tokens=32)
+    with contextlib.ExitStack() as stack:
+        several = [stack.enter_context(local_stack(target, each, **paced)) for each in (draft, None)]
+        proxies = [cast(StackProxy, each.verify_proxy) for each in several]
+        client = stack.enter_context(coordinator_of(proxies, several[0].draft_address))
+        before = [each.status("verify").num_steps for each in several]
+        searching = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            client.generate, params=params, prompt_token_ids=PROMPTS[0]
+        )
+
+        def num_passes() -> list[int]:
+            now = [each.status("verify").num_steps for each in several]
+            return list(map(sub, now, before))
+
+        while max(at_fault := num_passes()) < 5:
+            assert not searching.done()
+        victim = int(at_fault[1] > at_fault[0])
+        proxies[victim].stall()
+        if fault == "lost":
+            proxies[victim].cut()
+        done = searching.result(timeout=60)
+        assert num_passes()[1 - victim] > at_fault[1 - victim], "the other one has finished it"
+        assert done.timing.failover_ms > 0
+        proxies[victim].resume()
+    check(done, expected("llama", PROMPTS[0], params))
+
+
+@contextlib.contextmanager
+def coordinator_of(verifies: Sequence[StackProxy], draft_address: str) -> Iterator[Client]:
+    """A client of a coordinator with these replicas."""
+    thread = LoopThread()
+    config = CoordinatorConfig(
+        verify_address=",".join(each.address for each in verifies),
+        draft_address=draft_address,
+        draft_timeout_ms=60_000.0,
+        grace_s=0.0,
+    )
+    try:
+        with (
+            thread.entered(lambda: coordinator.service.serving(config)) as address,
+            Client(address) as client,
+        ):
+            yield client
+    finally:
+        thread.close()
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "seed": {"seed": 3},
@@ -223,12 +307,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},
+    "num_lists": {"num_lists": 2},
     "logprobs": {"logprobs": 2},
     "draft": {"draft": "ngram"},
     "num_beams": {"num_beams": 16, "stop_token_ids": (3, 4, 5, 6, 7)},
 }
 
 
+@ONE
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_combine_is_refused_by_name(stack: LocalStack, name: str) -> None:
     """Before anything is run."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.beams.drafting import BeamDrafts, BeamPlanner
+from coordinator.beams.drafting import BeamDrafts
 from coordinator.beams.followers import Followers, together
+from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
 from coordinator.cost import Cost
 from coordinator.generation import Plan, Round
@@ -144,7 +145,7 @@ class Search:
             request,
             BeamDrafts(drafts, PROMPT),
             Followers(self.targets, PROMPT),
-            planner=BeamPlanner(*shape),
+            planner=BeamPlanner(*shape, SharedBeamCosts()),
             ledger=Ledger(),
             tracer=tracing.Tracing(),
             parent=tracing.NO_SPAN,

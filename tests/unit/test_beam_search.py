@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.beams.drafting import BeamPlanner
 from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
 from specwire.core import Logprobs, Proposal
 from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping, Scored
@@ -157,17 +156,3 @@ def test_the_common_ancestor_is_the_longest_text_that_both_begin_with() -> None:
     assert common_ancestor(left, right) is stem
     assert common_ancestor(stem, left) is stem
     assert common_ancestor(right, right) is right
-
-
-def test_drafting_stops_where_it_is_slower_and_is_tried_again() -> None:
-    """Rounds with a draft take twice as long a step: they are rare, and not for ever."""
-    planner, drafted = BeamPlanner(None, None), 0
-    for _ in range(200):
-        drafts = planner.plan(4, 10, 40).num_draft_tokens > 0
-        drafted += drafts
-        planner.observe(1, 2000 if drafts else 1000)
-    assert 2 < drafted < 16
-    fixed = BeamPlanner(5, 0)
-    for _ in range(9):
-        assert fixed.plan(4, 10, 40).num_draft_tokens == 5
-        fixed.observe(1, 10**9)

@@ -1,0 +1,188 @@
+"""How much to draft after live beams: what promises the most steps a second, by what rounds have cost.
+
+    time of a step without drafts = pass(nodes)
+    time of a step with drafts    = (draft(tokens) + pass(nodes + tokens)) / steps + opening / steps left
+
+Costs are fitted to the rounds of all searches of a coordinator, and the steps of a round are averaged over
+those of equal width: so a search that begins knows what to expect, and few rounds are trials. Pure: no clock,
+no network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coordinator.generation import Plan, Round
+from specwire.estimate.costs import CostModel
+
+_DEFAULT_TOKENS = 6
+"""Draft tokens after each live beam, where the request fixes none."""
+_DEFAULT_DEPTH = 3
+_FIRST_SHARE = 1 / 3
+"""Steps that draft tokens save, as a share of their depth, before any were judged: 2 steps a round, about as
+measured with the embedded pair."""
+_RATE, _FIRST_ROUNDS = 0.1, 3
+"""Learning rate of that share, and how many rounds the first value counts for."""
+_TRIAL_COST = 0.01
+"""Share of all time that trials of what promises less may cost."""
+
+
+class Size(NamedTuple):
+    """What a round without draft tokens runs."""
+
+    num_beams: int
+    num_trees: int
+    num_nodes: int  # of all trees, leading to live beams
+    length: int  # of the texts of live beams, with the prompt
+    num_left: int  # steps, at most
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the pass: each tree hangs below at least one token that is run."""
+        return self.num_nodes + self.num_trees
+
+
+@dataclass
+class _Saved:
+    """Steps that took no pass, as a share of the depth of draft tokens; recent rounds count more."""
+
+    value: float
+    num_rounds: int = _FIRST_ROUNDS
+
+    def add(self, share: float) -> None:
+        self.num_rounds += 1
+        self.value += max(_RATE, 1 / self.num_rounds) * (share - self.value)
+
+
+class SharedBeamCosts:
+    """What all searches of a coordinator learn together. Times in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._passes = CostModel(2)  # by number of tokens run and of trees; all of a round but its drafts
+        self._drafts = CostModel(2)  # by number of draft tokens and of tokens that the draft was not sent yet
+        self._openings = CostModel(1)  # by the latter: of the first drafts of a search
+        self._saved: dict[tuple[int, int], _Saved] = {}  # by number of beams, and depth
+        self._spent_ns = self._lost_ns = 0.0
+
+    def prefers_drafts(self, size: Size, plan: Plan, num_known: int) -> bool:
+        """Whether to draft: what takes less time a step, or now and then the other.
+
+        Args:
+            plan: of the draft tokens after each beam.
+            num_known: tokens of each beam that the draft was sent; 0 before the first drafts of a search.
+        """
+        plain_ns = self._passes.predict((size.num_tokens, size.num_trees))
+        if not plain_ns:
+            return False
+        num_steps = 1 + self._saved_share(size, plan).value * plan.num_steps
+        num_drafted = size.num_beams * plan.num_draft_tokens
+        num_new = size.length - num_known if num_known else num_steps
+        draft_ns = self._drafts.predict((num_drafted, size.num_beams * num_new))
+        opening_ns = 0.0 if num_known else self._openings.predict((size.num_beams * size.length,))
+        opening_ns = max(0.0, opening_ns - draft_ns)
+        round_ns = draft_ns + self._passes.predict((size.num_tokens + num_drafted, size.num_trees))
+        is_faster = round_ns / num_steps + opening_ns / size.num_left < plain_ns
+        if is_faster:
+            loss_ns = plain_ns - round_ns / num_steps
+        else:
+            loss_ns = opening_ns + round_ns - num_steps * plain_ns
+        return is_faster is not self._may_lose(max(0.0, loss_ns))
+
+    def add_pass(self, size: Size, done: Round, elapsed_ns: int) -> None:
+        """A round of any search, with or without draft tokens."""
+        self._spent_ns += elapsed_ns
+        num_tokens = size.num_tokens + len(done.proposal.token_ids)
+        pass_ns = elapsed_ns - done.draft_cost.wall_ns
+        self._passes.add((num_tokens, size.num_trees), max(1, pass_ns))
+
+    def add_drafts(self, size: Size, plan: Plan, num_known: int, done: Round) -> None:
+        """What was drafted in a round after each beam, as the plan says.
+
+        Args:
+            num_known: as of `prefers_drafts`, before the round.
+        """
+        num_drafted, wall_ns = size.num_beams * plan.num_draft_tokens, max(1, done.draft_cost.wall_ns)
+        num_missing = size.num_beams * (size.length - num_known)
+        if num_known:
+            self._drafts.add((num_drafted, num_missing), wall_ns)
+        else:
+            self._openings.add((num_missing,), wall_ns)
+        self._saved_share(size, plan).add(done.outcome.num_accepted / plan.num_steps)
+
+    def _saved_share(self, size: Size, plan: Plan) -> _Saved:
+        key = size.num_beams, plan.num_steps
+        if key not in self._saved:
+            self._saved[key] = _Saved(self._nearest_share(size.num_beams))
+        return self._saved[key]
+
+    def _nearest_share(self, num_beams: int) -> float:
+        """Of the width that is the most alike."""
+        nearest = min(self._saved, key=lambda key: abs(key[0] - num_beams), default=None)
+        return self._saved[nearest].value if nearest else _FIRST_SHARE
+
+    def _may_lose(self, loss_ns: float) -> bool:
+        """Whether a trial that is expected to cost so much is due; it is counted then."""
+        if self._lost_ns + loss_ns > _TRIAL_COST * self._spent_ns:
+            return False
+        self._lost_ns += loss_ns
+        return True
+
+
+class BeamPlanner:
+    """How much to draft after each live beam of one search: nothing where that promises less.
+
+    What a request or a server fixes is drafted in any case.
+    """
+
+    def __init__(self, num_draft_tokens: int | None, max_depth: int | None, shared: SharedBeamCosts) -> None:
+        """Args:
+        num_draft_tokens: after each beam; None to choose.
+        max_depth: of the tree of these; 0 for chains, None to choose.
+        """
+        self._is_fixed = num_draft_tokens is not None
+        self._num_tokens = _DEFAULT_TOKENS if num_draft_tokens is None else num_draft_tokens
+        depth = _DEFAULT_DEPTH if max_depth is None else max_depth
+        self._max_depth = min(depth, self._num_tokens)
+        if not self._max_depth and not self._is_fixed:
+            self._num_tokens = _DEFAULT_DEPTH  # a chain
+        self._shared = shared
+        self._size: Size | None = None  # of the round that is planned
+        self._plan = Plan(0)
+        self._num_rounds = 0
+        self._num_known = 0  # tokens of each beam that the draft was sent
+
+    def plan(self, size: Size, room: int) -> Plan:
+        """For the next round.
+
+        Args:
+            room: draft tokens of each beam.
+        """
+        self._size, self._plan = size, self._shape(min(self._num_tokens, room), size.num_left - 1)
+        if self._plan.num_draft_tokens and not self._is_fixed and not self._pays(size):
+            self._plan = Plan(0)
+        return self._plan
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """Learn from the planned round; not what the first pass costs, which runs the prompt, and not from
+        drafts whose number the request fixes."""
+        size, plan = self._size, self._plan
+        assert size is not None
+        self._num_rounds += 1
+        if self._num_rounds > 1:
+            self._shared.add_pass(size, done, elapsed_ns)
+        if plan.num_draft_tokens and not done.draft_cost.draft_unavailable:
+            if not self._is_fixed:
+                self._shared.add_drafts(size, plan, self._num_known, done)
+            self._num_known = size.length
+
+    def _shape(self, num_tokens: int, most: int) -> Plan:
+        if num_tokens <= 0 or most <= 0:
+            return Plan(0)
+        if not self._max_depth:
+            return Plan(min(num_tokens, most))
+        return Plan(num_tokens, max_depth=min(self._max_depth, num_tokens, most))
+
+    def _pays(self, size: Size) -> bool:
+        """One beam, which a search begins with, is followed by more beams than draft tokens could be."""
+        return self._num_rounds > 0 and self._shared.prefers_drafts(size, self._plan, self._num_known)
