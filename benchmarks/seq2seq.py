@@ -9,12 +9,16 @@ The first is as regular as a translation between close languages, the second as 
 from __future__ import annotations
 
 import ast
+import itertools
+import json
 import random
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
@@ -25,10 +29,14 @@ from specwire import embedded
 _STATEMENTS = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.Raise, ast.Assert, ast.ImportFrom)
 _MOST_SOURCE, _MOST_TARGET = 64, 64
 """In tokens; longer functions are cut, other longer texts are left out."""
-_BATCH = 16
-_NUM_FILES = 200
+_BATCH, _SORTED = 32, 4
+_NUM_FILES = 400
+_GENERATED = 64
+_TRAINING = "training.json"
+_OWN_TEXTS_SHARE = 0.3
+"""Of the draft's time: the target writes what it learns from."""
 _TARGET = {"d_model": 256, "d_ff": 512, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
-_DRAFT = {"d_model": 128, "d_ff": 256, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+_DRAFT = {"num_decoder_layers": 1}
 
 
 class Example(NamedTuple):
@@ -78,6 +86,9 @@ class Pair(NamedTuple):
     target: list[int]
 
 
+_Tasks = Sequence[list[Pair]]
+
+
 def encoded(tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], *, cut: bool) -> list[Pair]:
     """Those that are short enough; `cut` shortens sources instead."""
     listed = list(examples)
@@ -102,21 +113,31 @@ def held_out(num: int) -> dict[str, list[list[int]]]:
 
 
 def train_pair(out: Path, target_s: float, draft_s: float) -> None:
-    """Train both in so many seconds, and save them as `out/target` and `out/draft`."""
+    """Train what is not there yet of `out/target` and `out/draft`, for so many seconds of processor time."""
+    if (out / "draft").exists():
+        return
     torch.manual_seed(0)
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine spin
     tokenizer, documents = _tokenizer(), corpus.split(corpus.read_library())[0]
     documents = random.Random(0).sample(documents, _NUM_FILES)
-    pairs = [encoded(tokenizer, make(documents), cut=name == "summary") for name, make in TASKS.items()]
-    print(*(f"{len(of_task)} pairs" for of_task in pairs), flush=True)
-    target = T5ForConditionalGeneration(_config(tokenizer, _TARGET))
-    _train(target, pairs, target_s, "target")
-    target.eval().requires_grad_(False)
-    draft = T5ForConditionalGeneration(_config(tokenizer, _DRAFT))
-    _train(draft, pairs, draft_s, "draft", teacher=target)
-    for name, model in (("target", target), ("draft", draft)):
-        model.eval().save_pretrained(out / name)
-        tokenizer.save_pretrained(out / name)
+    tasks = [encoded(tokenizer, make(documents), cut=name == "summary") for name, make in TASKS.items()]
+    print(*(f"{len(pairs)} pairs" for pairs in tasks), flush=True)
+    if not (out / "target").exists():
+        target, budget = _trained_target(_config(tokenizer, _TARGET), tasks, target_s)
+        _save(target, budget, tokenizer, out / "target")
+    target = T5ForConditionalGeneration.from_pretrained(out / "target").eval().requires_grad_(False)
+    draft, budget = _distilled(target, tasks, draft_s)
+    _save(draft, budget, tokenizer, out / "draft")
+
+
+def card(pair: Path) -> str:
+    """How both were trained."""
+    found = {name: json.loads((pair / name / _TRAINING).read_text()) for name in ("target", "draft")}
+    return ", ".join(
+        f"the {name} of {each['parameters'] / 1e6:.1f} million parameters in {each['seconds']:.0f} s of "
+        f"processor time, {each['steps']} steps of {_BATCH} texts"
+        for name, each in found.items()
+    )
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -137,22 +158,86 @@ def _config(tokenizer: PreTrainedTokenizerFast, sizes: dict[str, int]) -> T5Conf
     )
 
 
-def _train(model: Any, tasks: Sequence[list[Pair]], seconds: float, name: str, teacher: Any = None) -> None:
-    rng, budget = random.Random(0), train.Budget(seconds, 1_000_000)
-    optimizer = train.Optimizer(model, 3e-3, inner=".block.")
-    while (progress := budget.progress) < 1:
-        batch = _batch(rng.sample(tasks[budget.step % len(tasks)], _BATCH), model.config.pad_token_id)
-        logits, wanted = _logits(model, batch)
-        if teacher is None:
-            loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
-        else:
-            with torch.no_grad():
-                taught, _ = _logits(teacher, batch)
-            loss = train.distillation_loss(taught, logits, torch.tensor(min(0.9, progress)))
-        torch.autograd.backward(loss)
-        optimizer.step(progress)
+def _save(model: Any, budget: train.Budget, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    facts = {"seconds": budget.elapsed, "steps": budget.step, "parameters": model.num_parameters()}
+    (folder / _TRAINING).write_text(json.dumps(facts))
+
+
+def _trained_target(config: T5Config, tasks: _Tasks, seconds: float) -> tuple[Any, train.Budget]:
+    model = T5ForConditionalGeneration(config)
+    _take_embeddings(model)
+    optimizer, rng = train.Optimizer(model, 3e-3, inner=".block."), random.Random(0)
+    budget = train.Budget(seconds, clock=time.process_time)
+    for batch in _batches(tasks, config.pad_token_id, rng):
+        if (progress := budget.progress) >= 1:
+            break
+        logits = _output(model, batch).logits[batch.is_wanted]
+        loss = torch.nn.functional.cross_entropy(logits.float(), batch.targets[batch.is_wanted])
+        _step(optimizer, loss, progress)
         budget.step += 1
-        train.report_progress(name, budget, loss)
+        train.report_progress("target", budget, loss)
+    return model, budget
+
+
+def _take_embeddings(model: Any) -> None:
+    """What a token means need not be learned again: the embedded target's table, at T5's scale."""
+    with safetensors.safe_open(embedded.TARGET_DIR / "model.safetensors", "pt") as tensors:
+        table = tensors.get_tensor("model.embed_tokens.weight").float()
+    with torch.no_grad():
+        model.shared.weight.copy_(table / table.std())
+
+
+def _distilled(target: Any, tasks: _Tasks, seconds: float) -> tuple[Any, train.Budget]:
+    """A draft with the target's encoder and one decoder layer, which learns what the target makes of its own
+    texts (DistillSpec, arXiv 2310.08461)."""
+    budget, rng = train.Budget(seconds, clock=time.process_time), random.Random(1)
+    own: _Tasks = [[] for _ in tasks]
+    while budget.progress < _OWN_TEXTS_SHARE:
+        for pairs, of_task in zip(tasks, own, strict=True):
+            for is_sampled in (False, True):
+                sources = [pair.source for pair in rng.sample(pairs, _GENERATED)]
+                of_task.extend(_written(target, sources, is_sampled=is_sampled))
+    print(f"draft: {[len(pairs) for pairs in own]} texts by {budget.progress:.3f}", flush=True)
+    draft = T5ForConditionalGeneration(T5Config.from_dict(target.config.to_dict() | _DRAFT))
+    draft.load_state_dict(target.state_dict(), strict=False)  # all but the other decoder layers
+    draft.encoder.requires_grad_(False)
+    optimizer = train.Optimizer(draft, 3e-3, inner=".block.")
+    for batch in _batches(own, target.config.pad_token_id, rng):
+        if (progress := budget.progress) >= 1:
+            break
+        with torch.no_grad():
+            taught = _output(target, batch)
+        states = taught.encoder_last_hidden_state
+        logits = _output(draft, batch, encoder_outputs=(states,)).logits[batch.is_wanted]
+        share = torch.tensor(min(0.9, 2 * progress))
+        loss = train.distillation_loss(taught.logits[batch.is_wanted], logits, share)
+        _step(optimizer, loss, progress)
+        budget.step += 1
+        train.report_progress("draft", budget, loss)
+    return draft, budget
+
+
+@torch.no_grad()
+def _written(target: Any, sources: Sequence[list[int]], *, is_sampled: bool) -> list[Pair]:
+    """What the target writes for these sources, as far as its end token."""
+    end = target.config.eos_token_id
+    ids = _padded(sources)
+    rows = target.generate(
+        input_ids=ids.clamp(min=0),
+        attention_mask=(ids >= 0).long(),
+        do_sample=is_sampled,
+        top_k=0,
+        max_new_tokens=_MOST_TARGET,
+    )[:, 1:].tolist()
+    targets = [row[: row.index(end) + 1] if end in row else row for row in rows]
+    return [Pair(source, target) for source, target in zip(sources, targets, strict=True)]
+
+
+def _step(optimizer: train.Optimizer, loss: Tensor, progress: float) -> None:
+    torch.autograd.backward(loss)
+    optimizer.step(progress)
 
 
 class _Batch(NamedTuple):
@@ -161,27 +246,39 @@ class _Batch(NamedTuple):
     starts: Tensor
     targets: Tensor
 
+    @property
+    def is_wanted(self) -> Tensor:
+        """bool[num_rows, num_tokens]"""
+        return self.targets >= 0
+
+
+def _batches(tasks: _Tasks, start: int, rng: random.Random) -> Iterator[_Batch]:
+    """For ever, of the tasks in turns: rows of much the same length, so that little is filled up."""
+    for pairs in itertools.cycle(tasks):
+        drawn = sorted(rng.sample(pairs, _BATCH * _SORTED), key=lambda pair: len(pair.target))
+        first = rng.randrange(_SORTED) * _BATCH
+        yield _batch(drawn[first : first + _BATCH], start)
+
 
 def _batch(pairs: Sequence[Pair], start: int) -> _Batch:
     """Rows of sources and targets, filled up with -1 where nothing is read or wanted."""
-    sources, targets = (
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(row) for row in rows], batch_first=True, padding_value=-1
-        )
-        for rows in zip(*pairs, strict=True)
-    )
+    sources, targets = (_padded(rows) for rows in zip(*pairs, strict=True))
     starts = torch.cat([torch.full((len(pairs), 1), start), targets[:, :-1].clamp(min=0)], dim=1)
     return _Batch(sources.clamp(min=0), sources >= 0, starts, targets)
 
 
-def _logits(model: Any, batch: _Batch) -> tuple[Tensor, Tensor]:
-    """Logits [num_tokens, vocab_size] at the targets' tokens, and these."""
+def _padded(rows: Sequence[list[int]]) -> Tensor:
+    """int64[num_rows, longest], -1 after the end of a row."""
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-1)
+
+
+def _output(model: Any, batch: _Batch, **given: Any) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(
-            input_ids=batch.sources,
+        return model(
+            input_ids=None if given else batch.sources,
             attention_mask=batch.seen.long(),
             decoder_input_ids=batch.starts,
             use_cache=False,
+            **given,
         )
-    is_wanted = batch.targets >= 0
-    return output.logits[is_wanted], batch.targets[is_wanted]

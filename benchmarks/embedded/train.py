@@ -53,14 +53,21 @@ class Recipe:
 class Budget:
     """The share of a time or step budget that is spent."""
 
-    def __init__(self, seconds: float, steps: int) -> None:
+    def __init__(
+        self, seconds: float, steps: int = 1_000_000, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.seconds, self.steps, self.step = seconds, steps, 0
-        self.start = time.monotonic()
+        self._clock, self._start = clock, clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds by the clock."""
+        return self._clock() - self._start
 
     @property
     def progress(self) -> float:
         """0 at the start, 1 or more when either budget is used up."""
-        return max((time.monotonic() - self.start) / self.seconds, self.step / self.steps)
+        return max(self.elapsed / self.seconds, self.step / self.steps)
 
 
 class Optimizer:
@@ -118,9 +125,8 @@ def maybe_compile(function: Callable[..., Tensor], recipe: Recipe) -> Callable[.
 def report_progress(name: str, budget: Budget, loss: Tensor) -> None:
     """Print one line every fifty steps."""
     if budget.step % 50 == 0:
-        seconds = time.monotonic() - budget.start
         print(
-            f"{name} step {budget.step} {seconds:.0f}s {budget.progress:.3f} loss {loss.item():.4f}",
+            f"{name} step {budget.step} {budget.elapsed:.0f}s {budget.progress:.3f} loss {loss.item():.4f}",
             flush=True,
         )
 
