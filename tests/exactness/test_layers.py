@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ import pytest
 import torch
 
 import coordinator.generation
+import verify_service.layers
 import verify_service.own
-import verify_service.threshold
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -29,6 +30,7 @@ from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import markov_logits, markov_model, save_target
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from verify_service.threshold import Threshold
 
 LAYERS = '{"method": "layers"}'
 GUMBEL = SamplingParams(max_tokens=48, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
@@ -54,9 +56,9 @@ def stack(request: Any, skip: str, tmp_path_factory: pytest.TempPathFactory) -> 
     """Where it goes on by itself proposals are as long as wanted, else they end early."""
     target = save_target(tmp_path_factory.mktemp("target"))
     options = {"speculative_config": LAYERS, "verify_ahead": request.param, "num_draft_tokens": "auto"}
-    first = 0.0 if request.param else verify_service.threshold._FIRST
+    threshold = partial(Threshold, first=0.0) if request.param else Threshold
     with (
-        mock.patch.object(verify_service.threshold, "_FIRST", first),
+        mock.patch.object(verify_service.layers, "Threshold", threshold),
         local_stack(target, coordinator_options=options, verify_options={"layers": skip}) as running,
     ):
         yield running
