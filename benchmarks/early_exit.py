@@ -91,12 +91,11 @@ class Texts:
     ) -> None:
         self._runner, self._is_sampled, self._num_tokens = runner, is_sampled, num_tokens
         self._prompts, self._texts = prompts, [[*prompt] for prompt in prompts]
-        self._seeds = np.arange(len(prompts), dtype=np.int64)
         self._caches = [runner.new_sequence() for _ in prompts]
         pending = [*self._texts]
         for _ in range(num_tokens):
             logits = runner.forward([Feed(*each) for each in zip(self._caches, pending, strict=True)])
-            scores = self._scores(logits, self._seeds, [*map(len, self._texts)])
+            scores = self._scores(logits, range(len(prompts)), [*map(len, self._texts)])
             pending = [[token_id] for token_id in scores.argmax(dim=-1).tolist()]
             for text, [token_id] in zip(self._texts, pending, strict=True):
                 text.append(token_id)

@@ -111,14 +111,16 @@ def _acquisition(rng: np.random.Generator) -> Any:
     climbs from them it leaves the corners 0 and 1."""
     from bayes_opt.acquisition import UpperConfidenceBound
 
-    class OfSets(UpperConfidenceBound):
-        def suggest(self, gp: Any, target_space: Any, *_: Any, **__: Any) -> Floats:
-            self._fit_gp(gp, target_space)
-            candidates = _candidates(target_space.params, target_space.target, rng)
-            best: Floats = candidates[self._get_acq(gp)(candidates).argmin()]
-            return best
+    acquisition: Any = UpperConfidenceBound(kappa=_KAPPA)
 
-    return OfSets(kappa=_KAPPA)
+    def suggest(gp: Any, target_space: Any, **_: Any) -> Floats:
+        acquisition._fit_gp(gp, target_space)
+        candidates = _candidates(target_space.params, target_space.target, rng)
+        best: Floats = candidates[acquisition._get_acq(gp)(candidates).argmin()]
+        return best
+
+    acquisition.suggest = suggest
+    return acquisition
 
 
 def _candidates(tried: Floats, speedups: Floats, rng: np.random.Generator) -> Floats:
