@@ -95,6 +95,7 @@ def searched(num_prompts: int, num_trials: int, picture: Path) -> Part:
     tried = search.search(searching.blocks.all(), searching, num_trials)
     search_s = time.monotonic() - started_s
     best = max(tried, key=lambda each: each.speedup)
+    print(best, searching.costs, flush=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
     search_layers.draw(picture, tried)
     started_s = time.monotonic()

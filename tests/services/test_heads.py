@@ -96,6 +96,7 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "kseq",
         "lists",
         "INNER>model",
+        "num_beams",
         "heads",
         "layers",
         "ngram",
@@ -159,7 +160,7 @@ def test_a_target_without_heads(target: Path) -> None:
     [
         (lambda: VerifyConfig(model="emulated:step_ms=1", heads="x"), "has no hidden states"),
         (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: DraftConfig(model="heads:x"), "heads are the verify service's flag --heads"),
+        (lambda: DraftConfig(model="heads:x"), "--heads and --layers are flags of the verify service"),
         (lambda: CoordinatorConfig(speculative_config='{"method": "medusa", "model": "x"}'), "--heads"),
         (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
         (lambda: UpConfig(draft="heads:"), "no directory of heads"),
