@@ -36,7 +36,7 @@ from specwire.config.blocks import Block, parse_skip, skip_text
 from specwire.config.services import UpConfig
 from specwire.engine.layers import search
 from specwire.engine.layers.blocks import ModelBlocks
-from specwire.engine.layers.objective import Costs, Promise, Trials, num_pages, promise
+from specwire.engine.layers.objective import NUM_PLACES, Costs, Promise, Trials, num_pages, promise
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from verify_service.threshold import FIRST, TARGET_RATE
@@ -73,7 +73,7 @@ class Searched:
         self.blocks = ModelBlocks(model)
         runner = ModelRunner(model, num_pages=room, page_size=_PAGE_SIZE)
         self._trials = Trials(runner, prompts, num_draft_tokens)
-        self.costs = self._trials.costs(self.blocks)
+        self.costs = self._trials.costs(self.blocks, time.process_time)  # of one thread: others may compute
         self._known: dict[tuple[Block, ...], Promise] = {}
 
     def __call__(self, skipped: tuple[Block, ...]) -> Promise:
@@ -123,9 +123,10 @@ def searched(num_prompts: int, num_trials: int, picture: Path) -> Part:
     head = ["", "left out", "cost", "draft tokens", "tokens a pass", "predicted, × plain"]
     costs = searching.costs
     about = (
-        f"One pass of the target takes {costs.passes[0]:.2f} ms, of {len(costs.passes)} tokens "
-        f"{costs.passes[-1]:.2f}; an attention that is left out saves {costs.attention:.2f}, an MLP "
-        f"{costs.mlp:.2f}.\n\n![search](layers.png)"
+        f"{num_prompts} prompts, {NUM_PLACES} places in each. One pass of the target takes "
+        f"{costs.passes[0]:.2f} ms of processor time, of {len(costs.passes)} tokens {costs.passes[-1]:.2f}; "
+        f"an attention that is left out saves {costs.attention:.2f}, an MLP {costs.mlp:.2f}."
+        "\n\n![search](layers.png)"
     )
     data = {
         "best": _plain(best),
