@@ -108,6 +108,18 @@ class Report:
         return text
 
 
+def earlier(path: Path) -> dict[str, Part]:
+    """Parts of the report that is there, by name: a run may measure some of them anew.
+
+    Args:
+        path: of its JSON.
+    """
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    return {
+        name: Part(**part | {"bars": [Bar(**bar) for bar in part["bars"]]}) for name, part in parts.items()
+    }
+
+
 def machine() -> dict[str, str]:
     """`report.machine`, with the modules it loads kept from the garbage collector from then on: looking
     through them takes 0.1 s, in which no request would leave and no answer be read."""

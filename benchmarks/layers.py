@@ -2,9 +2,12 @@
 
 - `search`: the set that Bayesian optimisation finds, beside all sets of blocks (a grid search).
 - `tokens`: tokens a pass with that set, on held-out prompts, and whether texts are those of plain decoding.
-- `rates`: tokens/s beside plain decoding and the embedded draft, in turns, lengths chosen; with the target's
-  own passes, and with passes of a larger one (`--least-pass-ms`), where a draft pass takes its share.
+- `thresholds`: what the confidence at which a proposal ends is worth, replayed (`early_exit.py`).
+- `rates`: tokens/s beside plain decoding and the embedded draft, in turns, lengths chosen; `paced`: with
+  passes of a larger target (`--least-pass-ms`), where a draft pass takes its share.
 - `deeper`: the closed form for targets that can spare more.
+
+Only `rates` and `paced` need an idle machine.
 """
 
 from __future__ import annotations
@@ -12,44 +15,42 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from benchmarks.bars import Bar, Report, machine
+from benchmarks import early_exit
+from benchmarks.bars import Bar, Part, Report, earlier, machine
 from benchmarks.embedded import corpus
 from benchmarks.trees import KINDS, cut_prompts, generate_all, table
 from specwire import Client, SamplingParams, embedded, tokenizer
 from specwire.cli import search_layers
 from specwire.cli.supervisor import Stack
-from specwire.config.blocks import Block, skip_text
+from specwire.config.blocks import Block, parse_skip, skip_text
 from specwire.config.services import UpConfig
 from specwire.engine.layers import search
 from specwire.engine.layers.blocks import ModelBlocks
-from specwire.engine.layers.objective import Costs, Promise, Trials, num_pages, promise
+from specwire.engine.layers.objective import NUM_PLACES, Costs, Promise, Trials, num_pages, promise
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
+from verify_service.threshold import FIRST, TARGET_RATE
 
-LENGTHS = (2, 4, 8)
+LENGTHS = (1, 2, 4, 8)
 LEAST_RATIO, LEAST_SHARE_OF_BEST = 0.98, 0.98
 PACED_MS = 20.0
 NUM_DRAFT_TOKENS = 8
+FIRSTS, TARGET_RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95), (0.7, 0.8, 0.9, 0.95)
 SETTLING_TOKENS = 1500
 _PAGE_SIZE = 16
 
 
-class Found(NamedTuple):
-    """Bars, Markdown and data of a part."""
-
-    bars: list[Bar]
-    text: str
-    data: Any
+# --- the search -------------------------------------------------------------------------------------
 
 
 def prompts_to_search(num: int) -> list[list[int]]:
@@ -72,7 +73,7 @@ class Searched:
         self.blocks = ModelBlocks(model)
         runner = ModelRunner(model, num_pages=room, page_size=_PAGE_SIZE)
         self._trials = Trials(runner, prompts, num_draft_tokens)
-        self.costs = self._trials.costs(self.blocks)
+        self.costs = self._trials.costs(self.blocks, time.process_time)  # of one thread: others may compute
         self._known: dict[tuple[Block, ...], Promise] = {}
 
     def __call__(self, skipped: tuple[Block, ...]) -> Promise:
@@ -87,12 +88,15 @@ class Searched:
         return [self(skipped) for size in range(1, len(every) + 1) for skipped in combinations(every, size)]
 
 
-def searched(searching: Searched, num_trials: int, picture: Path) -> tuple[Found, Promise]:
-    """Bayesian optimisation, then the grid; also returns the best set of the former."""
+def searched(num_prompts: int, num_trials: int, picture: Path) -> Part:
+    """Bayesian optimisation, then the grid."""
+    searching = Searched(num_prompts, NUM_DRAFT_TOKENS)
     started_s = time.monotonic()
     tried = search.search(searching.blocks.all(), searching, num_trials)
     search_s = time.monotonic() - started_s
     best = max(tried, key=lambda each: each.speedup)
+    print(best, searching.costs, flush=True)
+    picture.parent.mkdir(parents=True, exist_ok=True)
     search_layers.draw(picture, tried)
     started_s = time.monotonic()
     grid = searching.grid()
@@ -100,6 +104,7 @@ def searched(searching: Searched, num_trials: int, picture: Path) -> tuple[Found
     front = search_layers.front(grid)
     top = max(grid, key=lambda each: each.speedup)
     is_on_front = any((each.cost, each.tokens_a_pass) == (best.cost, best.tokens_a_pass) for each in front)
+    found_after = 1 + next(num for num, each in enumerate(tried) if each == best)
     bars = [
         Bar(
             what="predicted speed of the set found, over that of the best of all sets",
@@ -111,17 +116,25 @@ def searched(searching: Searched, num_trials: int, picture: Path) -> tuple[Found
             what="the set found is on the grid's front (1: yes)", measured=is_on_front, limit=1, at_least=True
         ),
     ]
-    rows = [[f"search, {len(tried)} sets, {search_s:.0f} s", *_cells(best)]]
-    rows += [[f"grid, {len(grid)} sets, {grid_s:.0f} s", *_cells(top)]]
+    rows = [
+        [f"search, {len(tried)} sets, {search_s:.0f} s; found after {found_after}", *_cells(best)],
+        [f"all {len(grid)} sets, {grid_s:.0f} s more", *_cells(top)],
+    ]
     head = ["", "left out", "cost", "draft tokens", "tokens a pass", "predicted, × plain"]
     costs = searching.costs
     about = (
-        f"One pass of the target takes {costs.passes[0]:.2f} ms, of {len(costs.passes)} tokens "
-        f"{costs.passes[-1]:.2f}; an attention that is left out saves {costs.attention:.2f}, an MLP "
-        f"{costs.mlp:.2f}. ![search](layers.png)"
+        f"{num_prompts} prompts, {NUM_PLACES} places in each. One pass of the target takes "
+        f"{costs.passes[0]:.2f} ms of processor time, of {len(costs.passes)} tokens {costs.passes[-1]:.2f}; "
+        f"an attention that is left out saves {costs.attention:.2f}, an MLP {costs.mlp:.2f}."
+        "\n\n![search](layers.png)"
     )
-    data = {"tried": [_plain(each) for each in tried], "front": [_plain(each) for each in front]}
-    return Found(bars, f"## Search\n\n{about}\n\n{table(head, rows)}", data), best
+    data = {
+        "best": _plain(best),
+        "costs": costs._asdict(),
+        "tried": [_plain(each) for each in tried],
+        "front": [_plain(each) for each in front],
+    }
+    return Part(bars=bars, text=f"## Search\n\n{about}\n\n{table(head, rows)}", data=data)
 
 
 def _cells(each: Promise) -> list[Any]:
@@ -132,14 +145,17 @@ def _plain(each: Promise) -> dict[str, Any]:
     return each._asdict() | {"blocks": skip_text(each.blocks)}
 
 
+# --- counts -----------------------------------------------------------------------------------------
+
+
 def config(skip: str, **settings: Any) -> UpConfig:
     """Of a stack whose target drafts without these blocks."""
     return UpConfig(draft=f"layers:{skip}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
 
 
-def tokens(skip: str, num_prompts: int, num_tokens: int) -> Found:
+def tokens(skip: str, num_prompts: int, num_tokens: int) -> Part:
     """Tokens a pass by length, and acceptance."""
-    prompts, rows, num_unlike, data = cut_prompts(num_prompts), [], 0, []
+    prompts, rows, num_unlike = cut_prompts(num_prompts), [], 0
     with Stack(config(skip)) as stack:
         for kind, params in KINDS.items():
             params = replace(params, max_tokens=num_tokens)  # noqa: PLW2901
@@ -155,15 +171,56 @@ def tokens(skip: str, num_prompts: int, num_tokens: int) -> Found:
                 accepted = sum(each.num_accepted_tokens for each in spent)
                 a_pass = sum(len(each.token_ids) for each in done) / rounds
                 rows.append([f"{kind}, up to {length}", drafted / rounds, accepted / max(1, drafted), a_pass])
-                data.append(rows[-1])
                 print(*rows[-1], flush=True)
     bars = [Bar(what="texts unlike those of plain decoding", measured=num_unlike, limit=0)]
-    about = f"Without {skip}; {num_prompts} prompts, {num_tokens} tokens each, the first pass included."
+    about = (
+        f"Without {skip}; {num_prompts} prompts, {num_tokens} tokens each, the first pass included. Gumbel "
+        "at temperature 1."
+    )
     head = ["", "draft tokens a round", "accepted", "tokens a pass"]
-    return Found(bars, f"## Tokens a pass\n\n{about}\n\n{table(head, rows)}", data)
+    return Part(bars=bars, text=f"## Tokens a pass\n\n{about}\n\n{table(head, rows)}", data=rows)
 
 
-def rates(skip: str, num_tokens: int, num_runs: int, least_pass_ms: float) -> Found:
+# --- thresholds -------------------------------------------------------------------------------------
+
+
+def thresholds(skip: str, costs: Costs, num_prompts: int, num_tokens: int) -> Part:
+    """What first thresholds and target rates are worth."""
+    prompts = cut_prompts(num_prompts)
+    model = load_model(str(embedded.TARGET_DIR), dtype="float32")
+    blocks = ModelBlocks(model)
+    room = early_exit.num_pages(prompts, num_tokens, NUM_DRAFT_TOKENS)
+    runner = ModelRunner(model, num_pages=room, page_size=early_exit.PAGE_SIZE)
+    left_out = blocks.without(parse_skip("layers", skip))
+    paced = Costs([PACED_MS] * len(costs.passes), 0.0, 0.0)
+    draft_ms = {"own": costs.draft(left_out.blocks), "paced": PACED_MS * left_out.share_read}
+    tried = [(first, TARGET_RATE) for first in FIRSTS]
+    tried += [(FIRST, rate) for rate in TARGET_RATES if rate != TARGET_RATE]
+    rows: list[list[Any]] = [[f"{first:g}", f"{rate:g}"] for first, rate in tried]
+    for kind, params in KINDS.items():
+        texts = early_exit.Texts(runner, prompts, num_tokens, is_sampled=params.temperature != 0)
+        places = texts.places(left_out, NUM_DRAFT_TOKENS)
+        texts.close()
+        for row, (first, rate) in zip(rows, tried, strict=True):
+            by_length = {most: early_exit.replay(places, first, rate, most) for most in LENGTHS}
+            for passes, given in (("own", costs), ("paced", paced)):
+                speedups = {most: each.speedup(given, draft_ms[passes]) for most, each in by_length.items()}
+                most = max(speedups, key=speedups.__getitem__)
+                row.append(f"{speedups[most]:.3f} ({most}, {by_length[most].tokens_a_round:.2f})")
+        print(kind, *rows, sep="\n", flush=True)
+    head = ["first threshold", "target rate", *(f"{kind}, {each}" for kind in KINDS for each in draft_ms)]
+    about = (
+        f"Predicted speed over plain decoding with the best length of {LENGTHS}; in brackets that length and "
+        f"tokens a round. Without {skip}; {num_prompts} prompts, {num_tokens} tokens each. Own: times of the "
+        f"search; paced: {PACED_MS:g} ms for any pass, and {left_out.share_read:.2f} of it for a draft pass."
+    )
+    return Part(bars=[], text=f"## Thresholds\n\n{about}\n\n{table(head, rows)}", data=rows)
+
+
+# --- rates ------------------------------------------------------------------------------------------
+
+
+def rates(skip: str, num_tokens: int, num_runs: int, least_pass_ms: float) -> Part:
     """Tokens/s of greedy decoding, in turns."""
     draft = UpConfig(
         dtype="float32",
@@ -196,9 +253,12 @@ def rates(skip: str, num_tokens: int, num_runs: int, least_pass_ms: float) -> Fo
     bars = [Bar(what=what, measured=ratios["layers"], limit=LEAST_RATIO, at_least=True)]
     rows = [[name, median(each), ratios.get(name, 1.0)] for name, each in found.items()]
     print(*rows, flush=True)
-    about = f"One stream, greedy, lengths chosen; {num_runs} runs of {num_tokens} tokens in turns. Medians."
+    about = (
+        f"Without {skip}. One stream, greedy, lengths chosen; {num_runs} runs of {num_tokens} tokens in "
+        f"turns, after {SETTLING_TOKENS} tokens. Medians."
+    )
     text = f"## Tokens/s, {passes}\n\n{about}\n\n{table(['', 'tokens/s', 'times plain'], rows)}"
-    return Found(bars, text, found)
+    return Part(bars=bars, text=text, data=found)
 
 
 def _rate(client: Client, params: SamplingParams, prompt: Sequence[int]) -> float:
@@ -206,7 +266,10 @@ def _rate(client: Client, params: SamplingParams, prompt: Sequence[int]) -> floa
     return len(done.token_ids) / done.timing.total_ms * 1e3
 
 
-def deeper() -> Found:
+# --- the report -------------------------------------------------------------------------------------
+
+
+def deeper() -> Part:
     """Predicted by the closed form: a verify pass costs as much as one of a token, as on a GPU."""
     costs, alphas = (0.7, 0.6, 0.5, 0.4, 0.3), (0.8, 0.9, 0.95)
     rows = []
@@ -217,43 +280,50 @@ def deeper() -> Found:
             made = promise((Block(0, "a"),), [alpha**depth for depth in range(1, 17)], free)
             row.append(f"{made.speedup:.2f} ({made.num_draft_tokens})")
         rows.append(row)
-    text = table(["cost of a draft pass", *(f"α = {alpha:g}" for alpha in alphas)], rows)
-    return Found([], f"## Deeper targets\n\nTimes plain, and the number of draft tokens.\n\n{text}", rows)
+    head = ["cost of a draft pass", *(f"α = {alpha:g}" for alpha in alphas)]
+    about = "Times plain, and the number of draft tokens, by the closed form; a verify pass costs one pass."
+    return Part(bars=[], text=f"## Deeper targets\n\n{about}\n\n{table(head, rows)}", data=rows)
 
 
 def main() -> None:
-    """Search, measure, and write the report."""
+    """Measure the parts that are asked for; the report has the latest of all that were measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
-    parser.add_argument("--skip", help="measure with these blocks left out; searched if not given")
+    parser.add_argument(
+        "parts", nargs="*", help="search, tokens, thresholds, rates, paced, deeper; default: all"
+    )
+    parser.add_argument("--skip", help="blocks that are left out; by default those that `search` found")
     parser.add_argument("--num-trials", type=int, default=150)
     parser.add_argument("--search-prompts", type=int, default=16)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=128, help="of each generation")
-    parser.add_argument("--num-runs", type=int, default=8, help="of tokens/s")
+    parser.add_argument("--num-runs", type=int, default=8, help="of `rates` and `paced`")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts, parts, skip = machine(), [], args.skip
-    if skip is None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        searching = Searched(args.search_prompts, NUM_DRAFT_TOKENS)
-        part, best = searched(searching, args.num_trials, args.out / "layers.png")
-        parts.append(part)
-        skip = skip_text(best.blocks)
-    parts += [
-        tokens(skip, args.num_prompts, args.num_tokens),
-        rates(skip, args.num_tokens, args.num_runs, 0.0),
-        rates(skip, args.num_tokens, args.num_runs, PACED_MS),
-        deeper(),
-    ]
-    result = Report(
+    facts, found = machine(), earlier(args.out / "layers.json")
+
+    def skip() -> str:
+        return args.skip or found["search"].data["best"]["blocks"]
+
+    def costs() -> Costs:
+        return Costs(**found["search"].data["costs"])
+
+    measure: dict[str, Callable[[], Part]] = {
+        "search": lambda: searched(args.search_prompts, args.num_trials, args.out / "layers.png"),
+        "tokens": lambda: tokens(skip(), args.num_prompts, args.num_tokens),
+        "thresholds": lambda: thresholds(skip(), costs(), args.num_prompts, args.num_tokens),
+        "rates": lambda: rates(skip(), args.num_tokens, args.num_runs, 0.0),
+        "paced": lambda: rates(skip(), args.num_tokens, args.num_runs, PACED_MS),
+        "deeper": deeper,
+    }
+    for part in args.parts or measure:
+        found[part] = measure[part]()
+    result = Report.of(
+        {part: found[part] for part in measure if part in found},
         name="layers",
         title="Layers left out",
         machine=facts,
-        about=f"The embedded target in float32, drafting without {skip}.",
-        bars=[bar for part in parts for bar in part.bars],
-        details="\n\n".join(part.text for part in parts),
-        data={"parts": [part.data for part in parts]},
+        about="The embedded target in float32, drafting without some of its attention and MLP blocks.",
     )
     print(result.write(args.out))
 

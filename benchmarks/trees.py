@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import windows
 from benchmarks.ahead import DRAFT_MS, FAR_MS, PROMPT, RUNNER_UP, TARGET_MS
-from benchmarks.bars import Bar, Part, Report, machine
+from benchmarks.bars import Bar, Part, Report, earlier, machine
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -242,7 +241,7 @@ def main() -> None:
         "costs": lambda: costs(args.num_tokens, args.num_runs),
     }
     facts = machine()
-    found = _earlier(args.out) | {name: measure[name]() for name in args.parts or measure}
+    found = earlier(args.out / "trees.json") | {name: measure[name]() for name in args.parts or measure}
     result = Report.of(
         {name: found[name] for name in measure if name in found},
         name="trees",
@@ -251,16 +250,6 @@ def main() -> None:
         about="Tokens a round: accepted ones and the one after them.",
     )
     print(result.write(args.out))
-
-
-def _earlier(out: Path) -> dict[str, Part]:
-    """Parts of the report that is there."""
-    path = out / "trees.json"
-    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
-    return {
-        name: Part(bars=[Bar(**bar) for bar in part["bars"]], text=part["text"], data=part["data"])
-        for name, part in parts.items()
-    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ import pytest
 import torch
 
 import coordinator.generation
+import verify_service.layers
 import verify_service.own
-import verify_service.threshold
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.services import UpConfig
@@ -29,9 +30,10 @@ from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import markov_logits, markov_model, save_target
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from verify_service.threshold import Threshold
 
 LAYERS = '{"method": "layers"}'
-GUMBEL = SamplingParams(max_tokens=48, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
+GUMBEL = SamplingParams(max_tokens=32, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
 KINDS = [
     pytest.param(replace(GUMBEL, temperature=0), id="greedy"),
     pytest.param(replace(GUMBEL, temperature=0.4), id="gumbel"),
@@ -41,22 +43,26 @@ KINDS = [
     ),
 ]
 LENGTHS = (None, 1, 5, 12)
+NEAR, FAR = "m1", "a0,a1,m0,m1"
 
 
-@pytest.fixture(scope="module", params=["m1", "a0,a1,m0,m1"], ids=["near", "far"])
-def skip(request: Any) -> str:
-    found: str = request.param
-    return found
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["goes on", "waits"])
-def stack(request: Any, skip: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((NEAR, True), id="near, goes on"),
+        pytest.param((FAR, False), id="far, waits"),
+        pytest.param((NEAR, False), id="near, waits", marks=pytest.mark.slow),
+        pytest.param((FAR, True), id="far, goes on", marks=pytest.mark.slow),
+    ],
+)
+def stack(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """Where it goes on by itself proposals are as long as wanted, else they end early."""
+    skip, goes_on = request.param
     target = save_target(tmp_path_factory.mktemp("target"))
-    options = {"speculative_config": LAYERS, "verify_ahead": request.param, "num_draft_tokens": "auto"}
-    first = 0.0 if request.param else verify_service.threshold._FIRST
+    options = {"speculative_config": LAYERS, "verify_ahead": goes_on, "num_draft_tokens": "auto"}
+    threshold = partial(Threshold, first=0.0) if goes_on else Threshold
     with (
-        mock.patch.object(verify_service.threshold, "_FIRST", first),
+        mock.patch.object(verify_service.layers, "Threshold", threshold),
         local_stack(target, coordinator_options=options, verify_options={"layers": skip}) as running,
     ):
         yield running
@@ -73,7 +79,7 @@ def test_the_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingP
         assert done.token_ids == plain.token_ids
         sources = [each.source for each in done.speculation.by_source]
         assert sources == ["layers"] or not (sources or num), "what is chosen may be plain rounds"
-    together = asyncio.run(_together(stack.address, replace(params, num_draft_tokens=4), prompt, 6))
+    together = asyncio.run(_together(stack.address, replace(params, num_draft_tokens=4), prompt, 4))
     assert {done.token_ids for done in together} == {plain.token_ids}
     stack.assert_idle_within(2.0)
 
@@ -103,14 +109,22 @@ def logits() -> torch.Tensor:
     return markov_logits(target_model())
 
 
-@pytest.fixture(scope="module", params=["a0", "m0"], ids=["same", "other"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("a0", id="same", marks=pytest.mark.slow), pytest.param("m0", id="other")],
+)
 def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of three processes, started as `specwire up --draft layers:SKIP` does. The draft is the target's equal
-    without its attention, and another model without its MLP."""
+    """The draft is the target's equal without its attention, then in processes of their own as `specwire up
+    --draft layers:SKIP` starts them, and another model without its MLP."""
     target = save(target_model(), tmp_path_factory.mktemp("markov") / "target")
+    if request.param == "m0":
+        options = {"speculative_config": LAYERS, "num_draft_tokens": "2"}
+        with local_stack(target, coordinator_options=options, verify_options={"layers": "m0"}) as local:
+            yield local.address
+        return
     config = UpConfig(
         target=str(target),
-        draft=f"layers:{request.param}",
+        draft="layers:a0",
         dtype="float32",
         address="127.0.0.1:0",
         num_draft_tokens="2",
@@ -120,7 +134,10 @@ def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running.address
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
+@pytest.mark.parametrize(
+    "rule",
+    [Rule.REJECTION, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.BLOCK, Rule.GUMBEL))],
+)
 def test_the_distribution_is_the_targets(address: str, logits: torch.Tensor, rule: Rule) -> None:
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=rule)
     completions = asyncio.run(_sample(address, params, NUM_STREAMS))

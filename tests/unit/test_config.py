@@ -68,8 +68,7 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
 def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5", "max_depth": "5"}
     named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
-    named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1"} | numbers
-    named["layers"] = "a0"
+    named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1", "layers": "a3"} | numbers
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from statistics import median
 from typing import NamedTuple
 
 from specwire.config.blocks import ATTENTION, Block
@@ -27,7 +26,7 @@ NUM_PLACES = 16
 """In each text, at which tokens are drafted."""
 _STRIDE = 4
 """Tokens from one place to the next."""
-_REPETITIONS = 15
+_REPETITIONS = 25
 
 
 class Costs(NamedTuple):
@@ -90,7 +89,7 @@ class Trials:
 
     def __init__(self, runner: ModelRunner, prompts: Sequence[Sequence[int]], num_draft_tokens: int) -> None:
         self._runner, self._num_draft_tokens = runner, num_draft_tokens
-        self._prompt_lens = [*map(len, prompts)]
+        prompt_lens = [*map(len, prompts)]
         self._texts = [[*prompt] for prompt in prompts]
         self._caches = [runner.new_sequence() for _ in prompts]
         num_tokens = 1 + NUM_PLACES * _STRIDE + num_draft_tokens
@@ -101,32 +100,31 @@ class Trials:
             for text, token_id in zip(self._texts, chosen, strict=True):
                 text.append(token_id)
             pending = [[token_id] for token_id in chosen]
+        self._places = [
+            (_fork(cache, end - 1), text, end)
+            for cache, text, length in zip(self._caches, self._texts, prompt_lens, strict=True)
+            for end in range(length + 1, length + 1 + NUM_PLACES * _STRIDE, _STRIDE)
+        ]
 
     def reached(self, left_out: Blocks) -> list[float]:
         """[num_draft_tokens], the share of places where so many draft tokens, or more, are right."""
-        places = [
-            (cache, text, length + 1 + _STRIDE * i)
-            for cache, text, length in zip(self._caches, self._texts, self._prompt_lens, strict=True)
-            for i in range(NUM_PLACES)
-        ]
-        forks = [(_fork(cache, end - 1), text, end) for cache, text, end in places]
-        right, reached = forks, []
+        right, reached = self._places, []
         for depth in range(self._num_draft_tokens):
             if right:
-                feeds = [Feed(cache, [text[end + depth - 1]]) for cache, text, end in right]
+                feeds = [Feed(fork, [text[end + depth - 1]]) for fork, text, end in right]
                 chosen = self._runner.forward_without(left_out, feeds).argmax(dim=-1).tolist()
                 right = [
-                    (cache, text, end)
-                    for (cache, text, end), token_id in zip(right, chosen, strict=True)
+                    (fork, text, end)
+                    for (fork, text, end), token_id in zip(right, chosen, strict=True)
                     if text[end + depth] == token_id
                 ]
-            reached.append(len(right) / len(places))
-        for cache, _, _ in forks:
-            cache.release()
+            reached.append(len(right) / len(self._places))
+        for fork, _, end in self._places:
+            fork.truncate(end - 1)
         return reached
 
-    def costs(self, blocks: ModelBlocks) -> Costs:
-        """Measured, kinds of passes in turns."""
+    def costs(self, blocks: ModelBlocks, clock_s: Callable[[], float] = time.perf_counter) -> Costs:
+        """The least that was measured, kinds of passes in turns: other work of the machine only adds."""
         cache, text = self._caches[0], self._texts[0]
         length, token_ids = cache.length, [text[-1]] * (self._num_draft_tokens + 1)
 
@@ -145,18 +143,18 @@ class Trials:
         times: list[list[float]] = [[] for _ in runs]
         for _ in range(_REPETITIONS):
             for run, found in zip(runs, times, strict=True):
-                started_s = time.perf_counter()
+                started_s = clock_s()
                 run()
-                found.append((time.perf_counter() - started_s) * 1e3)
+                found.append((clock_s() - started_s) * 1e3)
                 cache.truncate(length)
-        without_attention, without_mlp, *passes = map(median, times)
+        without_attention, without_mlp, *passes = map(min, times)
         saved = [(passes[0] - each) / blocks.num_layers for each in (without_attention, without_mlp)]
         # A pass of more tokens does not cost less: noise of the measurement.
         return Costs([*accumulate(passes, max)], *(max(0.0, each) for each in saved))
 
     def close(self) -> None:
         """Release all memory."""
-        for cache in self._caches:
+        for cache in (*self._caches, *(fork for fork, _, _ in self._places)):
             cache.release()
 
 

@@ -1,19 +1,19 @@
 """`specwire search-layers`: which blocks a target can spare, by Bayesian optimisation over all sets of them.
 
 A Gaussian process over 0 and 1 for each block is fitted to the predicted speed-ups of the sets tried so far,
-and of many sets at random the one with the highest upper confidence bound is tried next. The reference code
+and of many candidates the one with the highest upper confidence bound is tried next. The reference code
 of Zhang et al. 2023 (arXiv 2309.08168) uses the same library.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specwire import tokenizer
@@ -35,7 +35,12 @@ PROMPT_LEN, _LEAST_PROMPT_LEN = 64, 8
 _PAGE_SIZE = 16
 _FIRST_SHARE = 0.25
 """Of all trials, which are made at random: a process is fitted to them."""
+_KAPPA = 2.576
+"""Of the upper confidence bound, in standard deviations; the library's own."""
+_NUM_CANDIDATES, _NUM_BEST, _NUM_FLIPS = 2000, 8, 2
+"""Of each kind, in each trial; of the best, and how many blocks a neighbour has otherwise, on average."""
 
+Floats = npt.NDArray[np.float64]
 Evaluate = Callable[[tuple[Block, ...]], Promise]
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """Shows progress: given a title and how much there is to do, a context manager with what is told of it."""
@@ -82,39 +87,72 @@ def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: i
         blocks: of the model.
     """
     from bayes_opt import BayesianOptimization
-    from bayes_opt.acquisition import UpperConfidenceBound
 
-    rng = random.Random(seed)
-    names = {str(block): block for block in blocks}
-    acquisition: Any = UpperConfidenceBound(kappa=2.576)
-    # To climb from the best ones on takes seconds, and sets at random are corners already.
-    acquisition.suggest = partial(acquisition.suggest, n_smart=0)
-    bounds = dict.fromkeys(names, (0, 1, int))
+    rng = np.random.default_rng(seed)
+    acquisition = _acquisition(rng)
+    bounds = {str(block): (0.0, 1.0) for block in blocks}
     optimizer = BayesianOptimization(None, bounds, acquisition, random_state=seed, verbose=0)
     tried: dict[tuple[Block, ...], Promise] = {}
     for number in range(min(num_trials, 2 ** len(blocks) - 1)):
         if number < _FIRST_SHARE * num_trials:
-            share = rng.random()
-            wanted = [block for block in blocks if rng.random() < share]
+            wanted = rng.random(len(blocks)) < rng.random()
         else:
-            wanted = [names[name] for name, value in optimizer.suggest().items() if value > 0.5]
+            suggested = optimizer.suggest()
+            wanted = np.array([suggested[str(block)] > 0.5 for block in blocks])
         skipped = _untried(wanted, blocks, tried, rng)
         tried[skipped] = found = evaluate(skipped)
-        optimizer.register({name: int(block in skipped) for name, block in names.items()}, found.speedup)
+        optimizer.register({str(block): float(block in skipped) for block in blocks}, found.speedup)
     return [*tried.values()]
 
 
+def _acquisition(rng: np.random.Generator) -> Any:
+    """The highest upper confidence bound of many sets: of random ones of all sizes, and of neighbours of the
+    best that were tried. The library's own candidates are sets of about half of the blocks, and where it
+    climbs from them it leaves the corners 0 and 1."""
+    from bayes_opt.acquisition import UpperConfidenceBound
+
+    acquisition: Any = UpperConfidenceBound(kappa=_KAPPA)
+
+    def suggest(gp: Any, target_space: Any, **_: Any) -> Floats:
+        acquisition._fit_gp(gp, target_space)
+        candidates = _candidates(target_space.params, target_space.target, rng)
+        best: Floats = candidates[acquisition._get_acq(gp)(candidates).argmin()]
+        return best
+
+    acquisition.suggest = suggest
+    return acquisition
+
+
+def _candidates(tried: Floats, speedups: Floats, rng: np.random.Generator) -> Floats:
+    """[num_candidates, num_blocks] of 0.0 and 1.0, none of which was tried.
+
+    Args:
+        tried: [num_tried, num_blocks].
+        speedups: [num_tried].
+    """
+    num_blocks = tried.shape[1]
+    shape = (_NUM_CANDIDATES, num_blocks)
+    spread = rng.random(shape) < rng.random((_NUM_CANDIDATES, 1))
+    best = tried[np.argsort(-speedups)[:_NUM_BEST]] > 0.5
+    near = best[rng.integers(len(best), size=_NUM_CANDIDATES)] ^ (rng.random(shape) < _NUM_FLIPS / num_blocks)
+    found = np.unique(np.concatenate([spread, near]), axis=0)
+    known = {row.tobytes() for row in [*(tried > 0.5), np.zeros(num_blocks, bool)]}
+    fresh = [row for row in found if row.tobytes() not in known]
+    return np.array(fresh or [tried[0] > 0.5], float)
+
+
 def _untried(
-    wanted: Sequence[Block],
+    wanted: npt.NDArray[np.bool_],
     blocks: Sequence[Block],
-    tried: Mapping[tuple[Block, ...], Promise],
-    rng: random.Random,
+    tried: Container[tuple[Block, ...]],
+    rng: np.random.Generator,
 ) -> tuple[Block, ...]:
     """The set itself, or one near it that was not tried; never the empty one."""
-    chosen = set(wanted)
-    while not chosen or tuple(sorted(chosen)) in tried:
-        chosen ^= {rng.choice(blocks)}
-    return tuple(sorted(chosen))
+    while True:
+        chosen = tuple(block for block, is_in in zip(blocks, wanted, strict=True) if is_in)
+        if chosen and chosen not in tried:
+            return chosen
+        wanted[rng.integers(len(blocks))] ^= True
 
 
 def check_installed() -> None:
