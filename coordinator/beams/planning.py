@@ -24,6 +24,10 @@ _FIRST_SHARE = 1 / 3
 measured with the embedded pair."""
 _RATE, _FIRST_ROUNDS = 0.1, 3
 """Learning rate of that share, and how many rounds the first value counts for."""
+_GAIN = 1.03
+"""Times the speed of rounds without drafts that those with drafts have to promise."""
+_LEAST_ROUNDS = 2
+"""With drafts, of a search that has any: the first one opens the draft, and tells little about the others."""
 _TRIAL_COST = 0.01
 """Share of all time that trials of what promises less may cost."""
 
@@ -60,8 +64,9 @@ class SharedBeamCosts:
 
     def __init__(self) -> None:
         self._passes = CostModel(2)  # by number of tokens run and of trees; all of a round but its drafts
-        self._drafts = CostModel(2)  # by number of draft tokens and of tokens that the draft was not sent yet
-        self._openings = CostModel(1)  # by the latter: of the first drafts of a search
+        self._drafts = CostModel(3)  # by depth, number of draft tokens, tokens that the draft has to be sent
+        self._openings = CostModel(1)  # by the last of these: the first drafts of a search
+        self._token_ns = 0.0  # of a pass, as the target reports it
         self._saved: dict[tuple[int, int], _Saved] = {}  # by number of beams, and depth
         self._spent_ns = self._lost_ns = 0.0
 
@@ -72,43 +77,56 @@ class SharedBeamCosts:
             plan: of the draft tokens after each beam.
             num_known: tokens of each beam that the draft was sent; 0 before the first drafts of a search.
         """
-        plain_ns = self._passes.predict((size.num_tokens, size.num_trees))
+        plain_ns = self._pass_ns(size, 0)
         if not plain_ns:
             return False
+        is_known = bool(self._drafts.base or any(self._drafts.rates))
         num_steps = 1 + self._saved_share(size, plan).value * plan.num_steps
         num_drafted = size.num_beams * plan.num_draft_tokens
         num_new = size.length - num_known if num_known else num_steps
-        draft_ns = self._drafts.predict((num_drafted, size.num_beams * num_new))
+        draft_ns = self._drafts.predict((plan.num_steps, num_drafted, size.num_beams * num_new))
+        draft_ns = draft_ns if is_known else plain_ns
         opening_ns = 0.0 if num_known else self._openings.predict((size.num_beams * size.length,))
         opening_ns = max(0.0, opening_ns - draft_ns)
-        round_ns = draft_ns + self._passes.predict((size.num_tokens + num_drafted, size.num_trees))
-        is_faster = round_ns / num_steps + opening_ns / size.num_left < plain_ns
+        round_ns = draft_ns + self._pass_ns(size, num_drafted)
+        is_faster = _GAIN * round_ns / num_steps + opening_ns / size.num_left < plain_ns
         if is_faster:
             loss_ns = plain_ns - round_ns / num_steps
         else:
-            loss_ns = opening_ns + round_ns - num_steps * plain_ns
+            num_rounds = 1 if num_known else _LEAST_ROUNDS
+            loss_ns = opening_ns + num_rounds * (round_ns - num_steps * plain_ns)
         return is_faster is not self._may_lose(max(0.0, loss_ns))
 
     def add_pass(self, size: Size, done: Round, elapsed_ns: int) -> None:
         """A round of any search, with or without draft tokens."""
         self._spent_ns += elapsed_ns
         num_tokens = size.num_tokens + len(done.proposal.token_ids)
-        pass_ns = elapsed_ns - done.draft_cost.wall_ns
+        pass_ns, load = elapsed_ns - done.draft_cost.wall_ns, done.verify_cost.load
+        self._token_ns = load.token_ns if load is not None else self._token_ns
         self._passes.add((num_tokens, size.num_trees), max(1, pass_ns))
 
-    def add_drafts(self, size: Size, plan: Plan, num_known: int, done: Round) -> None:
-        """What was drafted in a round after each beam, as the plan says.
+    def add_drafts(self, size: Size, plan: Plan, num_known: int, wall_ns: int) -> None:
+        """What was drafted in a round after each beam, as the plan says, took so long.
 
         Args:
             num_known: as of `prefers_drafts`, before the round.
         """
-        num_drafted, wall_ns = size.num_beams * plan.num_draft_tokens, max(1, done.draft_cost.wall_ns)
+        num_drafted = size.num_beams * plan.num_draft_tokens
         num_missing = size.num_beams * (size.length - num_known)
         if num_known:
-            self._drafts.add((num_drafted, num_missing), wall_ns)
+            self._drafts.add((plan.num_steps, num_drafted, num_missing), max(1, wall_ns))
         else:
-            self._openings.add((num_missing,), wall_ns)
-        self._saved_share(size, plan).add(done.outcome.num_accepted / plan.num_steps)
+            self._openings.add((num_missing,), max(1, wall_ns))
+
+    def add_saved(self, size: Size, plan: Plan, num_accepted: int) -> None:
+        """Drafts of the usual number have saved so many steps."""
+        self._saved_share(size, plan).add(num_accepted / plan.num_steps)
+
+    def _pass_ns(self, size: Size, num_drafted: int) -> float:
+        """All of a round but its drafts; 0 before the first one. Until rounds of several sizes tell what a
+        token costs, it is as the target says."""
+        token_ns = self._passes.rates[0] or self._token_ns
+        return self._passes.predict((size.num_tokens, size.num_trees)) + token_ns * num_drafted
 
     def _saved_share(self, size: Size, plan: Plan) -> _Saved:
         key = size.num_beams, plan.num_steps
@@ -149,7 +167,7 @@ class BeamPlanner:
         self._shared = shared
         self._size: Size | None = None  # of the round that is planned
         self._plan = Plan(0)
-        self._num_rounds = 0
+        self._num_rounds = self._num_drafts = 0
         self._num_known = 0  # tokens of each beam that the draft was sent
 
     def plan(self, size: Size, room: int) -> Plan:
@@ -164,17 +182,19 @@ class BeamPlanner:
         return self._plan
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
-        """Learn from the planned round; not what the first pass costs, which runs the prompt, and not from
-        drafts whose number the request fixes."""
+        """Learn from the planned round; not what the first pass costs, which runs the prompt."""
         size, plan = self._size, self._plan
         assert size is not None
         self._num_rounds += 1
         if self._num_rounds > 1:
             self._shared.add_pass(size, done, elapsed_ns)
-        if plan.num_draft_tokens and not done.draft_cost.draft_unavailable:
-            if not self._is_fixed:
-                self._shared.add_drafts(size, plan, self._num_known, done)
-            self._num_known = size.length
+        if not plan.num_draft_tokens or done.draft_cost.draft_unavailable:
+            return
+        if done.draft_cost.outcome is not None:  # none was asked while an earlier answer is late
+            self._shared.add_drafts(size, plan, self._num_known, done.draft_cost.wall_ns)
+        self._num_known, self._num_drafts = size.length, self._num_drafts + 1
+        if not self._is_fixed:
+            self._shared.add_saved(size, plan, done.outcome.num_accepted)
 
     def _shape(self, num_tokens: int, most: int) -> Plan:
         if num_tokens <= 0 or most <= 0:
@@ -185,4 +205,6 @@ class BeamPlanner:
 
     def _pays(self, size: Size) -> bool:
         """One beam, which a search begins with, is followed by more beams than draft tokens could be."""
+        if 0 < self._num_drafts < _LEAST_ROUNDS:
+            return True
         return self._num_rounds > 0 and self._shared.prefers_drafts(size, self._plan, self._num_known)
