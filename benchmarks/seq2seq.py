@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from benchmarks.embedded import corpus, train
 from specwire import embedded
@@ -227,9 +233,10 @@ def _written(target: Any, sources: Sequence[list[int]], *, is_sampled: bool) -> 
     rows = target.generate(
         input_ids=ids.clamp(min=0),
         attention_mask=(ids >= 0).long(),
-        do_sample=is_sampled,
-        top_k=0,
         max_new_tokens=_MOST_TARGET,
+        # The cache that generate makes has as many layers as the encoder, which are fewer here.
+        past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        **({"do_sample": True, "top_k": 0} if is_sampled else {}),
     )[:, 1:].tolist()
     targets = [row[: row.index(end) + 1] if end in row else row for row in rows]
     return [Pair(source, target) for source, target in zip(sources, targets, strict=True)]

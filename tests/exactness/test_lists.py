@@ -1,6 +1,7 @@
-"""Several lists of Gumbel noise: emitted text follows the target's distribution, through real processes.
+"""Several lists of Gumbel noise: emitted text follows the target's distribution, through real services.
 
-As `test_kseq.py`. `tensors/test_lists.py` has the closed forms.
+Among other requests they are in `test_wire_distributions.py`, through processes. `tensors/test_lists.py` has
+the closed forms.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import torch
 from torch import Tensor
 
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
 from tests.support.harness import local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
@@ -50,17 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def address(pair: tuple[Path, Path]) -> Iterator[str]:
-    """Of real processes."""
-    up = UpConfig(
-        target=str(pair[0]),
-        draft=str(pair[1]),
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_draft_tokens="3",
-        num_threads=1,
-    )
-    with Stack(up) as stack:
+    with local_stack(*pair, coordinator_options={"num_draft_tokens": "3"}) as stack:
         yield stack.address
 
 
@@ -77,7 +66,7 @@ def test_several_lists(
     assert not any(each.speculation.draft_unavailable for each in done)
 
 
-@pytest.mark.parametrize("wrong", [torch.minimum, torch.add])
+@pytest.mark.parametrize("wrong", [torch.minimum, pytest.param(torch.add, marks=pytest.mark.slow)])
 def test_a_race_that_the_wrong_list_wins_is_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:

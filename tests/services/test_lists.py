@@ -66,7 +66,9 @@ def generate(stack: LocalStack, params: SamplingParams) -> Completion:
     return stack.client.generate(params=params, prompt_token_ids=PROMPT)
 
 
-@pytest.mark.parametrize("changes", [{}, WARPED], ids=["plain", "warped"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(WARPED, id="warped")]
+)
 def test_the_text_is_that_of_plain_decoding(stack: LocalStack, changes: dict[str, Any]) -> None:
     """With chains of any length, of chosen lengths, from text, and without a draft."""
     expected = generate(stack, replace(PLAIN, **changes))
