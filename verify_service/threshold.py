@@ -4,14 +4,15 @@
     threshold ← threshold ± 0.001      up while the rate is below its target, down otherwise
 
 Source: Zhang et al. 2023 (arXiv 2309.08168), and its reference code: steps of 0.01, smoothed by
-0.9; it stays where the rate is high and the proposal was as long as it might be.
+0.9; it stays where the rate is high and the proposal was as long as it might be. It begins at
+0.8 there too; what other values are worth: `python -m benchmarks.layers thresholds`.
 """
 
 from __future__ import annotations
 
 _RATE_MEMORY, _MEMORY = 0.5, 0.9
 _STEP = 0.01
-FIRST, TARGET_RATE = 0.6, 0.9
+FIRST, TARGET_RATE = 0.8, 0.9
 
 
 class Threshold:
