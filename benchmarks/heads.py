@@ -60,11 +60,14 @@ def config(heads: Path, **settings: Any) -> UpConfig:
     return UpConfig(draft=f"heads:{heads}", dtype="float32", address="127.0.0.1:0", num_threads=1, **settings)
 
 
-def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens: int) -> Part:
+def tokens(
+    own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens: int, least: float = 1.0
+) -> Part:
     """Tokens a pass of each shape, and whether the texts are those of plain decoding.
 
     Args:
         own: of a stack whose target drafts for itself.
+        least: tokens a pass of the best shape, greedy.
     """
     prompts, rows, num_equal, num_texts = cut_prompts(num_prompts), [], 0, 0
     best: dict[str, float] = {}
@@ -83,7 +86,7 @@ def tokens(own: UpConfig, shapes: Sequence[Shape], num_prompts: int, num_tokens:
             rows.append([kind, *row])
             print(*rows[-1], flush=True)
     bars = [
-        Bar(what="tokens a pass, greedy", measured=best["greedy"], limit=LEAST_TOKENS, at_least=True),
+        Bar(what="tokens a pass, greedy", measured=best["greedy"], limit=least, at_least=True),
         Bar(what="texts unlike those of plain decoding", measured=num_texts - num_equal, limit=0),
     ]
     about = (
@@ -167,7 +170,7 @@ def main() -> None:
         heads = args.heads or Path(folder) / "heads"
         trained = f" Trained in {train(heads):.0f} s." if args.heads is None else ""
         parts = {
-            "tokens": tokens(config(heads), SHAPES, args.num_prompts, args.num_tokens),
+            "tokens": tokens(config(heads), SHAPES, args.num_prompts, args.num_tokens, LEAST_TOKENS),
             "rates": rates("heads", config(heads), args.num_tokens, args.num_runs, 0.0),
             "paced": rates("heads", config(heads), args.num_tokens, args.num_runs, PACED_MS),
         }
