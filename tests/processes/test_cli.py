@@ -231,6 +231,7 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "ignore_eos": ([], True),
     "seed": (["0"], 0),
     "rule": (["gumbel"], "gumbel"),
+    "num_lists": (["2"], 2),
     "num_draft_tokens": (["0"], 0),
     "max_depth": (["0"], 0),
     "draft": (["suffix"], "suffix"),
