@@ -3,7 +3,7 @@
 One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
 a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
 trained is taken from `--models`, where the benchmarks of the methods write it: `heads`, `inner`, `other`,
-`learnt`, `t5`, `mtp`, `dflash` and `layers.json`; what is not there is left out, and named.
+`learnt`, `t5`, `mtp` and `dflash`; what is not there is left out, and named.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ SAMPLED = {"temperature 1": SamplingParams(ignore_eos=True)}
 COUPLED = {"Gumbel": SamplingParams(rule=Rule.GUMBEL, seed=0, ignore_eos=True)}
 """By default, temperature 1 without a seed is block verification."""
 DEFAULT = "embedded draft"
+SKIPPED = "m1,a2,m2,a3,m3,a4,m4"
+"""The blocks that `specwire search-layers` finds (benchmarks/results/layers.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def methods(models: Path) -> dict[str, Method]:
         "heads": Method(**drafting("heads", "heads:{}")),
         "MTP": Method(needs="mtp", config=mtp),
         "block drafter": Method(**drafting("dflash", "dflash:{}")),
-        "layers left out": Method(**drafting("layers.json", "layers:{}")),
+        "layers left out": Method(config=replace(STACK, draft=f"layers:{SKIPPED}")),
         "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
         "k-SEQ, 4 chains": Method(config=method(selection="kseq", **chains), kinds=SAMPLED),
         "4 lists of noise": Method(config=method(selection="lists", **chains), kinds=COUPLED),
