@@ -30,7 +30,11 @@ CASES = [
     pytest.param(4, FEW, 2, id="joint"),
     pytest.param(2, {"temperature": 0.8, "top_p": 0.9}, 1, id="cold", marks=pytest.mark.slow),
     pytest.param(
-        8, {"repetition_penalty": 1.6, "presence_penalty": 1.2, "max_tokens": 25}, 1, id="penalised"
+        8,
+        {"repetition_penalty": 1.6, "presence_penalty": 1.2, "max_tokens": 25},
+        1,
+        id="penalised",
+        marks=pytest.mark.slow,
     ),
 ]
 
