@@ -113,7 +113,7 @@ class Plan:
     num_settling: int
 
 
-OWN = Plan(num_runs=12, num_tokens=96, num_settling=600)
+OWN = Plan(num_runs=24, num_tokens=48, num_settling=600)
 PACED = Plan(num_runs=4, num_tokens=64, num_settling=160)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specwire import Client
-from tests.support import report
+from tests.support import report, sample
 from tests.support.effort import CHAOS
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: fixtures that need them import them
@@ -77,6 +77,11 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sample.mark_slow(items)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -67,12 +67,14 @@ def test_what_would_wait_for_ever_is_an_error() -> None:
         virtual_time.run(asyncio.Event().wait())
 
 
+@pytest.mark.slow
 def test_a_simulation_repeats_itself() -> None:
     world = setting(0.7, "auto", num_outcomes="auto", link=Link(rtt_ms=20, jitter_ms=4), overheads=LEAN)
     first, again = (workload.steady(world, 4, warm_up_s=1, measured_s=1) for _ in range(2))
     assert first == again
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("alpha", "num_draft_tokens"), [(0.5, 2), (0.7, 4), (0.9, 6)])
 def test_rounds_are_those_of_the_closed_form(alpha: float, num_draft_tokens: int) -> None:
     """Tokens a round, and the speed-up of theorem 3.8: no overhead, no distance."""
@@ -85,6 +87,7 @@ def test_rounds_are_those_of_the_closed_form(alpha: float, num_draft_tokens: int
     assert round_ms == pytest.approx(num_draft_tokens * DRAFT_MS + TARGET_MS, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_best_length_is_that_of_the_closed_form() -> None:
     alpha, lengths = 0.7, (1, 4, 9)
     rates = [1e3 / (done := one_stream(setting(alpha, str(n)))).timing.total_ms * 1500 for n in lengths]

@@ -299,6 +299,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
 def test_every_sampling_parameter_follows_the_target(settings: dict[str, Any], rule: Rule) -> None:

@@ -72,6 +72,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(stack: LocalStack, model: Any, rule: Rule) -> None:
     """Given its own input; and of another input it is clearly another one, so the test can fail."""

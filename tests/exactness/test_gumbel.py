@@ -52,6 +52,7 @@ def test_different_seeds_give_different_texts(expected: dict[int, tuple[int, ...
     assert len(set(expected.values())) == len(expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["good", "hostile"])
 def test_the_draft_and_its_length_do_not_change_the_text(
     models: dict[str, Path], expected: dict[int, tuple[int, ...]], kind: str

@@ -87,6 +87,7 @@ def watched(request: Any, directories: tuple[Path, Path]) -> Iterator[Watched]:
         yield Watched(stack, found[0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("params", KINDS)
 def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingParams) -> None:
     """With every shape that may be asked for, in one stream and in several."""
@@ -136,6 +137,7 @@ def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield address
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(address: str, logits: torch.Tensor, rule: Rule) -> None:
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=rule)

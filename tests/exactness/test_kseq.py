@@ -70,11 +70,13 @@ def address(pair: tuple[Path, Path]) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("settings", "num_before"), CASES)
 def test_four_chains(address: str, logits: Tensor, settings: dict[str, Any], num_before: int) -> None:
     check_distribution(address, logits, settings, num_before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_chains", [2, 8])
 def test_chains_with_tails(pair: tuple[Path, Path], logits: Tensor, num_chains: int) -> None:
     """The draft's distribution is cut to eight tokens before it is drawn from."""

@@ -68,6 +68,7 @@ def stack(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
         yield running
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("params", KINDS)
 def test_the_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
     """With every length that may be asked for, in one stream and in several."""

@@ -57,6 +57,7 @@ def address(pair: tuple[Path, Path]) -> Iterator[str]:
         yield stack.address
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("num_lists", "settings", "num_before"), CASES)
 def test_several_lists(
     address: str, logits: Tensor, num_lists: int, settings: dict[str, Any], num_before: int
@@ -70,6 +71,7 @@ def test_several_lists(
     assert not any(each.speculation.draft_unavailable for each in done)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", [torch.minimum, pytest.param(torch.add, marks=pytest.mark.slow)])
 def test_a_race_that_the_wrong_list_wins_is_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch, wrong: Any

@@ -53,6 +53,7 @@ def sources(done: Completion) -> set[str]:
     return {each.source for each in done.speculation.by_source}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
 def test_the_text_is_that_of_plain_decoding(stack: LocalStack, temperature: float) -> None:
     plain = generate(stack, temperature, 0)
@@ -68,6 +69,7 @@ def test_the_text_is_that_of_plain_decoding(stack: LocalStack, temperature: floa
         assert num_draft_tokens is None or len(done.speculation.drafted_per_position) == num_draft_tokens
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_every_method_of_a_request(stack: LocalStack, method: str, temperature: float) -> None:
@@ -90,6 +92,7 @@ def test_earlier_outputs_are_those_of_the_same_salt(stack: LocalStack) -> None:
     assert {unsalted, again, other} == {first}
 
 
+@pytest.mark.sample(1)
 def test_random_numbers_are_used_once_where_earlier_outputs_are_read(stack: LocalStack) -> None:
     """Under rejection sampling a token of an earlier output was drawn with the numbers of its seed: if
     they judged it again, the output would not be exact. Without earlier outputs a seed repeats its text."""
@@ -117,6 +120,7 @@ def test_counts_of_a_corpus() -> None:
 
 
 class TestTheChoice:
+    @pytest.mark.sample(1)
     def test_with_and_without_a_model(self, stack: LocalStack) -> None:
         """`model` is refused by name where there is none, and else proposes alone or beside a method."""
         if not stack.draft_address:

@@ -40,6 +40,7 @@ def with_tree(params: SamplingParams, num_nodes: int, depth: int) -> SamplingPar
     return replace(params, num_draft_tokens=num_nodes, max_depth=depth)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_of_any_size_on_every_family(tmp_path: Path, family: str) -> None:
     """A draft that is mostly right and prepares outcomes, and a random one of another family without."""
@@ -87,6 +88,7 @@ def a_chain_and_a_leaf(token_ids: list[int], _: list[int]) -> Nodes:
     return [token_ids[0]] * 64, [*range(-1, 62), 61]
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("change", [wrong, with_duplicates, one_level, a_chain_and_a_leaf])
 def test_any_tree_of_a_sabotaged_draft(

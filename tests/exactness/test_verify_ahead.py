@@ -82,6 +82,7 @@ def of(rule: Rule) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, rule=rule, logit_bias=FEW)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
 )

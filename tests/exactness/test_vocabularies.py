@@ -71,6 +71,7 @@ class TestDistributions:
         ) as address:
             yield address
 
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize("rule", list(Rule))
     @pytest.mark.parametrize(
         "settings",
@@ -183,6 +184,7 @@ def generate(client: Client, params: SamplingParams, prompt: str = PROMPT_TEXT) 
     return client.generate(prompt, params=params)
 
 
+@pytest.mark.sample(2)
 @KINDS
 def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
     expected = generate(stack.client, replace(params, num_draft_tokens=0))
@@ -194,6 +196,7 @@ def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParam
     stack.assert_idle_within(2.0)
 
 
+@pytest.mark.sample(2)
 @KINDS
 def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     """Their nodes are shared tokens."""
@@ -205,6 +208,7 @@ def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     assert done.speculation.num_accepted_tokens > 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("params", [GREEDY, GUMBEL], ids=["greedy", "gumbel"])
 def test_prepared_outcomes(other_draft: Path, params: SamplingParams) -> None:
     """With time to work ahead, proposals are there before they are asked for."""

@@ -97,6 +97,7 @@ PARAMETERS: list[dict[str, Any]] = [
 """Each leaves two or three tokens, so that their order shows: three successive ones are tested together."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.BLOCK, *(pytest.param(r, marks=pytest.mark.slow) for r in OTHERS)])
 def test_three_successive_tokens_follow_the_target(address: str, logits: torch.Tensor, rule: Rule) -> None:
     """By their joint distribution, with every parameter, over four draft tokens a round."""

@@ -134,6 +134,7 @@ def test_drafts_from_the_text_need_the_target_alone() -> None:
     assert done.speculation.draft_unavailable == ""
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_drafter_takes_fewer_passes() -> None:
     """A text that repeats itself, which the draft guesses from it; the draft's passes are counted there."""
     given = "repeat=6,step_ms="

@@ -98,6 +98,7 @@ class TestPage:
         spans = [dataclasses.replace(s, attributes={"prompt": "x" * 100_000}) for s in three_rounds()]
         assert len(page.render(laid_out(spans))) < 60_000
 
+    @pytest.mark.slow
     def test_two_thousand_rounds(self, tmp_path: Path) -> None:
         started_s = time.monotonic()
         spans = _long(2000)

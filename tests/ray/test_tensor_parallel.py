@@ -331,6 +331,7 @@ class TestPlainRanks:
         store = str(directory / "store")
         return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large), store)
 
+    @pytest.mark.slow
     def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
         self, sources: list[Path], found: tuple[Any, Any, Any]
     ) -> None:

@@ -159,6 +159,7 @@ def test_every_setting(stack: LocalStack, family: str, num_ends: int) -> None:
     check_all(stack, family, num_ends, SETTINGS)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_texts_do_not_depend_on_the_draft(stack: LocalStack, family: str, shape: dict[str, Any]) -> None:
     """Without an end token."""

@@ -132,6 +132,7 @@ class TestGenerate:
 
 
 class TestStream:
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize("rule", list(Rule))
     @pytest.mark.parametrize("stop", [(), ("e", "zz"), ("\ufffd\ufffd",)])
     def test_every_index_once_in_order_then_one_completion(

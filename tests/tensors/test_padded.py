@@ -100,6 +100,7 @@ def _history(twins: _Twins) -> None:
         twins.step([2, 0, 0, 5])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_a_recorded_step_equals_one_that_is_not(family: str) -> None:
     twins = _Twins(family, Traced(), page_size=16)
