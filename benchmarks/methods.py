@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from benchmarks import seq2seq, trees
@@ -103,6 +104,11 @@ class Found(NamedTuple):
     ratio: float
     ratios: list[float]
 
+    @property
+    def error(self) -> float:
+        """Standard error of the ratio, as of the median of normal numbers."""
+        return 1.25 * stdev(self.ratios) / math.sqrt(len(self.ratios))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -186,11 +192,12 @@ class Row(NamedTuple):
         beside = default.get(self.kind)
         for found, other in ((self.own, beside and beside.own), (self.paced, beside and beside.paced)):
             over = f"{found.ratio / other.ratio:.2f}" if other else "-"
-            parts += [found.acceptance, found.tokens_a_pass, found.rate, found.ratio, over]
+            shown = f"{found.ratio:.2f} ± {found.error:.2f}"
+            parts += [found.acceptance, found.tokens_a_pass, found.rate, shown, over]
         return parts
 
 
-_ONE = ["accepted", "tokens a pass", "tokens/s", "× plain", "× default"]
+_ONE = ["accepted of drafted", "tokens a pass", "tokens/s", "× plain", "× default"]
 HEAD = ["", "", *_ONE, *(f"{each}, 60 ms" for each in _ONE)]
 
 
