@@ -76,7 +76,7 @@ def test_four_chains(address: str, logits: Tensor, settings: dict[str, Any], num
     check_distribution(address, logits, settings, num_before)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [2, 8])
 def test_chains_with_tails(pair: tuple[Path, Path], logits: Tensor, num_chains: int) -> None:
     """The draft's distribution is cut to eight tokens before it is drawn from."""

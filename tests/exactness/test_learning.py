@@ -160,7 +160,7 @@ def test_control_supports_of_other_weights_are_caught(
     assert fit_p_value(later, logits, SamplingParams(rule=Rule.REJECTION)) < CLEARLY_WRONG
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "gumbel"])
 def test_the_text_is_that_of_plain_decoding(tmp_path: Path, temperature: float) -> None:
     """Before, while and after the weights change."""

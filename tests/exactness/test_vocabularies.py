@@ -224,6 +224,7 @@ def test_prepared_outcomes(other_draft: Path, params: SamplingParams) -> None:
         running.assert_idle_within(2.0)
 
 
+@pytest.mark.slow
 def test_a_text_outside_of_the_drafts_vocabulary(stack: LocalStack) -> None:
     """Characters that both spell in bytes, and special tokens in the middle of a text."""
     for prompt in ("x = '你好,世界 👋🏽'\n", "a<|endoftext|>def f(x):\n    ", "\n\n        "):

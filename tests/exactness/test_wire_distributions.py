@@ -130,6 +130,7 @@ def check_distribution(
     assert p_value > FALSE_ALARM_RATE
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tensor) -> None:
     """Much of the target lies outside of its supports, and much of the residual on them."""
     target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")

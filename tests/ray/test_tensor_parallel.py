@@ -214,6 +214,7 @@ def _history(runner: Any) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_a_service_killed_takes_its_ranks_and_its_ray_instance_along(tmp_path: Path) -> None:
     """The instance is on loopback, and ends within seconds however the service does that started it."""
     target, _ = texts.save_pair(tmp_path)
