@@ -11,6 +11,7 @@ from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
+from specwire.wire.client import tools_from_json
 
 _SHORT_BYTES = 16 << 10
 """Such a prompt takes the tokenizer milliseconds; the largest one takes a second or more."""
@@ -34,9 +35,10 @@ class Encoder:
             most_tokens: that the target reads.
 
         Raises:
-            InvalidRequestError: an empty text, or a conversation that the chat template refuses.
+            InvalidRequestError: an empty text, tools that are not JSON, or a conversation that the chat
+                template refuses.
             ContextLengthError: more tokens than that.
-            UnsupportedError: messages without a chat template.
+            UnsupportedError: messages without a chat template, tools with one that does not render them.
         """
         if request.WhichOneof("prompt") == "token_ids":
             return list(request.token_ids.ids)
@@ -51,7 +53,8 @@ class Encoder:
         if request.WhichOneof("prompt") == "text":
             return self._tokenizer.encode(request.text, max_len=most_tokens)
         messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
-        return self._tokenizer.apply_chat_template(messages, max_len=most_tokens)
+        tools = tools_from_json(request.messages.tools)
+        return self._tokenizer.apply_chat_template(messages, tools=tools, max_len=most_tokens)
 
 
 def check_prompt(

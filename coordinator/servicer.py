@@ -37,7 +37,7 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
-from specwire.core import Rule
+from specwire.core import ModelInfo, Rule
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -384,10 +384,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         await self._send_headers(context)
         draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
-            target=wire.model_info_to_proto(self._verify.info),
+            target=wire.model_info_to_proto(self._target_info()),
             draft=wire.model_info_to_proto(draft) if draft else None,
             num_draft_tokens=self._config.fixed_draft_tokens,
         )
+
+    def _target_info(self) -> ModelInfo:
+        """The target with what clients of a conversation need to know."""
+        template = self._tokenizer.tool_template if self._tokenizer else ""
+        return replace(self._verify.info, chat_template=template)
 
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any

@@ -23,7 +23,7 @@ from specwire.errors import InvalidRequestError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
@@ -589,6 +589,8 @@ class ModelInfo:
         decoder_token_ids: of an encoder-decoder, what its decoder begins with, after the input and before the
             output.
         learning: of a draft that learns while it serves; None for one that does not.
+        chat_template: of a coordinator's target, what conversations with tools are rendered with (Jinja);
+            empty without one.
     """
 
     name: str
@@ -614,6 +616,7 @@ class ModelInfo:
     encoder_len: int = 0
     decoder_token_ids: tuple[int, ...] = ()
     learning: Learning | None = None
+    chat_template: str = ""
 
     @property
     def has_encoder(self) -> bool:

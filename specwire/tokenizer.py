@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,9 @@ _COMPANION_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
+
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""A tag of transformers' own, which marks the assistant's tokens."""
 
 
 class Tokenizer:
@@ -129,30 +133,67 @@ class Tokenizer:
         """One token for display: special tokens by their names, U+FFFD where it is part of a character."""
         return str(self._backend.decode([token_id], clean_up_tokenization_spaces=False))
 
+    @cached_property
+    def tool_template(self) -> str:
+        """The chat template of conversations with tools: one named `tool_use` if there is, else the only one.
+
+        Empty without a template.
+        """
+        if not self._backend.chat_template:
+            return ""
+        return str(self._backend.get_chat_template(tools=[{}]))
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether that template reads `tools`."""
+        return "tools" in _variables(self.tool_template)
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, max_len: int | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_len: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's next message; `max_len` as above.
+
+        Args:
+            tools: as OpenAI's API has them, for the template to describe to the model.
 
         Raises:
             ContextLengthError: there are more than `max_len`.
             InvalidRequestError: a message without a role or content string, or refused by the template.
-            UnsupportedError: the tokenizer has no chat template.
+            UnsupportedError: the tokenizer has no chat template, or one that does not render tools.
         """
-        from jinja2 import TemplateError
-
         _check_messages(messages)
         if not self._backend.chat_template:
             raise UnsupportedError("messages", f"{len(messages)} messages", "this model has no chat template")
+        if tools and not self.renders_tools:
+            problem = "the model's chat template does not render tools"
+            raise UnsupportedError("tools", f"{len(tools)} tools", problem)
         try:
             text = self._backend.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template computes with what the request says
             problem = f"the model's chat template refuses them: {error}"
             raise InvalidRequestError("messages", f"{len(messages)} messages", problem) from None
         # The template adds its own special tokens.
         return self.encode(text, add_special_tokens=False, max_len=max_len)
+
+
+def _variables(template: str) -> set[str]:
+    """What a template reads of its arguments; nothing if it is invalid, which rendering reports."""
+    from jinja2 import Environment, TemplateError, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:
+        return set()
 
 
 def _check_len(num_tokens: int, max_len: int | None) -> None:

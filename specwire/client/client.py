@@ -104,6 +104,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         timeout_s: float | None = None,
         traceparent: str | TraceContext = "",
         token: str = "",
@@ -114,6 +115,8 @@ class AsyncClient:
 
         Args:
             prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`.
+            tools: functions that the model may call, as OpenAI's API has them; its chat template describes
+                them, and calls are part of the text.
             params: how to continue it.
             timeout_s: deadline of the whole generation, in seconds.
             traceparent: W3C trace context of the caller, to be the parent of the generation's trace; may come
@@ -133,6 +136,7 @@ class AsyncClient:
             params or SamplingParams(),
             prompt_token_ids,
             [dict(m) for m in messages] if messages is not None else None,
+            tools=tools,
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
@@ -158,6 +162,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         timeout_s: float | None = None,
         traceparent: str | TraceContext = "",
         token: str = "",
@@ -169,6 +174,7 @@ class AsyncClient:
             params,
             prompt_token_ids=prompt_token_ids,
             messages=messages,
+            tools=tools,
             timeout_s=timeout_s,
             traceparent=traceparent,
             token=token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,12 +49,14 @@ def generate_request(
     prompt_token_ids: Sequence[int] | None = None,
     messages: Iterable[dict[str, str]] | None = None,
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     credit_tokens: int = 0,
     report_progress: bool = False,
 ) -> generation_pb2.GenerateRequest:
     """A client's first request; exactly one of the three prompt forms must be given.
 
     Args:
+        tools: that the chat template describes to the model; with `messages` only.
         credit_tokens: most tokens that the generation may be ahead of acknowledgements; 0 for no limit.
         report_progress: whether chunks report the round's draft tokens, and speculation and timing so far.
     """
@@ -86,6 +89,10 @@ def generate_request(
     elif messages is not None:
         request.messages.SetInParent()
         request.messages.messages.extend(_messages(messages))
+    if tools:
+        if messages is None:
+            raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+        request.messages.tools = _tools_to_json(tools)
     return request
 
 
@@ -146,6 +153,32 @@ def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
         out.append(generation_pb2.Message(**message))
     return out
+
+
+def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError("tools", tools, "must be a list of objects")
+    try:
+        return json.dumps([*tools], ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError("tools", f"{len(tools)} tools", f"cannot be JSON: {error}") from None
+
+
+def tools_from_json(text: str) -> list[dict[str, Any]]:
+    """The tools of a conversation; none for the empty text.
+
+    Raises:
+        InvalidRequestError: not the JSON text of a list of objects.
+    """
+    if not text:
+        return []
+    try:
+        tools = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("tools", f"{len(text)} characters", f"are not JSON: {error}") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError("tools", text[:80], "must be a list of objects")
+    return tools
 
 
 def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -> None:

@@ -150,6 +150,26 @@ class TestChatTemplate:
             Tokenizer(make()).apply_chat_template([{"role": "user", "content": "hello"}])
         assert caught.value.field == "messages"
 
+    def test_tools_are_rendered(self) -> None:
+        template = "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        template += "{% generation %}{% endgeneration %}"
+        template += "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
+        tokenizer = Tokenizer(make(template=template))
+        tools = [{"type": "function", "function": {"name": "there"}}]
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tools=tools)
+        assert tokenizer.decode(ids) == "[there]user: helloassistant: "
+        assert tokenizer.tool_template == template
+
+    def test_a_template_without_tools(self, directory: Path) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            load_present(directory).apply_chat_template([{"role": "user", "content": "hello"}], tools=[{}])
+        assert caught.value.field == "tools"
+
+    def test_what_a_template_cannot_compute_with(self) -> None:
+        tokenizer = Tokenizer(make(template="{{ 'x' + tools[0].n }}"))
+        with pytest.raises(InvalidRequestError, match="refuses"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tools=[{"n": 1}])
+
     def test_what_the_template_refuses(self, directory: Path) -> None:
         with pytest.raises(InvalidRequestError, match="no tools here"):
             load_present(directory).apply_chat_template([{"role": "tool", "content": "x"}])

@@ -149,6 +149,27 @@ class TestPrompts:
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]="):
             client_wire.generate_request(None, SamplingParams(), None, [bad])
 
+    def test_tools(self) -> None:
+        said, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "é"}}]
+        request = client_wire.generate_request(None, SamplingParams(), None, said, tools=tools)
+        assert client_wire.tools_from_json(request.messages.tools) == tools
+        assert client_wire.tools_from_json("") == []
+
+    @pytest.mark.parametrize("bad", [{"a": 1}, [1], [{"x": float("nan")}], [{"x": object()}]])
+    def test_tools_that_are_not_json(self, bad: Any) -> None:
+        said = [{"role": "user", "content": "hi"}]
+        with pytest.raises(InvalidRequestError, match="tools="):
+            client_wire.generate_request(None, SamplingParams(), None, said, tools=bad)
+
+    def test_tools_without_a_conversation(self) -> None:
+        with pytest.raises(InvalidRequestError, match="only for messages"):
+            client_wire.generate_request("x", SamplingParams(), tools=[{}])
+
+    @pytest.mark.parametrize("text", ["{}", "[1]", "[", "[" * 100_000])
+    def test_tools_on_the_wire(self, text: str) -> None:
+        with pytest.raises(InvalidRequestError, match="tools="):
+            client_wire.tools_from_json(text)
+
 
 class TestArrays:
     def test_ids_and_floats(self) -> None:
@@ -350,6 +371,7 @@ def test_model_info_round_trip() -> None:
         tokenizer_source="s",
         encoder_len=6,
         decoder_token_ids=(3, 4),
+        chat_template="{{ messages }}",
     )
     assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
 
