@@ -21,7 +21,7 @@ RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_
 COPY requirements/image.txt requirements/
 RUN pip install --require-hashes --only-binary :all: -r requirements/image.txt
 COPY . .
-RUN pip install --no-build-isolation . && pip check
+RUN pip install --no-build-isolation . && requirements/check.sh python
 
 FROM ${BASE}
 COPY --from=build /opt/specwire /opt/specwire

@@ -7,7 +7,7 @@ CODE := specwire draft_service verify_service coordinator tests benchmarks
 
 .PHONY: demo test test-all coverage chaos bench system setup lock sbom images format lint types proto proto-check unit slow train clean
 
-demo: setup
+demo: $(VENV)/demo
 	@$(BIN)/specwire demo
 
 test: setup lint types proto-check unit
@@ -28,16 +28,22 @@ setup: $(VENV)/installed
 PIP = -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED = $(PIP) --require-hashes --only-binary :all:
 
-$(VENV)/installed: pyproject.toml $(wildcard requirements/*.txt)
+# What the demo runs on, and nothing for tests.
+$(VENV)/demo: pyproject.toml requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specwire needs Python 3.11 or later")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
 	@$(BIN)/python $(LOCKED) -r requirements/torch-cpu.txt || { \
 		echo "pip found no CPU build of torch that is locked: installing PyPI's, on Linux with CUDA, several GB ..."; \
 		$(BIN)/python $(LOCKED) -r requirements/torch-cuda.txt; }
-	@$(BIN)/python $(LOCKED) -r requirements/dev.txt
+	@$(BIN)/python $(LOCKED) -r requirements/demo.txt
 	@$(BIN)/python $(PIP) --no-build-isolation -e .
-	@$(BIN)/python -m pip check
+	@requirements/check.sh $(BIN)/python
+	@touch $@
+
+$(VENV)/installed: $(VENV)/demo requirements/dev.txt
+	@$(BIN)/python $(LOCKED) -r requirements/dev.txt
+	@requirements/check.sh $(BIN)/python
 	@touch $@
 
 # uv and cyclonedx-bom, for the two targets below alone.
@@ -57,8 +63,10 @@ CUDA = $$(sed -nE 's/^((torch|triton|cuda-|nvidia-)[a-z0-9-]*)==.*/--no-emit-pac
 lock: build/tools/installed
 	$(LOCK) --group torch -o requirements/torch-cuda.txt
 	$(LOCK) $(CUDA) pyproject.toml --all-extras -c requirements/torch-cuda.txt -o requirements/dev.txt
-	$(LOCK) $(CUDA) pyproject.toml --extra tracing --extra metrics --extra ray --extra http \
+	$(LOCK) $(CUDA) pyproject.toml --extra serve --extra http --extra tracing --extra metrics --extra ray \
 		-c requirements/torch-cuda.txt -c requirements/dev.txt -o requirements/image.txt
+	$(LOCK) $(CUDA) pyproject.toml --extra serve --extra http \
+		-c requirements/torch-cuda.txt -c requirements/dev.txt -o requirements/demo.txt
 	$(LOCK) --group tools -o requirements/tools.txt
 
 # CycloneDX: what is installed in $(VENV), with licences and who needs what, checked against its schema.

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from specwire.config import flags
+from specwire.config import extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
@@ -25,6 +25,7 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "coordinator")
     listening.check(settings)
+    extras.require("specwire coordinator", "coordinator")
     if settings.workers > 1:
         from coordinator.workers.crew import serving as serving_workers
 

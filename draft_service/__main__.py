@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from specwire.config import flags
+from specwire.config import extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
@@ -25,6 +25,7 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.DraftConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "draft")
     listening.check(settings)
+    extras.require("specwire draft", "serve")
     process.end_at_once_by_signals()
     from draft_service.service import serving  # loads torch: after the flags were checked
 

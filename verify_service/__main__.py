@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from specwire.config import flags
+from specwire.config import extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
@@ -27,6 +27,7 @@ async def _serve(args: argparse.Namespace) -> None:
     settings = flags.read_config(config.VerifyConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "verify")
     listening.check(settings)
+    extras.require("specwire verify", "serve")
     process.end_at_once_by_signals()
     if settings.replicas > 1:
         from verify_service import replicas

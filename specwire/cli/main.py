@@ -18,6 +18,7 @@ from specwire.cli import fronts
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
+from specwire.config import extras
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.flags import add_flags, read_config
@@ -200,6 +201,9 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _up(args: argparse.Namespace) -> int:
     settings = read_config(UpConfig, args, os.environ)
+    extras.require("specwire up", "serve")
+    if settings.http_address:
+        extras.require("--http-address", "http")
     logs.set_up(settings.log_level, settings.log_format, "up")
     _end_on_signals()
     try:
@@ -241,6 +245,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     _end_on_signals()
     settings = read_config(DemoConfig, args, os.environ)
+    extras.require("specwire demo", "serve")
     params = _sampling_params(args)
     return demo.run(settings, args.prompt, params, as_json=bool(args.json), compares=bool(args.compare))
 
@@ -313,6 +318,7 @@ def _drafts(args: argparse.Namespace) -> int:
 
 
 def _train_heads(args: argparse.Namespace) -> int:
+    extras.require("specwire train-heads", "serve")
     from specwire.cli import train_heads
 
     _end_on_signals()
@@ -320,6 +326,7 @@ def _train_heads(args: argparse.Namespace) -> int:
 
 
 def _search_layers(args: argparse.Namespace) -> int:
+    extras.require("specwire search-layers", "serve")
     from specwire.cli import search_layers
 
     _end_on_signals()
@@ -330,12 +337,9 @@ def _http(args: argparse.Namespace) -> int:
     from specwire.rpc import process
 
     settings = read_config(HttpConfig, args, os.environ)
-    try:
-        from specwire.http import server
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"specwire http needs pip install 'specwire[http]' ({error.name} is missing)"
-        ) from None
+    extras.require("specwire http", "http")
+    from specwire.http import server
+
     logs.set_up(settings.log_level, settings.log_format, "http")
     serving = server.serving if settings.workers == 1 else fronts.serving
     asyncio.run(process.run_until_signal(serving(settings)))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specwire.cli.train_heads import bar
+from specwire.config import extras
 from specwire.config.layers import SearchLayersConfig
-from specwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from specwire.engine.layers.objective import Promise
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def run(config: SearchLayersConfig) -> int:
     """Search, draw, and say how the result is used; returns the exit status."""
     if config.picture:
-        _check_matplotlib()
+        extras.require("--picture", "bench")
     from specwire.engine.layers.search import run as search  # loads torch
 
     found, tried = search(config, bar)
@@ -41,13 +41,6 @@ def front(tried: Sequence[Promise]) -> list[Promise]:
         if not found or each.tokens_a_pass > found[-1].tokens_a_pass:
             found.append(each)
     return found
-
-
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ConfigError("a picture needs matplotlib (pip install 'specwire[bench]')") from None
 
 
 def draw(path: Path, tried: Sequence[Promise]) -> None:

@@ -20,8 +20,12 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("*.txt")}
+MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", "")
 CUDA = re.compile(r"torch|triton|cuda-.*|nvidia-.*")
-IMAGE_EXTRAS = re.findall(r"--extra (\w+)", (ROOT / "Makefile").read_text())
+LOCKED_EXTRAS = {
+    lock: re.findall(r"--extra (\w+)", command)
+    for command, lock in re.findall(r"pyproject.toml( --extra .*?) -o requirements/(\w+).txt", MAKEFILE)
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def requirements(extras: Iterable[str]) -> list[Requirement]:
 
 WANTED = {
     "dev": requirements(PROJECT["optional-dependencies"]),
-    "image": requirements(IMAGE_EXTRAS),
+    **{lock: requirements(extras) for lock, extras in LOCKED_EXTRAS.items()},
     "tools": [Requirement(line) for line in GROUPS["tools"]],
     "torch-cuda": [Requirement(line) for line in GROUPS["torch"]],
 }
@@ -95,14 +99,14 @@ def test_every_package_has_one_version_and_its_hashes(lock: str) -> None:
     assert "file:" not in LOCKS[lock]
 
 
-@pytest.mark.parametrize("lock", ["dev", "image"])
+@pytest.mark.parametrize("lock", ["demo", "dev", "image"])
 def test_what_builds_the_project_is_locked_too(lock: str) -> None:
     """pip builds without isolation, which would fetch the newest."""
     for wanted in map(Requirement, PYPROJECT["build-system"]["requires"]):
         assert all(version in wanted.specifier for version in versions(lock)[wanted.name])
 
 
-@pytest.mark.parametrize("lock", ["image", "torch-cuda"])
+@pytest.mark.parametrize("lock", ["demo", "image", "torch-cuda"])
 def test_the_locks_have_the_same_versions(lock: str) -> None:
     dev = versions("dev")
     found = {name: own for name, own in versions(lock).items() if not CUDA.fullmatch(name)}
@@ -112,4 +116,4 @@ def test_the_locks_have_the_same_versions(lock: str) -> None:
 def test_torch_has_two_builds_and_what_cuda_needs_is_with_its_own() -> None:
     (cpu,), (cuda,) = versions("torch-cpu")["torch"], versions("torch-cuda")["torch"]
     assert (cpu.public, cpu.local) == (str(cuda), "cpu")
-    assert not [name for lock in ("dev", "image") for name in versions(lock) if CUDA.fullmatch(name)]
+    assert not [name for lock in ("demo", "dev", "image") for name in versions(lock) if CUDA.fullmatch(name)]

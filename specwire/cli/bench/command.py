@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.cli.bench.metrics import OBJECTIVES, RequestRecord, Summary, summarize
+from specwire.config import extras
 from specwire.config.client import ClientConfig
 from specwire.config.flags import add_flags, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
@@ -184,8 +184,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot: needs matplotlib (pip install 'specwire[bench]')")
+    extras.require("--plot", "bench")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())

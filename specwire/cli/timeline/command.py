@@ -18,6 +18,7 @@ from specwire.cli.timeline import spans as span_files
 from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
 from specwire.cli.timeline.layout import Timeline
 from specwire.cli.timeline.spans import RecordedSpan
+from specwire.config import extras
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, flag_name, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
@@ -156,6 +157,7 @@ def _generation(args: argparse.Namespace) -> GenerationTrace:
 
 def _live(args: argparse.Namespace) -> GenerationTrace:
     """Run a stack that exports to this process, warm it up, generate once."""
+    extras.require("specwire timeline --live", "serve")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # which logs a warning for each child
     from specwire.cli.supervisor import Stack
     from specwire.client.client import Client
@@ -211,12 +213,9 @@ def _received(address: str, trace_id: str) -> GenerationTrace:
 
 
 def _receiver(address: str) -> Receiver:
-    try:
-        from specwire.cli.timeline.receiver import Receiver
-    except ImportError as error:
-        raise ConfigError(
-            f'receiving spans needs OpenTelemetry ({error}): pip install "specwire[tracing]"'
-        ) from error
+    extras.require("receiving spans", "tracing")
+    from specwire.cli.timeline.receiver import Receiver
+
     return Receiver(address)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from specwire import tokenizer
+from specwire.config import extras
 from specwire.config.blocks import Block, skip_text
 from specwire.config.layers import SearchLayersConfig
 from specwire.config.services import EMBEDDED
@@ -53,7 +54,7 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
         ConfigError: the text is too short or no UTF-8, or the optimiser is not installed.
         ModelLoadError: the target cannot be loaded, or its blocks cannot be left out.
     """
-    check_installed()
+    extras.require("specwire search-layers", "search")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     source = boot.resolve(config.target, "verify")
@@ -153,17 +154,6 @@ def _untried(
         if chosen and chosen not in tried:
             return chosen
         wanted[rng.integers(len(blocks))] ^= True
-
-
-def check_installed() -> None:
-    """Raises:
-    ConfigError: the optimiser is missing.
-    """
-    try:
-        import bayes_opt  # noqa: F401
-    except ModuleNotFoundError as error:
-        problem = f"specwire search-layers needs pip install 'specwire[search]' ({error.name} is missing)"
-        raise ConfigError(problem) from None
 
 
 def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
