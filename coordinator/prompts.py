@@ -94,7 +94,7 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
 
     Raises:
         InvalidRequestError: a token id outside the vocabulary.
-        UnsupportedError: stop strings without a tokenizer.
+        UnsupportedError: stop strings without a tokenizer, or a grammar where the target has none.
     """
     check_vocabulary("stop_token_ids", params.stop_token_ids, target)
     for token_id in params.logit_bias:
@@ -102,6 +102,9 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
             raise _outside_vocabulary(f"logit_bias[{token_id}]", token_id, target)
     if params.stop and tokenizer is None:
         raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
+    if params.grammar is not None and not target.grammars:
+        problem = f"{target.name} does not constrain outputs: it has no tokenizer, or no xgrammar"
+        raise UnsupportedError("grammar", params.grammar.kind, problem)
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], target: ModelInfo) -> None:

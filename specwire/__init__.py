@@ -43,6 +43,7 @@ from specwire.errors import (
     UnauthenticatedError,
     UnsupportedError,
 )
+from specwire.grammar import Grammar
 from specwire.security.tls import TLS
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "FinishReason",
     "GenerationIdleError",
     "GenerationLostError",
+    "Grammar",
     "HandshakeError",
     "Hypothesis",
     "InternalError",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specwire.errors import InvalidRequestError
+from specwire.grammar import Grammar
 
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
@@ -114,7 +115,7 @@ class SamplingParams:
 
     The target's distribution at a position is made from its logits in this order (that of
     transformers' `generate`): `logit_bias`, `repetition_penalty`, `presence_penalty` and
-    `frequency_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
+    `frequency_penalty`, `grammar`, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Raises:
         InvalidRequestError: on construction, naming the field and the value.
@@ -138,6 +139,8 @@ class SamplingParams:
     """Subtracted from a token's logit once per occurrence in the output so far; in [-2, 2]."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to a number added to its logit; finite, in [-100, 100]."""
+    grammar: Grammar | None = None
+    """What the output must match; tokens that cannot lead there have probability 0."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -190,6 +193,8 @@ class SamplingParams:
         self._check_lists()
         self._check_warps()
         self._check_penalties()
+        grammar = self.grammar
+        _check(grammar is None or isinstance(grammar, Grammar), "grammar", grammar, "must be a Grammar")
         self._check_beams()
 
     def _coerce(self) -> None:
@@ -579,6 +584,7 @@ class ModelInfo:
         weights_fingerprint: of config and weights; empty without weights.
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
+        grammars: whether it constrains outputs by a grammar.
         own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp` or `dflash`.
         target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
             proposes; empty for one that proposes its own tokens.
@@ -608,6 +614,7 @@ class ModelInfo:
     weights_fingerprint: str = ""
     trees: bool = False
     drafts: bool = False
+    grammars: bool = False
     own_source: str = ""
     target_tokenizer_fingerprint: str = ""
     shared_vocab: float = 0.0

@@ -17,6 +17,7 @@ _WITHOUT = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": {},
+    "grammar": None,
     "stop": (),
     "rule": None,
     "num_lists": None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from specwire.config.fields import AUTO
 from specwire.config.flags import flag_name
 from specwire.config.services import RULES, parse_max_depth, parse_num_draft_tokens
 from specwire.core import SamplingParams
+from specwire.grammar import Grammar
 
 
 def add_sampling_flags(
@@ -24,7 +26,9 @@ def add_sampling_flags(
     """
     group = parser.add_argument_group("sampling")
     for field in dataclasses.fields(SamplingParams):
-        if field.name not in omit:
+        if field.name == "grammar":
+            _add_grammar_flags(parser)
+        elif field.name not in omit:
             kwargs = {"dest": _dest(field.name), **_FLAGS[field.name]}
             default = defaults.get(field.name, field.default)
             if not isinstance(default, bool) and isinstance(default, int | float | str):
@@ -47,7 +51,23 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
             values[name] = parse(values[name])
     if values.get("rule") == AUTO:
         del values["rule"]
-    return SamplingParams(**values)
+    given = {kind: getattr(args, f"grammar_{kind}") for kind in _GRAMMARS if f"grammar_{kind}" in args}
+    return SamplingParams(**values, grammar=Grammar(**given) if given else None)
+
+
+def _add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """One for each kind; at most one of them may be given."""
+    group = parser.add_argument_group("what the output must match").add_mutually_exclusive_group()
+    for kind, (flag, kwargs) in _GRAMMARS.items():
+        group.add_argument(flag, dest=f"grammar_{kind}", default=argparse.SUPPRESS, **kwargs)
+
+
+def _content(path: str) -> str:
+    """Of a file, for argparse's `type`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
 
 def _dest(name: str) -> str:
@@ -77,6 +97,17 @@ def _early_stopping(text: str) -> bool | str:
         raise argparse.ArgumentTypeError(f"{text!r} is not true, false or never")
     return values[text]
 
+
+_GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
+    "json_schema": (
+        "--json-schema",
+        {"type": _content, "metavar": "FILE", "help": "JSON of this JSON schema"},
+    ),
+    "json_object": ("--json-object", {"action": "store_true", "help": "a JSON object"}),
+    "regex": ("--regex", {"metavar": "REGEX", "help": "text that it matches as a whole"}),
+    "choice": ("--choice", {"action": "append", "metavar": "TEXT", "help": "one of these; may be repeated"}),
+    "ebnf": ("--grammar", {"type": _content, "metavar": "FILE", "help": "text of this grammar, in GBNF"}),
+}
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to emit"},

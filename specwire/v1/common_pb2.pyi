@@ -22,6 +22,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_PREPARED_OUTCOMES: _ClassVar[Capability]
     CAPABILITY_BATCH_INVARIANT: _ClassVar[Capability]
     CAPABILITY_DRAFTS: _ClassVar[Capability]
+    CAPABILITY_GRAMMARS: _ClassVar[Capability]
 RULE_UNSPECIFIED: Rule
 RULE_REJECTION: Rule
 RULE_GUMBEL: Rule
@@ -32,9 +33,10 @@ CAPABILITY_TREES: Capability
 CAPABILITY_PREPARED_OUTCOMES: Capability
 CAPABILITY_BATCH_INVARIANT: Capability
 CAPABILITY_DRAFTS: Capability
+CAPABILITY_GRAMMARS: Capability
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs", "num_lists")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs", "num_lists", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class SamplingParams(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -66,7 +69,28 @@ class SamplingParams(_message.Message):
     rule: Rule
     logprobs: int
     num_lists: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ..., num_lists: _Optional[int] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ..., num_lists: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "json_object", "regex", "choice", "ebnf")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    EBNF_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    json_object: bool
+    regex: str
+    choice: Choice
+    ebnf: str
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., ebnf: _Optional[str] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
     __slots__ = ("sequence_id", "sampling", "prompt_len", "vocab_limit", "cache_salt", "timeout_ms", "trace_headers", "may_go_on", "end_len", "may_learn")

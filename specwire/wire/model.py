@@ -23,6 +23,7 @@ from specwire.core import (
     SamplingParams,
 )
 from specwire.errors import InvalidRequestError
+from specwire.grammar import Grammar
 from specwire.v1 import common_pb2
 
 RULES = {
@@ -78,6 +79,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
         logprobs=params.logprobs,
         num_lists=params.num_lists,
+        grammar=grammar_to_proto(params.grammar) if params.grammar else None,
     )
 
 
@@ -85,7 +87,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
     """The same, as arguments of `SamplingParams`; unset fields are left out, except for the rule.
 
     Raises:
-        InvalidRequestError: an unknown rule.
+        InvalidRequestError: an unknown rule, or a grammar that cannot be one.
     """
     fields: dict[str, Any] = {name: getattr(message, name) for name in ("top_k", "min_p", *_PENALTIES[1:])}
     for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs", "num_lists"):
@@ -95,7 +97,29 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
         raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
     fields["rule"] = RULE_NAMES.get(message.rule)
     fields["logit_bias"] = dict(message.logit_bias)
+    if message.HasField("grammar"):
+        fields["grammar"] = grammar_from_proto(message.grammar)
     return fields
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.Grammar:
+    """The one field that is given."""
+    if grammar.choice:
+        return common_pb2.Grammar(choice=common_pb2.Choice(texts=grammar.choice))
+    return common_pb2.Grammar(**{grammar.kind: getattr(grammar, grammar.kind)})
+
+
+def grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
+    """Raises:
+    InvalidRequestError: nothing is given, or it is out of bounds.
+    """
+    kind = message.WhichOneof("source")
+    if kind is None:
+        raise InvalidRequestError("grammar", "unset", "must have a source")
+    if kind == "choice":
+        return Grammar(choice=tuple(message.choice.texts))
+    fields: dict[str, Any] = {kind: getattr(message, kind)}
+    return Grammar(**fields)
 
 
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
@@ -171,6 +195,7 @@ _CAPABILITIES = {
     "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,
     "trees": common_pb2.CAPABILITY_TREES,
     "drafts": common_pb2.CAPABILITY_DRAFTS,
+    "grammars": common_pb2.CAPABILITY_GRAMMARS,
 }
 _MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in {*_CAPABILITIES, "learning"}]
 _LEARNING = [*Learning.__dataclass_fields__]

@@ -20,7 +20,7 @@ import pytest
 import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
-from specwire import SamplingParams
+from specwire import Grammar, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli import supervisor
 from specwire.config.flags import env_name, flag_name, flag_words
@@ -248,7 +248,7 @@ BEAM_SEARCH = ("num_beams", "length_penalty", "early_stopping", "num_return_sequ
 
 class TestSamplingFlags:
     def test_every_parameter_is_here(self) -> None:
-        assert set(FLAG_VALUES) == {field.name for field in dataclasses.fields(SamplingParams)}
+        assert {*FLAG_VALUES, "grammar"} == {field.name for field in dataclasses.fields(SamplingParams)}
 
     @pytest.mark.parametrize(
         ("command", "name"),
@@ -265,6 +265,20 @@ class TestSamplingFlags:
         shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
         defaults = {"demo": shown, "generate": SamplingParams()}
         assert sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
+
+    def test_each_kind_of_grammar(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_text("true")
+        flags: list[tuple[list[str], dict[str, Any]]] = [
+            (["--json-schema", str(file)], {"json_schema": "true"}),
+            (["--json-object"], {"json_object": True}),
+            (["--regex", "a+"], {"regex": "a+"}),
+            (["--choice", "a", "--choice", "b"], {"choice": ("a", "b")}),
+            (["--grammar", str(file)], {"ebnf": "true"}),
+        ]
+        for given, expected in flags:
+            params = sampling_params(cli._parser().parse_args(["generate", "x", *given]))
+            assert params == SamplingParams(grammar=Grammar(**expected))
 
     def test_repeated_flags_add_up(self) -> None:
         argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import coordinator.service
-from specwire import Client, Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire import Client, Completion, Grammar, InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import CoordinatorConfig
 from specwire.testing.delay_proxy import Link
 from specwire.v1 import generation_pb2_grpc
@@ -305,6 +305,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 0.5},
     "frequency_penalty": {"frequency_penalty": 0.5},
     "logit_bias": {"logit_bias": {3: 1.0}},
+    "grammar": {"grammar": Grammar(regex="a+")},
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},

@@ -28,6 +28,7 @@ from specwire.core import (
     Preparation,
     Proposal,
 )
+from specwire.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from specwire.wire.client import MAX_MESSAGES
 from specwire.wire.columns import MAX_TRACEPARENT_LEN
@@ -130,6 +131,14 @@ LIMITS: dict[str, tuple[Any, str]] = {
         sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
         "logit_bias",
     ),
+    "Grammar.json_schema": (
+        sampled(grammar={"json_schema": f'{{"title": "{"a" * MAX_SOURCE_LEN}"}}'}),
+        "grammar",
+    ),
+    "Grammar.regex": (sampled(grammar={"regex": "a" * (MAX_SOURCE_LEN + 1)}), "grammar.regex"),
+    "Grammar.ebnf": (sampled(grammar={"ebnf": "a" * (MAX_SOURCE_LEN + 1)}), "grammar.ebnf"),
+    "Choice.texts": (sampled(grammar={"choice": {"texts": ["a"] * (MAX_CHOICES + 1)}}), "grammar.choice"),
+    "Choice.texts (each)": (sampled(grammar={"choice": {"texts": ["a" * MANY]}}), "grammar.choice"),
     "DraftRequest.token_ids": (drafting(token_ids=[1] * MANY), "token_ids"),
     "DraftRequest.traceparents": (drafting(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
     "VerifyRequest.token_ids": (verifying(token_ids=[1] * MANY), "token_ids"),
@@ -185,6 +194,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "SamplingParams.rule": (sampled(rule=77), "rule"),
     "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
     "SamplingParams.num_lists": (sampled(rule=common_pb2.RULE_GUMBEL, num_lists=9), "num_lists"),
+    "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
     "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
     "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),
     "OpenSequence.vocab_limit": (drafting(opening(vocab_limit=-1)), "vocab_limit"),

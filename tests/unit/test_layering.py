@@ -18,6 +18,7 @@ from tests.support.imports import (
 
 ORDER = (
     ("errors", "parent", "v1", "embedded"),
+    ("grammar",),
     ("core", "tokenizer"),
     ("tree", "history"),
     ("chains",),

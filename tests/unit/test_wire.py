@@ -36,6 +36,7 @@ from specwire.core import (
     Verdict,
 )
 from specwire.errors import InvalidRequestError, SpecwireError
+from specwire.grammar import Grammar
 from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
@@ -62,6 +63,7 @@ EVERYTHING = SamplingParams(
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
     num_lists=1,
+    grammar=Grammar(choice=("yes", "no")),
     num_draft_tokens=0,
     max_depth=3,
     logprobs=0,
@@ -72,6 +74,14 @@ EVERYTHING = SamplingParams(
     num_return_sequences=3,
     cache_salt="s",
 )
+
+GRAMMARS = [
+    Grammar(json_schema={"type": "integer"}),
+    Grammar(json_object=True),
+    Grammar(regex="a+"),
+    Grammar(choice=("yes", "no")),
+    Grammar(ebnf='root ::= "a"'),
+]
 
 
 def over_the_wire(message: Any) -> Any:
@@ -122,6 +132,16 @@ class TestSamplingParams:
         message = common_pb2.OpenSequence(sampling={"seed": 1, "rule": rule}, prompt_len=1)
         with pytest.raises(InvalidRequestError, match=f"rule={rule}"):
             wire.opened_params(message)
+
+    @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+    def test_every_grammar(self, grammar: Grammar) -> None:
+        params = SamplingParams(grammar=grammar, seed=1, rule=Rule.GUMBEL)
+        assert wire.opened_params(over_the_wire(wire.open_sequence(params, 3))).grammar == grammar
+
+    def test_a_grammar_of_nothing(self) -> None:
+        message = common_pb2.SamplingParams(grammar=common_pb2.Grammar())
+        with pytest.raises(InvalidRequestError, match="grammar=unset"):
+            wire.sampling_from_proto(message)
 
 
 class TestPrompts:

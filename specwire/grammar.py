@@ -1,0 +1,93 @@
+"""What an output must match: a JSON schema, any JSON object, a regular expression, a choice, a grammar.
+
+A leaf: a value that requests carry. docs/structured.md says how it takes part in the distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specwire.errors import InvalidRequestError
+
+MAX_SOURCE_LEN = 1 << 16
+"""Longest source, in characters; of a choice, of all its texts together."""
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    """A constraint on the text of an output; exactly one of the fields.
+
+    Raises:
+        InvalidRequestError: on construction, naming the field.
+    """
+
+    json_schema: str | Mapping[str, Any] | None = None
+    """JSON text that validates against this JSON schema; a mapping becomes its JSON."""
+    json_object: bool = False
+    """A JSON object, of any content."""
+    regex: str | None = None
+    """Text that this regular expression matches as a whole."""
+    choice: tuple[str, ...] = ()
+    """One of these texts."""
+    ebnf: str | None = None
+    """Text of this context-free grammar, in GBNF (the form of llama.cpp), from the rule `root`."""
+
+    def __post_init__(self) -> None:
+        given = self.json_schema
+        if given is not None and not isinstance(given, str):
+            object.__setattr__(self, "json_schema", _dumped(given))
+        object.__setattr__(self, "choice", _texts(self.choice))
+        kinds = [name for name in self.__slots__ if getattr(self, name) not in (None, False, ())]
+        if len(kinds) != 1:
+            raise InvalidRequestError(
+                "grammar", ", ".join(kinds) or "nothing", f"give exactly one of {', '.join(self.__slots__)}"
+            )
+        _check(f"grammar.{kinds[0]}", getattr(self, kinds[0]))
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in self.__slots__ if getattr(self, name) not in (None, False, ()))
+
+
+def _dumped(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError("grammar.json_schema", schema, f"is not JSON: {error}") from None
+
+
+def _texts(choice: Any) -> tuple[str, ...]:
+    if isinstance(choice, str):
+        raise InvalidRequestError("grammar.choice", choice, "must be several texts, not one")
+    return tuple(choice)
+
+
+def _check(name: str, value: Any) -> None:
+    """Of the one field that is given: its type, its size, and that a schema is one."""
+    if value is True:
+        return
+    texts = value if isinstance(value, tuple) else (value,)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(name, text, "must be non-empty text")
+    length = sum(map(len, texts))
+    if length > MAX_SOURCE_LEN:
+        raise InvalidRequestError(name, f"{length} characters", f"is over the limit of {MAX_SOURCE_LEN}")
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequestError(name, f"{len(texts)} texts", f"is over the limit of {MAX_CHOICES}")
+    if name == "grammar.json_schema":
+        _check_schema(name, value)
+
+
+def _check_schema(name: str, text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(name, text, f"is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError(name, text, "must be an object, true or false")
