@@ -121,13 +121,20 @@ class Tokenizer:
         _check_len(len(token_ids), max_len)
         return token_ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, without special tokens and ids that have no token; spaces are kept."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, without ids that have no token, and special tokens; spaces are kept."""
         if self._fast is not None:  # what its `decode` comes to, which takes four times as long
-            return str(self._fast.decode(token_ids, skip_special_tokens=True))
+            return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         return str(
-            self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._backend.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         )
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; U+FFFD for an id that has none."""
+        found = self._backend.convert_ids_to_tokens(list(token_ids))
+        return [name if isinstance(name, str) else "\ufffd" for name in found]
 
     def spell(self, token_id: int) -> str:
         """One token for display: special tokens by their names, U+FFFD where it is part of a character."""
@@ -153,11 +160,13 @@ class Tokenizer:
         messages: Sequence[Mapping[str, str]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
         max_len: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, up to the start of the assistant's next message; `max_len` as above.
+        """Token ids of a conversation; `max_len` as above.
 
         Args:
+            add_generation_prompt: whether they go on to the start of the assistant's next message.
             tools: as OpenAI's API has them, for the template to describe to the model.
 
         Raises:
@@ -175,7 +184,7 @@ class Tokenizer:
             text = self._backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
         except Exception as error:  # a template computes with what the request says

@@ -183,6 +183,7 @@ class Stack:
         self.services: list[Service] = []
         self.http: Service | None = None
         self._grace_s = config.grace_s
+        self._metrics_from = metrics_address(config, "coordinator")
         self._log_flags = _flags(log_level=config.log_level, log_format=config.log_format)
         self._environ = environ
         self._pauses = Pauses()
@@ -247,7 +248,12 @@ class Stack:
 
     def _front(self, address: str) -> Service:
         """Start the HTTP front."""
-        flags = _flags(address=address, server=self.address, grace_s=self._grace_s)
+        flags = _flags(
+            address=address,
+            server=self.address,
+            metrics_from=self._metrics_from,
+            grace_s=self._grace_s,
+        )
         return self._service("specwire.cli", ["http", *flags, *self._log_flags], self._environ)
 
     def restart_front(self) -> float:

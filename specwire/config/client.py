@@ -16,11 +16,14 @@ from specwire.config.fields import (
     at_least,
     between,
     check,
+    check_address,
     check_addresses,
     check_amount,
     check_duration,
+    check_origins,
     check_pair,
     check_plaintext,
+    comma_separated,
     file_option,
     log_format_option,
     log_level_option,
@@ -106,9 +109,27 @@ class HttpConfig(ConnectionConfig):
         "accepted Host names, separated by commas; * accepts any, the default beyond this machine",
         metavar="NAME,...",
     )
+    cors_origin: str = option(
+        "",
+        "origins whose pages may use this server, as https://HOST[:PORT], separated by commas; * allows all",
+        metavar="ORIGIN,...",
+        check=check_origins,
+    )
+    lenient: bool = option(False, "ignore unknown parameters with a Warning header instead of refusing them")
+    metrics_from: str = option(
+        "",
+        "HOST:PORT of the coordinator's --metrics-address, to serve its metrics at /metrics",
+        metavar="HOST:PORT",
+        check=check_address,
+    )
     grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
     log_level: str = log_level_option()
     log_format: str = log_format_option()
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """Those of `cors_origin`, in lower case."""
+        return comma_separated(self.cors_origin.lower())
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -134,6 +134,18 @@ def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
     return entries
 
 
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The entries of a list, without empty ones."""
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def check_origins(name: str, origins: str) -> None:
+    """Origins as a browser writes them (`https://HOST[:PORT]`), or `*`, separated by commas."""
+    for origin in comma_separated(origins):
+        ok = origin == "*" or re.fullmatch(r"https?://[^/\s?#@]+", origin, re.IGNORECASE) is not None
+        check(ok, name, origin, "is not http://HOST[:PORT] or https://HOST[:PORT], without a path, or *")
+
+
 def file_option(doc: str) -> Any:
     """A config field that names a file; empty for none."""
     return option("", doc, metavar="FILE", check=check_file)

@@ -4,7 +4,10 @@ A process of its own, which uses the coordinator through the public SDK. Needs `
 
     origins.py   checks of Host and Origin
     reading.py   request bodies within limits; scan.py: limits of their structure
-    body.py      request bodies                   JSON → nouns
+    bodies/      request bodies                   JSON → nouns
+    headers.py   ids, warnings and CORS of all responses
+    entry.py     the caller, the model and the body of a request
+    tokens.py    /tokenize, /detokenize           metrics.py: /metrics
     choices.py   the generations of one request   n at once, as fast as the client reads
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs
     exchange.py  one request on the wire          JSON or SSE, cancelled when the client disconnects

@@ -11,7 +11,7 @@ from typing import Any
 
 from specwire.completion import Chunk, Completion, Speculation, Timing, Token
 from specwire.http import logprobs
-from specwire.http.body import Body, ChatBody
+from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
 
 Json = dict[str, Any]
@@ -26,11 +26,10 @@ class Answer(ABC):
         spell: text of a token; None if the request asks for no log probabilities.
     """
 
-    def __init__(self, body: Body, model: str, spell: Spell | None, num_choices_per_prompt: int = 1) -> None:
+    def __init__(self, body: Body, model: str, spell: Spell | None) -> None:
         self._body = body
         self._model = model
         self._spell = spell
-        self._num_choices_per_prompt = num_choices_per_prompt
         self._head = {"id": self.id_prefix + secrets.token_hex(12), "created": int(time.time())}
         self._text_len: dict[int, int] = {}
 
@@ -85,7 +84,7 @@ class Answer(ABC):
 
     def _counts(self, completions: Sequence[Completion]) -> Json:
         return {
-            "usage": usage(completions, self._num_choices_per_prompt),
+            "usage": usage(completions, self._body.num_choices),
             "specwire": [record(completion) for completion in completions],
         }
 
@@ -144,12 +143,6 @@ class ChatAnswer(Answer):
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
         return logprobs.of_chat(tokens, spell)
-
-
-def answer(body: Body, model: str, spell: Spell | None) -> Answer:
-    """The answer in the form of the request's API."""
-    kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
-    return kind(body, model, spell, body.num_choices)
 
 
 def fates(chunk: Chunk) -> Json:

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from specwire import AsyncClient
+from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import page, spans
-from specwire.http.access import AccessEntry
 from specwire.http.answer_cache import AnswerCache
-from specwire.http.answers import answer
-from specwire.http.body import Body, ChatBody, CompletionBody
-from specwire.http.choices import Caller, Choice
+from specwire.http.answers import Answer, ChatAnswer, CompletionAnswer
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.bodies.completion import CompletionBody
+from specwire.http.bodies.generating import Body
+from specwire.http.choices import Choice
+from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Exchange, refusal
+from specwire.http.headers import Guarded, Labelled
+from specwire.http.metrics import MetricsEndpoint
 from specwire.http.model import Models, ServedModel
-from specwire.http.origins import Origins
-from specwire.http.reading import BodyReader
 from specwire.http.spans import Traced
-from specwire.security.bearer import bearer_token
-from specwire.telemetry.propagation import REQUEST_ID
+from specwire.http.tokens import TokenEndpoints
 from specwire.telemetry.tracing import Tracing
 
 _HEALTH_TIMEOUT_S = 2.0
-_MAX_TOKEN_LEN = 4096
 
 
 class Front:
@@ -45,24 +43,30 @@ class Front:
         self._client = client
         self._config = config
         self._models = Models(client, config)
-        self._reader = BodyReader(config)
+        self._entry = Entry(self._models, config)
+        self._tokens = TokenEndpoints(self._entry, self._models)
+        self._metrics = MetricsEndpoint(self._entry, config)
         self._statuses = AnswerCache(self._ask_status)
 
     def app(self) -> ASGIApp:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
         routes = self._routes()
-        traced = Traced(_Guarded(routes, Origins(self._config)), self._tracer, routes.routes)
-        return _RequestIds(traced)
+        traced = Traced(Guarded(routes, self._config), self._tracer, routes.routes)
+        return Labelled(traced, is_lenient=self._config.lenient)
 
     def _routes(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/", self.page, methods=["GET"]),
                 Route("/health", self.health, methods=["GET"]),
+                Route("/version", self.version, methods=["GET"]),
+                Route("/metrics", self._metrics.serve, methods=["GET"]),
                 Route("/v1/models", self.list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self.get_model, methods=["GET"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/tokenize", self._tokens.tokenize, methods=["POST"]),
+                Route("/detokenize", self._tokens.detokenize, methods=["POST"]),
             ],
             exception_handlers={
                 ApiError: _refuse,
@@ -90,34 +94,37 @@ class Front:
     async def _ask_status(self, _: None) -> None:
         await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
 
+    async def version(self, request: Request) -> Response:
+        """That of this package; a caller needs a token where the coordinator requires one."""
+        await self._entry.model(request)
+        return JSONResponse({"version": __version__})
+
     async def list_models(self, request: Request) -> Response:
         """The one model that is served."""
-        model = await self._models.served(_caller(request).token)
+        model = await self._entry.model(request)
         return JSONResponse({"object": "list", "data": [_model(model)]})
 
     async def get_model(self, request: Request) -> Response:
         """One model by its name."""
-        model = await self._models.served(_caller(request).token)
-        _check_model(request.path_params["name"], model)
+        model = await self._entry.model(request)
+        check_model(request.path_params["name"], model)
         return JSONResponse(_model(model))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        return await self._generate(request, CompletionBody)
+        return await self._generate(request, CompletionBody, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
-        return await self._generate(request, ChatBody)
+        return await self._generate(request, ChatBody, ChatAnswer)
 
-    async def _generate(self, request: Request, kind: type[Body]) -> Response:
+    async def _generate(self, request: Request, kind: type[Body], answer_kind: type[Answer]) -> Response:
         """Checks the token before it reads the body."""
-        caller = _caller(request)
-        model = await self._models.served(caller.token)
-        _check_json(request)
-        wanted = await self._reader.read(kind, request.headers, request.receive, model.info.longest_len)
-        _check_model(wanted.model, model)
-        spell = await self._models.speller(model) if wanted.num_logprobs is not None else None
-        return Exchange(self._client, _choices(wanted), caller, answer(wanted, model.name, spell), wanted)
+        model = await self._entry.model(request)
+        body = await self._entry.body(request, kind, model)
+        spell = await self._models.speller(model) if body.num_logprobs is not None else None
+        answer = answer_kind(body, model.name, spell)
+        return Exchange(self._client, _choices(body), caller_of(request), answer, body)
 
 
 def _choices(wanted: Body) -> list[Choice]:
@@ -128,32 +135,6 @@ def _choices(wanted: Body) -> list[Choice]:
     seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_choices)]
     each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
     return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
-
-
-def _caller(request: Request) -> Caller:
-    """The caller of a request.
-
-    Raises:
-        ApiError: 401, a token that cannot be valid.
-    """
-    token = bearer_token(request.headers.get("authorization", ""))
-    if token and not (token.isascii() and token.isprintable() and len(token) <= _MAX_TOKEN_LEN):
-        message = f"the bearer token is not ASCII text of at most {_MAX_TOKEN_LEN} characters"
-        raise ApiError(401, message, code="invalid_api_key")
-    return Caller(token, request.scope["specwire.request_id"], request.scope["specwire.span"])
-
-
-def _check_json(request: Request) -> None:
-    """Require JSON: a page of another origin can send some other types without a CORS preflight."""
-    given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"Content-Type {given!r} is not application/json", code="unsupported_media_type")
-
-
-def _check_model(name: str, model: ServedModel) -> None:
-    if name != model.name:
-        message = f"The model {name!r} does not exist; {model.name!r} is served."
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
@@ -181,48 +162,3 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 async def _leave(request: Request, error: Exception) -> Response:
     """The client has disconnected: the response is not read."""
     return Response(status_code=499)
-
-
-class _Guarded:
-    """Refuses requests for other hosts and from pages of other origins, on any route."""
-
-    def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        self._app = app
-        self._origins = origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._origins.check(Headers(scope=scope))
-        except ApiError as error:
-            await refusal(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-class _RequestIds:
-    """Gives every response an `x-request-id`, the client's own if it is valid, and logs the request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
-
-        scope["specwire.request_id"] = request_id
-
-        entry = AccessEntry(scope, request_id)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            entry.see(message)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            entry.log()

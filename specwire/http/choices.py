@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from specwire import AsyncClient
 from specwire.completion import Chunk, Completion
 from specwire.core import SamplingParams
-from specwire.http.body import Prompt
+from specwire.http.bodies.part import Prompt
 from specwire.telemetry.tracing import Span
 
 Event = tuple[int, Chunk | Completion]

@@ -16,7 +16,7 @@ from specwire import AsyncClient
 from specwire.completion import Completion
 from specwire.http import beams, spans
 from specwire.http.answers import Answer
-from specwire.http.body import Body
+from specwire.http.bodies.generating import Body
 from specwire.http.choices import Caller, Choice, Event, running
 from specwire.http.errors import api_error
 

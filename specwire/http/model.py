@@ -54,7 +54,12 @@ class Models:
         return ServedModel(self._config.model_name or info.name, info)
 
     async def speller(self, model: ServedModel) -> Spell:
-        """Spells the model's tokens; loads its tokenizer the first time.
+        """Spells the model's tokens. Raises as `tokenizer`."""
+        found = await self.tokenizer(model)
+        return found.spell if found else _spell_id
+
+    async def tokenizer(self, model: ServedModel) -> Tokenizer | None:
+        """The model's tokenizer, loaded the first time; None if it has none.
 
         Raises:
             ModelLoadError: it cannot be loaded here.
@@ -64,7 +69,7 @@ class Models:
             if source != self._source:
                 self._tokenizer = await asyncio.to_thread(_load, source)
                 self._source = source
-        return self._tokenizer.spell if self._tokenizer else _spell_id
+        return self._tokenizer
 
 
 def _spell_id(token_id: int) -> str:

@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Mapping
 
 from specwire.config.client import HttpConfig
-from specwire.config.fields import split_address
+from specwire.config.fields import comma_separated, split_address
 from specwire.http.errors import ApiError
 from specwire.security.tls import is_loopback
 
@@ -24,13 +24,12 @@ class Origins:
 
     def __init__(self, config: HttpConfig) -> None:
         host, _ = split_address("address", config.address)
-        self._names = frozenset(
-            name.strip().lower() for name in config.allowed_hosts.split(",") if name.strip()
-        )
+        self._names = frozenset(comma_separated(config.allowed_hosts.lower()))
+        self._allowed = config.cors_origins
         self._any = ANY in self._names or not (self._names or is_loopback(host))
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check that a request is for this front and, if a page sent it, that it is one of this front.
+        """Check that a request is for this front and, if a page sent it, that the page may use it.
 
         Raises:
             ApiError: 403.
@@ -40,12 +39,15 @@ class Origins:
             message = f"Host {host!r} is not served here; see --allowed-hosts"
             raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
         origin = headers.get("origin")
-        if origin is not None and not self._is_own_page(origin.lower(), host):
-            message = f"a page of {origin!r} may not use this server; see --allowed-hosts"
+        if origin is not None and not self._may_use(origin.lower(), host):
+            message = f"a page of {origin!r} may not use this server; see --cors-origin"
             raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
 
     def _is_ours(self, name: str) -> bool:
         return self._any or name in self._names or name == "localhost" or _is_address(name)
+
+    def _may_use(self, origin: str, host: str) -> bool:
+        return ANY in self._allowed or origin in self._allowed or self._is_own_page(origin, host)
 
     def _is_own_page(self, origin: str, host: str) -> bool:
         """Behind a proxy that changes `Host`, the origin is ours if its name is allowed."""

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from specwire.config.client import HttpConfig
-from specwire.http import body
-from specwire.http.body import Body
+from specwire.http.bodies import size, validation
+from specwire.http.bodies.part import Ignored, Request
 from specwire.http.errors import ApiError
 from specwire.http.scan import Scan
 
@@ -22,6 +23,7 @@ _NUM_LARGE = 4
 _READ_S = 30.0
 _SLICE_BYTES = 64 << 10
 """Scanned at a time, for about a millisecond."""
+Kind = TypeVar("Kind", bound=Request)
 
 
 class BodyReader:
@@ -33,12 +35,18 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(1, "http-body")
 
     async def read(
-        self, kind: type[Body], headers: Mapping[str, str], receive: Receive, context_len: int
-    ) -> Body:
+        self,
+        kind: type[Kind],
+        headers: Mapping[str, str],
+        receive: Receive,
+        context_len: int,
+        ignored: Ignored | None,
+    ) -> Kind:
         """The body of a request, checked.
 
         Args:
             context_len: of the model, in tokens.
+            ignored: takes the names of unknown parameters; without it they are refused.
 
         Raises:
             ApiError: 413, over a limit; 408, not received in time; 400, naming the parameter.
@@ -49,7 +57,8 @@ class BodyReader:
         is_small = declared is not None and declared <= _SMALL_BYTES
         async with contextlib.nullcontext() if is_small else self._large:
             data = await self._in_time(receive, Scan(context_len, self._config.max_prompt_bytes))
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, kind, data)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._checked, kind, data, ignored)
 
     async def _in_time(self, receive: Receive, scan: Scan) -> bytearray:
         try:
@@ -80,9 +89,9 @@ class BodyReader:
         if num_bytes > limit:
             raise ApiError(413, f"the body is over {limit} bytes", code="request_too_large")
 
-    def _checked(self, kind: type[Body], data: bytearray) -> Body:
-        wanted = body.read(kind, data)
-        body.check_size(wanted, self._config.max_prompt_bytes, self._config.max_body_bytes)
+    def _checked(self, kind: type[Kind], data: bytearray, ignored: Ignored | None) -> Kind:
+        wanted = validation.read(kind, data, ignored)
+        size.check_size(wanted, self._config.max_prompt_bytes, self._config.max_body_bytes)
         return wanted
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specwire.http.body import ChatBody, CompletionBody
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.bodies.completion import CompletionBody
 from tests.support.fronts import Fronted, fronted
 
 TEXT = (Path(__file__).parents[2] / "docs/openai.md").read_text()

@@ -44,9 +44,14 @@ class Fronted:
 
 
 @contextlib.contextmanager
-def fronted(target: Path | str, draft: Path | str | None = None, **options: Any) -> Iterator[Fronted]:
-    """A stack with a front; options as for `local_stack`."""
-    with local_stack(target, draft, **options) as stack, front(stack.address) as address:
+def fronted(
+    target: Path | str, draft: Path | str | None = None, *, front_options: Any = None, **options: Any
+) -> Iterator[Fronted]:
+    """A stack with a front, which has options of its own; the others are those of `local_stack`."""
+    with (
+        local_stack(target, draft, **options) as stack,
+        front(stack.address, **front_options or {}) as address,
+    ):
         running = Fronted(stack, address)
         with running.openai:
             yield running

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specwire.config import flags
-from specwire.config.client import ClientConfig
+from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, env_name, flag_name, flag_words, read_config
 from specwire.config.services import (
@@ -69,6 +69,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5", "max_depth": "5"}
     named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
     named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1", "layers": "a3"} | numbers
+    named |= {"cors_origin": "https://app.example", "metrics_from": "localhost:81"}
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"
@@ -213,6 +214,10 @@ class TestRefusals:
             (ProxyConfig, "rtt_ms", float("inf")),
             (ProxyConfig, "listen", "7070"),
             (ProxyConfig, "to", ""),
+            (HttpConfig, "cors_origin", "app.example"),
+            (HttpConfig, "cors_origin", "https://app.example/"),
+            (HttpConfig, "cors_origin", "ftp://app.example"),
+            (HttpConfig, "metrics_from", "9464"),
         ],
     )
     def test_values_out_of_range(self, kind: type[Any], field: str, value: Any) -> None:

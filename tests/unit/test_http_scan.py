@@ -10,8 +10,10 @@ import pydantic
 import pytest
 
 from specwire.errors import InvalidRequestError
-from specwire.http import body, scan
-from specwire.http.body import ChatBody, CompletionBody
+from specwire.http import scan
+from specwire.http.bodies import validation
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.bodies.completion import CompletionBody
 from specwire.http.errors import ApiError
 from specwire.http.scan import Scan
 
@@ -105,12 +107,12 @@ def test_few_errors_are_made_of_a_body_that_is_wrong_all_over(name: str) -> None
         kind.model_validate_json(data)
     assert found.value.error_count() < 10
     with pytest.raises(ApiError):
-        body.read(kind, data)
+        validation.read(kind, data)
 
 
 def test_biases_are_counted_before_they_are_looked_at() -> None:
     biases = {str(i): "a" for i in range(30_000)}
-    found = body.read(
+    found = validation.read(
         CompletionBody, json.dumps({"model": "m", "prompt": "x", "logit_bias": biases}).encode()
     )
     with pytest.raises(InvalidRequestError, match="more than 4096 ids"):
@@ -125,7 +127,7 @@ def test_the_first_error_is_named() -> None:
     }
     for param, fields in cases.items():
         with pytest.raises(ApiError) as refused:
-            body.read(ChatBody, json.dumps({"model": "m"} | fields).encode())
+            validation.read(ChatBody, json.dumps({"model": "m"} | fields).encode())
         assert refused.value.param == param
 
 

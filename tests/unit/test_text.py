@@ -169,10 +169,10 @@ class TestIncrementalDetokenizer:
         longest = 0
 
         class Counting(Tokenizer):
-            def decode(self, token_ids: Sequence[int]) -> str:
+            def decode(self, token_ids: Sequence[int], **options: bool) -> str:
                 nonlocal longest
                 longest = max(longest, len(token_ids))
-                return super().decode(token_ids)
+                return super().decode(token_ids, **options)
 
         ids = [random.Random(5).randrange(byte_level.vocab_size) for _ in range(3000)] + [0, 1] * 500
         pieces_of(Counting(byte_level._backend), ids, ids)

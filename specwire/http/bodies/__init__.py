@@ -1,0 +1,6 @@
+"""Request bodies, one module for each API, as pydantic models; unknown parameters are refused.
+
+part.py         what all bodies have in common      size.py          bytes of prompts
+generating.py   what both generating APIs share     validation.py    JSON → body, errors in OpenAI's format
+completion.py, chat.py, tokens.py   one API each
+"""

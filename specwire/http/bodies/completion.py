@@ -1,0 +1,57 @@
+"""The body of `/v1/completions`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from specwire.core import MAX_LOGPROBS
+from specwire.http.bodies.generating import MAX_CHOICES, Body
+from specwire.http.bodies.part import List, Prompt, invalid
+
+_DEFAULT_TOKENS = 16
+"""`max_tokens` where it is not given, as OpenAI has it."""
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    object_name: ClassVar[str] = "text_completion"
+
+    prompt: str | List[str] | List[int] | List[List[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """One or several, as text or token ids.
+
+        Raises:
+            ApiError: 400, none or too many.
+        """
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise invalid("prompt", "must not be empty")
+        if len(given) > MAX_CHOICES:
+            raise invalid("prompt", f"has {len(given)} prompts, over {MAX_CHOICES}")
+        return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in given]
+
+    @property
+    def token_limit(self) -> int | None:
+        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        num_choices = len(self.prompts) * self.num_choices
+        if num_choices > MAX_CHOICES:
+            raise invalid("n", f"with these prompts makes {num_choices} choices, over {MAX_CHOICES}")

@@ -1,0 +1,155 @@
+"""What the bodies of both generating APIs share.
+
+A parameter without effect here is accepted if OpenAI's clients usually send it and it does not change the
+output; one of an unsupported feature is accepted only at the value that disables the feature.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from specwire.core import Rule, SamplingParams
+from specwire.errors import InvalidRequestError
+from specwire.http.bodies.part import List, Part, Request, invalid
+
+MAX_CHOICES = 128
+"""Generations of one request, over all its prompts."""
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_lists", "num_draft_tokens", "max_depth", "draft"),
+    "cache_salt",
+)
+"""Fields with the same meaning in `SamplingParams`."""
+_MAX_ID_LEN = 10
+
+
+class StreamOptions(Part):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Body(Request):
+    """Fields of both APIs."""
+
+    object_name: ClassVar[str]
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | List[str] | None = None
+    seed: int | None = None
+    # extensions with vLLM's names
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: List[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    # our extensions
+    rule: Rule | None = Field(default=None, strict=False)
+    num_lists: int | None = None
+    num_draft_tokens: int | None = None
+    max_depth: int | None = None
+    draft: str | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    return_fates: bool | None = None
+    # without effect on the output
+    user: Any = None
+    metadata: Any = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the response is streamed."""
+        return bool(self.stream)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether each chunk of a stream reports the round's draft tokens, speculation and timing."""
+        return self.streams and bool(self.return_fates)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None for as many as fit."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report at each position; None for no log probabilities."""
+        raise NotImplementedError
+
+    def params(self) -> SamplingParams:
+        """Sampling parameters of the first choice.
+
+        Raises:
+            InvalidRequestError: names the parameter and its value.
+        """
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            **self._beams(),
+            max_tokens=self.token_limit,
+            seed=self.seed,
+            top_k=max(0, self.top_k or 0),
+            logit_bias=_biases(self.logit_bias or {}),
+            logprobs=self.num_logprobs,
+        )
+
+    def _beams(self) -> dict[str, Any]:
+        """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
+        if not self.use_beam_search:
+            return {}
+        names = ("length_penalty", "early_stopping")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        num = {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
+        return given | num | ({} if self.temperature is not None else {"temperature": 0})
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.streams:
+            raise invalid("stream_options", "is only for requests with stream=true")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        """A beam search has its texts at its end, and parameters of its own."""
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise invalid(name, "is only for requests with use_beam_search=true")
+            return
+        if self.num_choices < 2:
+            raise invalid("n", "is the number of beams with use_beam_search=true: at least 2")
+        for name in ("stream", "return_fates"):
+            if getattr(self, name):
+                raise invalid(name, "must be false with use_beam_search=true")
+
+
+def _biases(given: dict[str, Any]) -> dict[int, Any]:
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
+            raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
+    return {int(key): bias for key, bias in given.items()}

@@ -1,0 +1,78 @@
+"""What every JSON object of a request has in common: known fields only, in their own types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import pydantic
+from pydantic import Field
+
+from specwire.http.errors import ApiError
+
+Prompt = dict[str, Any]
+"""One of `prompt`, `prompt_token_ids` and `messages`, as an argument of `AsyncClient.stream`."""
+Item = TypeVar("Item")
+List = Annotated[list[Item], Field(fail_fast=True)]
+"""Validated up to the first error: one error for each item would take far more memory and time."""
+
+
+@dataclass
+class Ignored:
+    """Unknown parameters of a request that were left out, in order; without it they are refused."""
+
+    names: dict[str, None] = field(default_factory=dict)
+
+
+class Part(pydantic.BaseModel):
+    """A JSON object of a request."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    field_names: ClassVar[set[str]] = set()
+    """Of all parts."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        Part.field_names.update(cls.model_fields)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_unknown(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
+        """Leave out unknown keys if the context says so; else all but one, which is an error enough."""
+        known = cls.model_fields
+        if not isinstance(given, dict) or given.keys() <= known.keys():
+            return given
+        kept = {key: value for key, value in given.items() if key in known}
+        if isinstance(info.context, Ignored):
+            info.context.names.update(dict.fromkeys(key for key in given if key not in known))
+            return kept
+        first = next(key for key in given if key not in known)
+        return kept | {first: given[first]}
+
+
+class Request(Part):
+    """The whole body of a request; `model` may be left out where its API says so."""
+
+    model: str | None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What is to be encoded."""
+        return []
+
+    @property
+    def num_choices(self) -> int:
+        """Generations for each prompt."""
+        return 1
+
+    def check(self) -> None:
+        """Check what involves several fields.
+
+        Raises:
+            ApiError: 400, naming one of them.
+        """
+
+
+def invalid(param: str, problem: str) -> ApiError:
+    """The refusal of a parameter whose type is right."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")

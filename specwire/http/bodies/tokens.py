@@ -1,0 +1,44 @@
+"""The bodies of `/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specwire.http.bodies.chat import Message
+from specwire.http.bodies.part import List, Prompt, Request, invalid
+
+
+class TokenizeBody(Request):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[List[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    continue_final_message: Literal[False] | None = None
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        if self.messages is not None:
+            return [{"messages": [message.as_text() for message in self.messages]}]
+        return [{"prompt": self.prompt}]
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if self.messages is None and self.add_generation_prompt is not None:
+            raise invalid("add_generation_prompt", "is only for messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise invalid("add_special_tokens", "is only for a prompt: the chat template adds its own")
+
+
+class DetokenizeBody(Request):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: List[int]

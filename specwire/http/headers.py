@@ -1,0 +1,93 @@
+"""What all requests and responses have in common: whose they are, their ids, warnings, CORS."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specwire.config.client import HttpConfig
+from specwire.http.access import AccessEntry
+from specwire.http.bodies.part import Ignored
+from specwire.http.errors import ApiError
+from specwire.http.exchange import refusal
+from specwire.http.origins import ANY, Origins
+from specwire.telemetry.propagation import REQUEST_ID
+
+_MAX_NAMES = 16
+_MAX_NAME_LEN = 64
+_EXPOSED = ("x-request-id", "warning", "retry-after", "retry-after-ms", "x-should-retry")
+
+
+class Guarded:
+    """Refuses requests for other hosts and from pages of origins that are not allowed, on any route."""
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+        self._origins = Origins(config)
+        self._app = app
+        if config.cors_origins:
+            self._app = CORSMiddleware(
+                app,
+                allow_origins=config.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=[ANY],
+                expose_headers=_EXPOSED,
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._origins.check(Headers(scope=scope))
+        except ApiError as error:
+            await refusal(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class Labelled:
+    """Gives every response an `x-request-id`, the client's own if it is valid, and logs the request.
+
+    A parameter that was ignored (`--lenient`) is named in a `warning`.
+    """
+
+    def __init__(self, app: ASGIApp, *, is_lenient: bool) -> None:
+        self._app = app
+        self._is_lenient = is_lenient
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
+        ignored = Ignored() if self._is_lenient else None
+        scope["specwire.request_id"], scope["specwire.ignored"] = request_id, ignored
+        entry = AccessEntry(scope, request_id)
+
+        async def send_labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored is not None and ignored.names:
+                    headers["warning"] = warning(ignored)
+            entry.see(message)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_labelled)
+        finally:
+            entry.log()
+
+
+def warning(ignored: Ignored) -> str:
+    """The header's value, of printable ASCII.
+
+    >>> warning(Ignored({"top_a": None, "mirostat": None}))
+    '299 - "ignored: top_a, mirostat"'
+    """
+    names = [json.dumps(name[:_MAX_NAME_LEN])[1:-1] for name in ignored.names][:_MAX_NAMES]
+    left_out = len(ignored.names) - len(names)
+    text = ", ".join(names) + (f" and {left_out} more" if left_out else "")
+    return f'299 - "ignored: {text}"'

@@ -1,0 +1,168 @@
+"""What people expect of an OpenAI-compatible server beside generations: small endpoints, CORS, leniency."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from specwire import SamplingParams, __version__, embedded, tokenizer
+from tests.support.fronts import Fronted, front, fronted, save_chat_target
+
+ELSEWHERE = "https://app.example"
+UNKNOWN: dict[str, Any] = {"prompt": "x", "max_tokens": 1, "mirostat": 2, "top_a": 0.5}
+SAID = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
+    target = save_chat_target(tmp_path_factory.mktemp("model") / "target")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        metrics = f"127.0.0.1:{free.getsockname()[1]}"
+    options = {"metrics_address": metrics}
+    passed_on = {"metrics_from": metrics}
+    with fronted(target, coordinator_options=options, front_options=passed_on) as running:
+        yield running
+
+
+def post(here: Fronted, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(here.url + path, json=body)
+
+
+class TestTokens:
+    def test_there_and_back(self, here: Fronted) -> None:
+        text = "def f():\n    return 'ü'"
+        answer = post(here, "/tokenize", model=here.model, prompt=text, return_token_strs=True).json()
+        known = tokenizer.load(embedded.TARGET_DIR)
+        assert known is not None
+        assert answer["tokens"] == known.encode(text)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        models = httpx2.get(here.url + "/v1/models").json()["data"]
+        assert answer["max_model_len"] == models[0]["max_model_len"]
+        assert post(here, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
+
+    def test_a_conversation_is_what_is_generated_from(self, here: Fronted) -> None:
+        tokens = post(here, "/tokenize", messages=SAID).json()["tokens"]
+        chat = here.openai.chat.completions.create(model=here.model, messages=SAID, max_tokens=1)  # type: ignore[arg-type]
+        assert chat.usage is not None
+        assert len(tokens) == chat.usage.prompt_tokens
+        text = post(here, "/detokenize", tokens=tokens).json()["prompt"]
+        assert text == "# user: hi\n# assistant:"
+        closed = post(here, "/tokenize", messages=SAID, add_generation_prompt=False).json()["tokens"]
+        assert closed == tokens[: len(closed)]
+        assert len(closed) < len(tokens)
+
+    def test_special_tokens_are_written_out(self, here: Fronted) -> None:
+        known = tokenizer.load(embedded.TARGET_DIR)
+        assert known is not None
+        assert known.eos_id is not None
+        answer = post(here, "/detokenize", tokens=[known.eos_id]).json()
+        assert answer == {"prompt": known.spell(known.eos_id)}
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            ("/tokenize", {"prompt": "x", "messages": SAID}, "prompt"),
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+            ("/tokenize", {"messages": SAID, "add_special_tokens": True}, "add_special_tokens"),
+            ("/tokenize", {"messages": SAID, "continue_final_message": True}, "continue_final_message"),
+            ("/tokenize", {"prompt": "x" * (2 << 20)}, "prompt"),
+            ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+            ("/detokenize", {"tokens": [1, 99_999]}, "tokens[1]"),
+            ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+            ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ],
+    )
+    def test_refusals(self, here: Fronted, path: str, body: dict[str, Any], param: str) -> None:
+        answer = post(here, path, **body)
+        assert answer.status_code == (404 if param == "model" else 400)
+        assert answer.json()["error"]["param"] == param
+
+
+class TestAboutTheServer:
+    def test_version(self, here: Fronted) -> None:
+        assert httpx2.get(here.url + "/version").json() == {"version": __version__}
+
+    def test_metrics_are_the_coordinators(self, here: Fronted) -> None:
+        def generated() -> int:
+            answer = httpx2.get(here.url + "/metrics")
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            found = re.search(r"^specwire_generation_tokens_total{.*} (\d+)", answer.text, re.MULTILINE)
+            return int(found[1]) if found else -1
+
+        before = generated()
+        here.stack.client.generate("x", SamplingParams(max_tokens=5, ignore_eos=True))
+        assert generated() == before + 5
+        openmetrics = httpx2.get(here.url + "/metrics", headers={"accept": "application/openmetrics-text"})
+        assert openmetrics.text.endswith("# EOF\n")
+
+    def test_metrics_that_are_not_there(self, here: Fronted) -> None:
+        with front(here.stack.address) as address:
+            answer = httpx2.get(f"http://{address}/metrics")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "metrics_off")
+        with front(here.stack.address, metrics_from="127.0.0.1:1") as address:
+            assert httpx2.get(f"http://{address}/metrics").status_code == 503
+
+
+class TestUnknownParameters:
+    def test_they_are_refused_by_name(self, here: Fronted) -> None:
+        answer = post(here, "/v1/completions", model=here.model, **UNKNOWN)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("mirostat", "unknown_parameter")
+
+    def test_or_ignored_with_a_warning(self, here: Fronted) -> None:
+        """Of any depth, in streams too, and only what is unknown: what is known is checked as ever."""
+        with front(here.stack.address, lenient=True) as address:
+            url = f"http://{address}/v1"
+            body = {"model": here.model} | UNKNOWN
+            told = '299 - "ignored: mirostat, top_a"'
+            for stream in (False, True):
+                answer = httpx2.post(url + "/completions", json=body | {"stream": stream})
+                assert (answer.status_code, answer.headers["warning"]) == (200, told)
+            said = [SAID[0] | {'\u00fcber"\n': 1}]
+            chat = {"model": here.model, "messages": said, "max_tokens": 1}
+            answer = httpx2.post(url + "/chat/completions", json=chat)
+            assert (answer.status_code, answer.headers["warning"]) == (200, r'299 - "ignored: \u00fcber\"\n"')
+            assert httpx2.post(url + "/completions", json=body | {"top_p": 7}).status_code == 400
+            many = body | {f"k{i}": 1 for i in range(1000)}
+            assert httpx2.post(url + "/completions", json=many).headers["warning"].endswith(' and 986 more"')
+            clean = {key: body[key] for key in ("model", "prompt", "max_tokens")}
+            assert "warning" not in httpx2.post(url + "/completions", json=clean).headers
+
+
+class TestCors:
+    def test_pages_of_a_named_origin_may_use_it(self, here: Fronted) -> None:
+        with front(here.stack.address, cors_origin=f"{ELSEWHERE}, http://Other.example:81") as address:
+            url = f"http://{address}/v1/models"
+            asked = {
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization",
+            }
+            preflight = httpx2.request("OPTIONS", url, headers={"origin": ELSEWHERE} | asked)
+            assert preflight.status_code == 200
+            assert preflight.headers["access-control-allow-origin"] == ELSEWHERE
+            assert "authorization" in preflight.headers["access-control-allow-headers"]
+            answer = httpx2.get(url, headers={"origin": "http://other.example:81"})
+            assert answer.headers["access-control-allow-origin"] == "http://other.example:81"
+            assert "warning" in answer.headers["access-control-expose-headers"]
+            other = httpx2.get(url, headers={"origin": "https://evil.example"})
+            assert other.status_code == 403
+            assert "access-control-allow-origin" not in other.headers
+            host = httpx2.get(url, headers={"origin": ELSEWHERE, "host": "evil.example"})
+            assert host.status_code == 403, "another name for this machine is still refused"
+
+    def test_all_may(self, here: Fronted) -> None:
+        with front(here.stack.address, cors_origin="*") as address:
+            answer = httpx2.get(f"http://{address}/v1/models", headers={"origin": "null"})
+            assert answer.headers["access-control-allow-origin"] == "*"
+
+    def test_without_the_flag_none_is_granted(self, here: Fronted) -> None:
+        answer = httpx2.get(here.url + "/v1/models", headers={"origin": here.url})
+        assert answer.status_code == 200
+        assert "access-control-allow-origin" not in answer.headers
