@@ -35,7 +35,7 @@ from benchmarks.systems import (
 )
 from specwire import Client, embedded, tokenizer
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.core import ModelInfo
 
 CACHE = Path("build/benchmarks")

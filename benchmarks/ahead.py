@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 TARGET_MS, DRAFT_MS, RUNNER_UP = 30.0, 2.0, 0.55
 FAR_MS = 20.0

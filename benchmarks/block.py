@@ -18,7 +18,7 @@ from benchmarks import windows
 from benchmarks.bars import Bar, Report, machine
 from specwire import AsyncClient, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 LEAST_RATIOS = {4: 1.04, 8: 1.10, 16: 1.2}
 """Tokens a round over those of the token rule, by number of draft tokens."""

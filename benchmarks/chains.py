@@ -24,7 +24,7 @@ from benchmarks import trees
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 KSEQ = SamplingParams(rule=Rule.KSEQ, ignore_eos=True)
 GUMBEL = replace(KSEQ, rule=Rule.GUMBEL)

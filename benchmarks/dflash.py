@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import dflash_training, own_drafts
 from benchmarks.trees import Shape
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 
 def config(drafter: Path) -> UpConfig:

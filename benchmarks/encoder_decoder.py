@@ -19,7 +19,7 @@ from benchmarks.trees import table
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.completion import Stage
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 PACED_MS = 40.0
 TRIED = 4

@@ -27,7 +27,7 @@ from benchmarks.trees import KINDS, Shape, cut_prompts, generate_all, table
 from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.heads import TrainHeadsConfig
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.heads import training
 
 SHAPES = (Shape(2), Shape(4), Shape(8, 3), Shape(16, 4), Shape(32, 6))

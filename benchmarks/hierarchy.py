@@ -28,7 +28,7 @@ from benchmarks.trees import KINDS, cut_prompts, table
 from specwire import Client, Completion, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.flags import env_name
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 WINDOW, NUM_WINDOWS = 256, 8

@@ -33,7 +33,7 @@ from specwire import Client, SamplingParams, embedded, tokenizer
 from specwire.cli import search_layers
 from specwire.cli.supervisor import Stack
 from specwire.config.blocks import Block, parse_skip, skip_text
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.layers import search
 from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.layers.objective import NUM_PLACES, Costs, Promise, Trials, num_pages, promise

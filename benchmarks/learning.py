@@ -33,7 +33,7 @@ from benchmarks.embedded import corpus, train
 from benchmarks.trees import NUM_STREAMS, table
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.core import Learning
 
 NUM_DRAFT_TOKENS = 4

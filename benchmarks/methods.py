@@ -21,7 +21,7 @@ from benchmarks import seq2seq, trees
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 LEAST_RATIO = 0.98
 PASS_MS = 60.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import mtp_training, own_drafts
 from benchmarks.trees import Shape
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 
 def config(target: Path) -> UpConfig:

@@ -18,7 +18,7 @@ import torch
 from benchmarks.bars import Report, machine
 from benchmarks.heads import PACED_MS, rates, tokens
 from benchmarks.trees import Shape
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import psutil
 from specwire.cli.supervisor import Stack
 from specwire.config.fields import AUTO
 from specwire.config.flags import env_name
-from specwire.config.services import EMULATED, UpConfig
+from specwire.config.models import EMULATED
+from specwire.config.stack import UpConfig
 
 MIB = 2**20
 LOOP, ENGINE, GRPC = THREADS = ("loop", "engine", "gRPC")

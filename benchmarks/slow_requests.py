@@ -28,7 +28,7 @@ from specwire.cli.timeline.layout import Timeline
 from specwire.cli.timeline.receiver import Receiver
 from specwire.cli.timeline.spans import save
 from specwire.completion import Stage
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 PROMPT = [7, 8, 9] * 4
 LONG_PROMPT = [5, 6, 7] * 500

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from benchmarks.stats import Summary, ratios, summarise
 from specwire import AsyncClient, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 PROMPT = [1, 2, 3]
 _ENDLESS = 1 << 18

@@ -24,7 +24,7 @@ from benchmarks.ahead import DRAFT_MS, FAR_MS, PROMPT, RUNNER_UP, TARGET_MS
 from benchmarks.bars import Bar, Part, Report, earlier, machine
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded, tokenizer
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 KINDS = {
     "gumbel": SamplingParams(rule=Rule.GUMBEL, seed=0, ignore_eos=True),

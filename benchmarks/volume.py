@@ -16,7 +16,8 @@ from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline.receiver import Receiver
 from specwire.cli.timeline.spans import RecordedSpan
-from specwire.config.services import DraftConfig, UpConfig
+from specwire.config.services import DraftConfig
+from specwire.config.stack import UpConfig
 from specwire.core import Load, Proposal, Rule, Support, Timings, Verdict
 from specwire.rule import sampling
 from specwire.telemetry import semantics as names

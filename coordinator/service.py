@@ -11,7 +11,8 @@ from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
 from coordinator.workers.worker import Worker
 from specwire import embedded, tokenizer
-from specwire.config.services import EMBEDDED, CoordinatorConfig
+from specwire.config.models import EMBEDDED
+from specwire.config.services import CoordinatorConfig
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.metrics import Group

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from specwire.config import extras, flags
+from specwire.config import environment, extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    config.check_environment(os.environ)
+    environment.check_environment(os.environ)
     settings = flags.read_config(config.DraftConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "draft")
     listening.check(settings)

@@ -7,7 +7,8 @@ import logging
 
 from draft_service.vocabulary import SharedVocabulary
 from specwire import tokenizer
-from specwire.config.services import EMULATED, DraftConfig
+from specwire.config.models import EMULATED
+from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.errors import ModelLoadError, UnsupportedError

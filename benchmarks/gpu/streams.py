@@ -22,7 +22,7 @@ from benchmarks.systems import CONSTANT_TOKENS, Sample, SpecwireSystem, System, 
 from specwire import Client
 from specwire.cli.supervisor import Service, Stack
 from specwire.config.flags import flag_words
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 
 TEMPERATURES = (0.0, 1.0)
 

@@ -23,7 +23,8 @@ from benchmarks.simulation.system import Setting
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.completion import Completion
-from specwire.config.services import EMULATED, UpConfig
+from specwire.config.models import EMULATED
+from specwire.config.stack import UpConfig
 from specwire.engine.emulated import EmulatedModel
 
 Floats = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from specwire.cli.supervisor import Stack
 from specwire.cli.terminal import dim, stream, table
 from specwire.client.client import Client
 from specwire.completion import Completion, Speculation, Stage
-from specwire.config.services import StackConfig
+from specwire.config.stack import StackConfig
 from specwire.core import SamplingParams
 
 PROMPT = '''class Stack:

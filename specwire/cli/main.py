@@ -19,14 +19,15 @@ from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
 from specwire.config import extras
-from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
+from specwire.config.environment import check_environment
 from specwire.config.flags import add_flags, read_config
 from specwire.config.heads import TrainHeadsConfig
 from specwire.config.layers import SearchLayersConfig
+from specwire.config.link import ProxyConfig
 from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
-from specwire.config.services import DemoConfig, ProxyConfig, UpConfig
+from specwire.config.stack import DemoConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.telemetry import logs, stacks
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
     args = _parser().parse_args(argv)
     try:
-        config.check_environment(os.environ)
+        check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
         logs.report(error)

@@ -26,7 +26,9 @@ from typing import Self
 from specwire import parent
 from specwire.config.fields import split_address
 from specwire.config.flags import env_name, flag_name, flag_words
-from specwire.config.services import EMBEDDED, NO_DRAFT, ListenConfig, StackConfig, UpConfig, VerifyConfig
+from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.services import ListenConfig, VerifyConfig
+from specwire.config.stack import StackConfig, UpConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.security.bearer import make_token
 from specwire.telemetry import logs, stacks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import at_least, between, check
 from specwire.config.flags import CheckedConfig, option
-from specwire.config.services import EMBEDDED, check_model
+from specwire.config.models import EMBEDDED, check_model
 
 MAX_HEADS = 16
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specwire.config.fields import at_least, between, check, one_of
 from specwire.config.flags import CheckedConfig, option
-from specwire.config.services import DTYPES, EMBEDDED, EMULATED, check_model
+from specwire.config.models import DTYPES, EMBEDDED, EMULATED, check_model
 from specwire.core import MAX_NUM_DRAFT_TOKENS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from specwire.config.fields import AUTO
 from specwire.config.flags import flag_name
-from specwire.config.services import RULES, parse_max_depth, parse_num_draft_tokens
+from specwire.config.models import RULES, parse_max_depth, parse_num_draft_tokens
 from specwire.core import SamplingParams
 from specwire.grammar import Grammar
 

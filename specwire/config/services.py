@@ -1,20 +1,13 @@
-"""Configuration of the services, and of stacks of them; that of their clients is in `client.py`.
+"""Configuration of the services; that of their clients is in `client.py`, that of stacks in `stack.py`.
 
 Flags and `SPECWIRE_*` variables are derived from these fields (`flags.py`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from specwire.config.blocks import check_layers
-from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
     AUTO,
@@ -38,51 +31,54 @@ from specwire.config.fields import (
     log_format_option,
     log_level_option,
     one_of,
-    parse_count,
     split_address,
     split_addresses,
 )
-from specwire.config.flags import CheckedConfig, option, refuse_unknown_variables
+from specwire.config.flags import CheckedConfig, option
+from specwire.config.models import (
+    DTYPES,
+    EMBEDDED,
+    EMULATED,
+    LEARN_HELP,
+    LEARN_SHARE,
+    LEARN_SHARE_HELP,
+    LEAST_PASS_HELP,
+    MAX_DEPTH_HELP,
+    NUM_DRAFT_TOKENS_HELP,
+    NUM_OUTCOMES_HELP,
+    RULE_HELP,
+    RULES,
+    SUFFIX_SHARED_HELP,
+    TRACE_DETAIL_HELP,
+    VERIFY_AHEAD_HELP,
+    check_group,
+    check_inner,
+    check_own,
+    check_said_once,
+    check_share,
+    metrics_names_option,
+    parse_max_depth,
+    parse_num_draft_tokens,
+    parse_num_outcomes,
+    speculative_config_option,
+)
 from specwire.config.speculative import (
-    ABOVE,
     DFLASH,
-    HEADS,
     INNER_METHODS,
     KSEQ,
-    LAYERS,
     LISTS,
-    METHODS,
     MTP,
-    OWN,
     OWN_ARGUMENTS,
     Own,
     SpeculativeConfig,
-    check_speculative_config,
     model_draft,
     named_own,
     own_draft,
-    parse_method,
     parse_speculative_config,
-    split_hierarchy,
 )
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
 from specwire.security.tls import TLS, Credentials
 
-EMBEDDED = "embedded"
-EMULATED = "emulated:"
-NO_DRAFT = "none"
-VLLM = "vllm"
-METRICS_NAMES = ("specwire", VLLM)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-RULES = (AUTO, *Rule)
-RULE_HELP = (
-    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
-    "kseq where that is, else gumbel for a far draft, else block"
-)
-NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
-VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
-MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
-NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must have a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must send one"
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
@@ -104,27 +100,9 @@ INNER_HELP = (
     f"what guesses the draft's own tokens, so that it takes fewer passes: {', '.join(INNER_METHODS)}, or "
     "a smaller model with its tokenizer; empty for none"
 )
-LEARN_HELP = "let the draft learn from the target's tokens while it serves"
-LEARN_SHARE = 0.2
-LEARN_SHARE_HELP = "most of the draft's time that learning may take while no request waits, in (0, 1]"
 LEARN_SHARED_HELP = (
     "learn from requests with a bearer token or a cache_salt too; drafts that are rejected show them"
 )
-LEAST_PASS_HELP = (
-    "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
-)
-TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
-DRAFT_HELP = (
-    f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
-    f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
-    f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
-)
-SUFFIX_SHARED_HELP = (
-    "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
-    "that are rejected show them"
-)
-UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 DRAFT_TIMEOUT_HELP = (
     "longest wait for a proposal before a plain round, or 8 times what proposals cost; a draft silent for "
     "5 times as long is lost"
@@ -134,114 +112,6 @@ STEP_TIMEOUT_HELP = (
 )
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def parse_num_draft_tokens(value: str) -> int | None:
-    """A number of draft tokens; None for `auto`.
-
-    Raises:
-        ConfigError: naming the flag and the value.
-    """
-    return parse_count("num_draft_tokens", value, MAX_NUM_DRAFT_TOKENS)
-
-
-def parse_max_depth(value: str) -> int | None:
-    """The longest path of a tree; None for `auto`. Errors as for `parse_num_draft_tokens`."""
-    return parse_count("max_depth", value, MAX_NUM_DRAFT_TOKENS)
-
-
-def parse_num_outcomes(value: str) -> int | None:
-    """A number of outcomes to prepare for; None for `auto`. Errors as for `parse_num_draft_tokens`."""
-    return parse_count("num_outcomes", value, MAX_NUM_OUTCOMES)
-
-
-def _check_said_once(config: CoordinatorConfig | StackConfig) -> None:
-    """Refuse what a flag and `speculative_config` both fix, or fix differently."""
-    given = model_draft(config.speculative_config)
-    for name, fixed in (("num_draft_tokens", given.num_speculative_tokens), ("max_depth", given.max_depth)):
-        value = getattr(config, name)
-        check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
-    problem = f"contradicts selection {given.selection} in --speculative-config"
-    of_selection = {KSEQ: Rule.KSEQ, LISTS: Rule.GUMBEL}
-    agrees = not given.selection or config.rule in (AUTO, of_selection[given.selection])
-    check(agrees, "rule", config.rule, problem)
-
-
-def _check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
-    name = "tensor_parallel_size"
-    check(num_ranks >= 1, name, num_ranks, "must be at least 1")
-    if num_ranks == 1:
-        check(
-            not ray_address, "ray_address", ray_address, "is of use with --tensor-parallel-size over 1 only"
-        )
-        return
-    check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
-    placed = device in ("cpu", "cuda")
-    check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
-
-
-def _check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
-    """Refuse what cannot guess the tokens of a draft."""
-    both = f"{inner}{ABOVE}{model}"
-    check(ABOVE not in inner + model, name, both, "has more than one inner drafter")
-    check(_is_model(model), name, both, f"{model} is no draft model, whose tokens could be guessed")
-    known = inner in INNER_METHODS or (_is_model(inner) and not inner.startswith(EMULATED))
-    check(known, name, both, f"{inner} is none of {', '.join(INNER_METHODS)}, and no model")
-    if inner not in INNER_METHODS:
-        check_model(name, inner)
-        check(not model.startswith(EMULATED), name, both, f"{model} has no tokenizer to compare")
-    check(num_devices == 1, name, both, "is served on one device only")
-
-
-def _is_model(draft: str) -> bool:
-    """Whether it names a model, and no method."""
-    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not named_own(draft).source
-
-
-def _check_own(name: str, value: object, own: Own, target: str, num_devices: int) -> None:
-    """Refuse a target that cannot draft for itself in this way.
-
-    Args:
-        name, value: of the flag that says so.
-    """
-    lacks = "layers" if own.source == LAYERS else "hidden states"
-    check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
-    check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
-    if own.source == LAYERS:
-        check_layers(name, own.argument)
-
-
-def _check_share(name: str, share: float) -> None:
-    check(0 < share <= 1, name, share, "must lie in (0, 1]")
-
-
-def check_model(name: str, source: str) -> None:
-    """A model directory, or a possible hub id, which is only resolved when it is loaded.
-
-    Raises:
-        ConfigError: naming the flag and the source.
-    """
-    is_path = Path(source).exists() or not _HUB_ID.fullmatch(source)
-    ok = (
-        source == EMBEDDED
-        or source.startswith(EMULATED)
-        or (source != "" and Path(source).is_dir())
-        or not is_path
-    )
-    check(ok, name, source, "no such model directory")
-
-
-def metrics_names_option() -> Any:
-    """The field `metrics_names`."""
-    doc = "names of the metrics: specwire's own, or vLLM's for those that it has too"
-    return option(METRICS_NAMES[0], doc, check=one_of(*METRICS_NAMES))
-
-
-def speculative_config_option() -> Any:
-    """The field `speculative_config`."""
-    doc = 'JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty drafts with the model alone'
-    return option("", doc, metavar="JSON", check=check_speculative_config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +195,7 @@ class ModelServiceConfig(ServiceConfig):
         super().__post_init__()
         source, _ = named_own(self.model)
         check(not source, "model", self.model, f"is no model: see the verify service's flag --{source}")
-        _check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
+        check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
         alone = self.tensor_parallel_size == 1 or not self.batch_invariant
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
         num_kv_tokens = self.num_kv_tokens
@@ -379,7 +249,7 @@ class DraftConfig(ModelServiceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inner:
-            _check_inner("inner", self.inner, self.model, self.tensor_parallel_size)
+            check_inner("inner", self.inner, self.model, self.tensor_parallel_size)
             problem = "does not guess for a draft with another vocabulary (--target-tokenizer)"
             check(not self.target_tokenizer, "inner", self.inner, problem)
         check(0 < self.support_mass <= 1, "support_mass", self.support_mass, "must lie in (0, 1]")
@@ -387,7 +257,7 @@ class DraftConfig(ModelServiceConfig):
         check(alone, "target_tokenizer", self.target_tokenizer, "is served on one device only")
         most = MAX_NUM_OUTCOMES
         check(0 <= self.max_outcomes <= most, "max_outcomes", self.max_outcomes, f"must lie in [0, {most}]")
-        _check_share("learn_share", self.learn_share)
+        check_share("learn_share", self.learn_share)
         out = self.learn_out
         check(self.learn or not out, "learn_out", out, "is of use together with --learn only")
         check(not out or Path(out) != Path(self.model), "learn_out", out, "is --model itself")
@@ -442,7 +312,7 @@ class VerifyConfig(ModelServiceConfig):
         for own in self._owns:
             name, value = own.source, getattr(self, own.source)
             check(own == self.own, name, value, f"does not go together with --{self.own.source}")
-            _check_own(name, value, own, self.model, self.tensor_parallel_size)
+            check_own(name, value, own, self.model, self.tensor_parallel_size)
             fits = own.source not in (MTP, DFLASH) or not self.batch_invariant
             check(fits, name, value, "does not go together with --batch-invariant")
         ports = {
@@ -496,7 +366,12 @@ class CoordinatorConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_said_once(self)
+        check_said_once(
+            self.speculative_config,
+            self.rule,
+            num_draft_tokens=self.num_draft_tokens,
+            max_depth=self.max_depth,
+        )
         given = own_draft(self.speculative_config)
         model, flag = (given.model, given.source) if given else ("", "")
         check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
@@ -584,239 +459,3 @@ class CoordinatorConfig(ServiceConfig):
     def fixed_rule(self) -> Rule | None:
         """Rule of requests that name none; None chooses it for each request."""
         return None if self.rule == AUTO else Rule(self.rule)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackConfig(CheckedConfig):
-    """The three services on this machine."""
-
-    target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
-    draft: str = option(EMBEDDED, DRAFT_HELP)
-    verify_ahead: bool = option(True, VERIFY_AHEAD_HELP)
-    speculative_config: str = speculative_config_option()
-    suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
-    dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
-    device: str = option("cpu", "device of the target")
-    tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
-    ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
-    replicas: int = option(
-        1, "verify services, each with the whole target; on cuda each on a card of its own", check=at_least(1)
-    )
-    draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
-    draft_device: str = option("cpu", "device of the draft")
-    draft_learn: bool = option(False, LEARN_HELP)
-    draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
-    address: str = option(
-        "127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
-    )
-    http_address: str = option(
-        "", "HOST:PORT for OpenAI's API and the page; empty serves neither", check=check_address
-    )
-    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
-    rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
-    draft_rtt_ms: float = option(
-        0.0, "round trip to emulate between coordinator and draft, in milliseconds", check=check_amount
-    )
-    num_kv_tokens: int = option(
-        65536, "size of each KV cache, in tokens over all sequences", check=at_least(1)
-    )
-    prefix_sharing: bool = option(True, "share KV cache pages of equal prefixes between sequences")
-    least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
-    num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch", check=at_least(0))
-    draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch", check=at_least(0))
-    start_timeout_s: float = option(
-        300.0, "longest wait for the services to be ready, in seconds", check=check_duration
-    )
-    grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
-    log_level: str = log_level_option()
-    log_format: str = log_format_option()
-    metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
-    trace_detail: bool = option(False, TRACE_DETAIL_HELP)
-    metrics_names: str = metrics_names_option()
-
-    def __post_init__(self) -> None:
-        """Refuse here what a service would only refuse seconds later, and under another flag's name."""
-        super().__post_init__()
-        _check_said_once(self)
-        implied = self.draft.partition(",")[0]
-        agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
-        check(agrees, "draft", self.draft, "names another method than --speculative-config")
-        self._check_own()
-        if ABOVE in self.draft:
-            _check_inner("draft", self.inner, self.draft_model, 1)
-            problem = 'does not combine with "use_heterogeneous_vocab"'
-            check(not self.target_tokenizer, "draft", self.draft, problem)
-        if self.draft_model != NO_DRAFT:
-            check_model("draft", self.draft_model)
-            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
-            problem = f"does not fit --target {self.target}; name a draft, or none"
-            check(bool(fits), "draft", self.draft, problem)
-        self._check_learn()
-        _check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
-        placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
-        check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
-        if self.metrics_address:
-            _, port = split_address("metrics_address", self.metrics_address)
-            check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
-
-    def _check_learn(self) -> None:
-        _check_share("draft_learn_share", self.draft_learn_share)
-        if not self.draft_learn:
-            return
-        check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
-        check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
-        check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
-
-    def _check_own(self) -> None:
-        """Refuse what does not go together with a target that drafts for itself."""
-        draft, own, given = self.draft, self.own, own_draft(self.speculative_config)
-        takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
-        check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
-        others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
-        check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
-        if not own.source:
-            return
-        is_named = named_own(draft).source != ""
-        agrees = given.source == own.source if given else not self.speculative_config
-        check(agrees, "draft", draft, "names another method than --speculative-config")
-        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
-        check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
-        name = "draft" if is_named else "speculative_config"
-        value = getattr(self, name)
-        if own.source == LAYERS:
-            check(own.argument != "", name, value, f"names no blocks: {LAYERS}:{OWN_ARGUMENTS[LAYERS]}")
-        elif OWN_ARGUMENTS[own.source]:
-            is_there = own.argument != "" and Path(own.argument).is_dir()
-            check(is_there, name, value, f"no directory of {own.source}")
-        _check_own(name, value, own, self.target, self.tensor_parallel_size)
-
-    @property
-    def own(self) -> Own:
-        """What the target drafts with by itself."""
-        named, given = named_own(self.draft), own_draft(self.speculative_config)
-        return named if named.source or not given else Own(given.source, given.model)
-
-    @property
-    def draft_model(self) -> str:
-        """The draft model that `draft` names, or `none`."""
-        if self.own.source:
-            return NO_DRAFT
-        return split_hierarchy(self._service_draft)[1]
-
-    @property
-    def inner(self) -> str:
-        """`inner` of the draft service."""
-        return "" if self.own.source else split_hierarchy(self._service_draft)[0]
-
-    @property
-    def _service_draft(self) -> str:
-        """What `draft` names besides a method of drafting from text."""
-        first, comma, rest = self.draft.partition(",")
-        if first not in METHODS:
-            return self.draft
-        return rest if comma else NO_DRAFT
-
-    @property
-    def target_tokenizer(self) -> str:
-        """`target_tokenizer` of the draft service."""
-        return self.target if model_draft(self.speculative_config).use_heterogeneous_vocab else ""
-
-    @property
-    def coordinator_speculation(self) -> str:
-        """`speculative_config` of the coordinator, which `draft` may imply."""
-        source, method = self.own.source, self.draft.partition(",")[0]
-        if source:
-            given = json.loads(self.speculative_config or "{}")
-            return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
-        implied = json.dumps({"method": method}) if method in METHODS else ""
-        return self.speculative_config or implied
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpConfig(StackConfig, ListenConfig):
-    """`specwire up`: TLS and tokens are the coordinator's. The model services listen on loopback, and with
-    `tokens` require one that is made at start."""
-
-    address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.http_address:
-            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
-            problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
-            check(not self.tls_cert, "http_address", self.http_address, problem)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveConfig(StackConfig):
-    """`specwire timeline --live`: a free port; the run is too short to choose a draft length."""
-
-    address: str = option(
-        "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
-    )
-    num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig(LiveConfig):
-    """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
-
-    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
-    rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link(CheckedConfig):
-    """Latency, jitter and bandwidth of a `delay_proxy.DelayProxy`."""
-
-    rtt_ms: float = option(
-        0.0, "round trip in milliseconds; half of it is added each way", check=check_amount
-    )
-    jitter_ms: float = option(
-        0.0, "largest deviation of the delay of one way, in ms; at most rtt / 2", check=check_amount
-    )
-    bandwidth_mbps: float = option(
-        0.0, "megabits a second each way, all connections together; 0 for no limit", check=check_amount
-    )
-    seed: int = option(0, "seed of the jitter")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        most = self.rtt_ms / 2
-        check(
-            self.jitter_ms <= most, "jitter_ms", self.jitter_ms, f"is more than half the round trip, {most}"
-        )
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes that leave in a second, each way; infinite without a limit."""
-        return self.bandwidth_mbps * 1e6 / 8 or math.inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProxyConfig(Link):
-    """`specwire proxy`: a link with two ends."""
-
-    listen: str = option(
-        "127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one", check=split_address
-    )
-    to: str = option("127.0.0.1:7071", "HOST:PORT of the service behind the proxy", check=split_address)
-
-
-ALL_CONFIGS: tuple[type[Any], ...] = (
-    DraftConfig,
-    VerifyConfig,
-    CoordinatorConfig,
-    UpConfig,
-    ClientConfig,
-    HttpConfig,
-    ProxyConfig,
-)
-
-
-def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse `SPECWIRE_*` variables that no process reads; raises ConfigError."""
-    refuse_unknown_variables(ALL_CONFIGS, environ)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from specwire import embedded
-from specwire.config.services import EMBEDDED, EMULATED, ModelServiceConfig
+from specwire.config.models import EMBEDDED, EMULATED
+from specwire.config.services import ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specwire.config.services import EMULATED
+from specwire.config.models import EMULATED
 from specwire.core import IntArray
 from specwire.engine.batch import Feed, Feeds, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache

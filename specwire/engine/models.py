@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from specwire.config.services import EMBEDDED, DraftConfig, ModelServiceConfig
+from specwire.config.models import EMBEDDED
+from specwire.config.services import DraftConfig, ModelServiceConfig
 from specwire.config.speculative import DFLASH, MTP
 from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, mtp

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specwire import AsyncClient, embedded, tokenizer
 from specwire.config.client import HttpConfig
-from specwire.config.services import EMBEDDED
+from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.http.answer_cache import AnswerCache
 from specwire.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specwire.config.fields import split_address
-from specwire.config.services import VLLM, ServiceConfig
+from specwire.config.models import VLLM
+from specwire.config.services import ServiceConfig
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing, vllm_names
 from specwire.telemetry.metrics import TRACING, Group

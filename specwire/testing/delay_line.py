@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from specwire.config.services import Link
+from specwire.config.link import Link
 from specwire.testing.alarm import Alarm
 
 MAX_HELD_BYTES = 4 << 20

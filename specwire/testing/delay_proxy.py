@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable
 
 from specwire.config.fields import split_address
-from specwire.config.services import Link, ProxyConfig
+from specwire.config.link import Link, ProxyConfig
 from specwire.errors import ConfigError
 from specwire.rpc import descriptors
 from specwire.testing.alarm import Alarm

@@ -22,7 +22,7 @@ import verify_service.layers
 import verify_service.own
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack, local_stack

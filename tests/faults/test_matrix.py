@@ -25,7 +25,7 @@ import pytest
 
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.supervisor import Service
-from specwire.config.services import Link
+from specwire.config.link import Link
 from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2
 from tests.support import report

@@ -26,7 +26,7 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.config.services import Link
+from specwire.config.link import Link
 from specwire.core import ModelInfo
 from specwire.rpc import statuses
 from specwire.testing.delay_proxy import DelayProxy

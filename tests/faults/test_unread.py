@@ -20,7 +20,7 @@ from benchmarks.processes import Devices
 from specwire import AsyncClient, GenerationIdleError, RetryPolicy, Rule, SamplingParams, StreamIdleError
 from specwire.cli.supervisor import Stack
 from specwire.client.streaming import AsyncStream
-from specwire.config.services import Link
+from specwire.config.link import Link
 from specwire.core import MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
 from specwire.testing.delay_proxy import DelayProxy

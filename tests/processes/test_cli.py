@@ -25,7 +25,8 @@ from specwire.cli import main as cli
 from specwire.cli import supervisor
 from specwire.config.flags import env_name, flag_name, flag_words
 from specwire.config.sampling_flags import sampling_params
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion, one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target

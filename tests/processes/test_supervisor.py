@@ -19,7 +19,8 @@ import pytest
 from specwire import AsyncClient, Client, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli.supervisor import Pauses, Service, Stack
-from specwire.config.services import NO_DRAFT, StackConfig, UpConfig
+from specwire.config.models import NO_DRAFT
+from specwire.config.stack import StackConfig, UpConfig
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 HANGS = """

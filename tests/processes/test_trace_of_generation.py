@@ -11,7 +11,7 @@ from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline.spans import CLIENT, INTERNAL, SERVER, RecordedSpan
 from specwire.completion import Stage
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.telemetry import semantics as names
 from tests.support.otlp_receiver import OtlpReceiver
 

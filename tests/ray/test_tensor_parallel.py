@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
 from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, Rule, SamplingParams
-from specwire.config.services import UpConfig, VerifyConfig
+from specwire.config.services import VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.group.replay import AgreedReplay

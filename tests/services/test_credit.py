@@ -30,7 +30,7 @@ from specwire import (
 )
 from specwire.cli.supervisor import Stack
 from specwire.completion import Completion, Speculation
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc

@@ -15,7 +15,7 @@ from specwire import Rule, SamplingParams
 from specwire.cli import demo
 from specwire.cli import main as cli
 from specwire.cli.terminal import painted_chunk, printable
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion
 from tests.support.harness import LocalStack
 from tests.support.rounds import received_chunks

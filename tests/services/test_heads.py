@@ -16,7 +16,8 @@ from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
 from specwire.config.heads import TrainHeadsConfig
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.heads import descent, files, training
 from specwire.errors import ConfigError, ModelLoadError
 from specwire.testing.delay_proxy import Link

@@ -22,7 +22,8 @@ from draft_service.inner.stream import InnerStream
 from specwire import Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
-from specwire.config.services import DraftConfig, UpConfig
+from specwire.config.services import DraftConfig
+from specwire.config.stack import UpConfig
 from specwire.core import Proposal
 from specwire.engine import boot
 from specwire.errors import ConfigError, ModelLoadError

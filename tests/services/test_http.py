@@ -17,7 +17,7 @@ import pytest
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.client import HttpConfig
-from specwire.config.services import UpConfig
+from specwire.config.stack import UpConfig
 from specwire.http.model import Models
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import local_stack

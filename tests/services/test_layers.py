@@ -25,7 +25,8 @@ from specwire.cli import drafts, search_layers
 from specwire.config.blocks import Block, parse_skip
 from specwire.config.client import ClientConfig
 from specwire.config.layers import SearchLayersConfig
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.layers import files, search
 from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.layers.files import Found

@@ -20,7 +20,8 @@ from draft_service.student import Student
 from specwire import Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
-from specwire.config.services import DraftConfig, UpConfig
+from specwire.config.services import DraftConfig
+from specwire.config.stack import UpConfig
 from specwire.core import Learning
 from specwire.errors import ConfigError
 from specwire.v1 import draft_pb2, draft_pb2_grpc

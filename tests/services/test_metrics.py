@@ -33,7 +33,8 @@ from draft_service.metrics import TABLE as LEARNING
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.completion import Stage
-from specwire.config.services import DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError, ResourceExhaustedError
 from specwire.telemetry.endpoint import PATH, MetricsEndpoint

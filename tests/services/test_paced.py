@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.config.services import StackConfig, VerifyConfig
+from specwire.config.services import VerifyConfig
+from specwire.config.stack import StackConfig
 from specwire.engine import paced
 from specwire.errors import ConfigError
 from tests.support.harness import local_stack

@@ -17,7 +17,8 @@ import pytest
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from specwire.testing.delay_proxy import Link
 from tests.support import encoder_decoders

@@ -22,7 +22,8 @@ from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.cli import supervisor
 from specwire.config.fields import split_addresses
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.core import ModelInfo
 from specwire.errors import (
     ConfigError,

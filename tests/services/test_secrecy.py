@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from specwire import Client, InvalidRequestError, SamplingParams, UnauthenticatedError
-from specwire.config.services import check_environment
+from specwire.config.environment import check_environment
 from specwire.engine.group import control
 from specwire.errors import ConfigError
 from specwire.security.bearer import make_token

@@ -21,7 +21,8 @@ import draft_service.service
 import verify_service.service
 from specwire import Client
 from specwire.cli.supervisor import Stack
-from specwire.config.services import CoordinatorConfig, DraftConfig, UpConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.engine import boot
 from specwire.testing.delay_proxy import DelayProxy, Link
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc

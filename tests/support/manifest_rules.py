@@ -21,6 +21,7 @@ from draft_service import metrics as draft_metrics
 from specwire.cli import main as cli
 from specwire.config import client as client_config
 from specwire.config import services as config
+from specwire.config.environment import ALL_CONFIGS
 from specwire.config.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
@@ -129,7 +130,7 @@ def settings(pod: Pod) -> Any:
     if unknown:
         raise ConfigError(f"unknown flags {' '.join(unknown)}")
     environ = {name: _filled_in(value) for name, value in pod.environ.items()}
-    refuse_unknown_variables(config.ALL_CONFIGS, environ)
+    refuse_unknown_variables(ALL_CONFIGS, environ)
     return read_config(kind, args, environ)
 
 

@@ -13,19 +13,13 @@ import pytest
 
 from specwire.config import flags
 from specwire.config.client import ClientConfig, HttpConfig
+from specwire.config.environment import ALL_CONFIGS, check_environment
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, env_name, flag_name, flag_words, read_config
-from specwire.config.services import (
-    ALL_CONFIGS,
-    CoordinatorConfig,
-    DraftConfig,
-    Link,
-    ProxyConfig,
-    UpConfig,
-    VerifyConfig,
-    check_environment,
-)
+from specwire.config.link import Link, ProxyConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import SpeculativeConfig
+from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError
 
 FIELDS = [

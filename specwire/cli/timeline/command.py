@@ -22,7 +22,7 @@ from specwire.config import extras
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, flag_name, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
-from specwire.config.services import LiveConfig
+from specwire.config.stack import LiveConfig
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
 

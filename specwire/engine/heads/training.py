@@ -13,7 +13,7 @@ import torch
 
 from specwire import embedded, tokenizer
 from specwire.config.heads import TrainHeadsConfig
-from specwire.config.services import EMBEDDED
+from specwire.config.models import EMBEDDED
 from specwire.core import IntArray
 from specwire.engine.boot import model_directory
 from specwire.engine.heads import files

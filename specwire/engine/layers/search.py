@@ -20,7 +20,7 @@ from specwire import tokenizer
 from specwire.config import extras
 from specwire.config.blocks import Block, skip_text
 from specwire.config.layers import SearchLayersConfig
-from specwire.config.services import EMBEDDED
+from specwire.config.models import EMBEDDED
 from specwire.engine import boot
 from specwire.engine.layers import files
 from specwire.engine.layers.blocks import ModelBlocks

@@ -1,0 +1,164 @@
+"""Names of models and drafts: their flags' help, and checks that services and stacks share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from specwire.config.blocks import check_layers
+from specwire.config.fields import AUTO, check, one_of, parse_count
+from specwire.config.flags import option
+from specwire.config.speculative import (
+    ABOVE,
+    INNER_METHODS,
+    KSEQ,
+    LAYERS,
+    LISTS,
+    METHODS,
+    OWN,
+    Own,
+    check_speculative_config,
+    model_draft,
+    named_own,
+)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+
+EMBEDDED = "embedded"
+EMULATED = "emulated:"
+NO_DRAFT = "none"
+VLLM = "vllm"
+METRICS_NAMES = ("specwire", VLLM)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RULES = (AUTO, *Rule)
+RULE_HELP = (
+    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
+    "kseq where that is, else gumbel for a far draft, else block"
+)
+NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
+VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
+MAX_DEPTH_HELP = "longest path of token trees, 0 for chains: a number, or auto for what pays"
+NUM_DRAFT_TOKENS_HELP = "draft tokens a round when a request does not say: a number, or auto for what pays"
+LEARN_HELP = "let the draft learn from the target's tokens while it serves"
+LEARN_SHARE = 0.2
+LEARN_SHARE_HELP = "most of the draft's time that learning may take while no request waits, in (0, 1]"
+LEAST_PASS_HELP = (
+    "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
+)
+TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
+SUFFIX_SHARED_HELP = (
+    "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
+    "that are rejected show them"
+)
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def parse_num_draft_tokens(value: str) -> int | None:
+    """A number of draft tokens; None for `auto`.
+
+    Raises:
+        ConfigError: naming the flag and the value.
+    """
+    return parse_count("num_draft_tokens", value, MAX_NUM_DRAFT_TOKENS)
+
+
+def parse_max_depth(value: str) -> int | None:
+    """The longest path of a tree; None for `auto`. Errors as for `parse_num_draft_tokens`."""
+    return parse_count("max_depth", value, MAX_NUM_DRAFT_TOKENS)
+
+
+def parse_num_outcomes(value: str) -> int | None:
+    """A number of outcomes to prepare for; None for `auto`. Errors as for `parse_num_draft_tokens`."""
+    return parse_count("num_outcomes", value, MAX_NUM_OUTCOMES)
+
+
+def check_said_once(speculative_config: str, rule: str, *, num_draft_tokens: str, max_depth: str) -> None:
+    """Refuse what a flag and `speculative_config` both fix, or fix differently."""
+    given = model_draft(speculative_config)
+    for name, fixed, value in (
+        ("num_draft_tokens", given.num_speculative_tokens, num_draft_tokens),
+        ("max_depth", given.max_depth, max_depth),
+    ):
+        check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
+    problem = f"contradicts selection {given.selection} in --speculative-config"
+    of_selection = {KSEQ: Rule.KSEQ, LISTS: Rule.GUMBEL}
+    agrees = not given.selection or rule in (AUTO, of_selection[given.selection])
+    check(agrees, "rule", rule, problem)
+
+
+def check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
+    """Refuse what several devices, or Ray, cannot serve."""
+    name = "tensor_parallel_size"
+    check(num_ranks >= 1, name, num_ranks, "must be at least 1")
+    if num_ranks == 1:
+        check(
+            not ray_address, "ray_address", ray_address, "is of use with --tensor-parallel-size over 1 only"
+        )
+        return
+    check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
+    placed = device in ("cpu", "cuda")
+    check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
+
+
+def check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
+    """Refuse what cannot guess the tokens of a draft."""
+    both = f"{inner}{ABOVE}{model}"
+    check(ABOVE not in inner + model, name, both, "has more than one inner drafter")
+    check(is_model(model), name, both, f"{model} is no draft model, whose tokens could be guessed")
+    known = inner in INNER_METHODS or (is_model(inner) and not inner.startswith(EMULATED))
+    check(known, name, both, f"{inner} is none of {', '.join(INNER_METHODS)}, and no model")
+    if inner not in INNER_METHODS:
+        check_model(name, inner)
+        check(not model.startswith(EMULATED), name, both, f"{model} has no tokenizer to compare")
+    check(num_devices == 1, name, both, "is served on one device only")
+
+
+def is_model(draft: str) -> bool:
+    """Whether it names a model, and no method."""
+    return draft not in ("", *METHODS, NO_DRAFT, *OWN) and not named_own(draft).source
+
+
+def check_own(name: str, value: object, own: Own, target: str, num_devices: int) -> None:
+    """Refuse a target that cannot draft for itself in this way.
+
+    Args:
+        name, value: of the flag that says so.
+    """
+    lacks = "layers" if own.source == LAYERS else "hidden states"
+    check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
+    check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
+    if own.source == LAYERS:
+        check_layers(name, own.argument)
+
+
+def check_share(name: str, share: float) -> None:
+    """A share in (0, 1]."""
+    check(0 < share <= 1, name, share, "must lie in (0, 1]")
+
+
+def check_model(name: str, source: str) -> None:
+    """A model directory, or a possible hub id, which is only resolved when it is loaded.
+
+    Raises:
+        ConfigError: naming the flag and the source.
+    """
+    is_path = Path(source).exists() or not _HUB_ID.fullmatch(source)
+    ok = (
+        source == EMBEDDED
+        or source.startswith(EMULATED)
+        or (source != "" and Path(source).is_dir())
+        or not is_path
+    )
+    check(ok, name, source, "no such model directory")
+
+
+def metrics_names_option() -> Any:
+    """The field `metrics_names`."""
+    doc = "names of the metrics: specwire's own, or vLLM's for those that it has too"
+    return option(METRICS_NAMES[0], doc, check=one_of(*METRICS_NAMES))
+
+
+def speculative_config_option() -> Any:
+    """The field `speculative_config`."""
+    doc = 'JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty drafts with the model alone'
+    return option("", doc, metavar="JSON", check=check_speculative_config)

@@ -1,0 +1,264 @@
+"""Configuration of the services of one machine: `specwire up`, `demo` and `timeline --live`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from specwire.config.fields import (
+    AUTO,
+    GRACE_HELP,
+    at_least,
+    check,
+    check_address,
+    check_amount,
+    check_duration,
+    check_plaintext,
+    count_or_auto,
+    log_format_option,
+    log_level_option,
+    one_of,
+    split_address,
+)
+from specwire.config.flags import CheckedConfig, option
+from specwire.config.models import (
+    DTYPES,
+    EMBEDDED,
+    EMULATED,
+    LEARN_HELP,
+    LEARN_SHARE,
+    LEARN_SHARE_HELP,
+    LEAST_PASS_HELP,
+    MAX_DEPTH_HELP,
+    NO_DRAFT,
+    NUM_DRAFT_TOKENS_HELP,
+    NUM_OUTCOMES_HELP,
+    RULE_HELP,
+    RULES,
+    SUFFIX_SHARED_HELP,
+    TRACE_DETAIL_HELP,
+    VERIFY_AHEAD_HELP,
+    check_group,
+    check_inner,
+    check_model,
+    check_own,
+    check_said_once,
+    check_share,
+    metrics_names_option,
+    speculative_config_option,
+)
+from specwire.config.services import ListenConfig
+from specwire.config.speculative import (
+    ABOVE,
+    DFLASH,
+    HEADS,
+    INNER_METHODS,
+    LAYERS,
+    METHODS,
+    MTP,
+    OWN,
+    OWN_ARGUMENTS,
+    Own,
+    model_draft,
+    named_own,
+    own_draft,
+    parse_method,
+    split_hierarchy,
+)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+
+DRAFT_HELP = (
+    f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
+    f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
+    f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
+    f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
+)
+UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig(CheckedConfig):
+    """The three services on this machine."""
+
+    target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
+    draft: str = option(EMBEDDED, DRAFT_HELP)
+    verify_ahead: bool = option(True, VERIFY_AHEAD_HELP)
+    speculative_config: str = speculative_config_option()
+    suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
+    dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
+    device: str = option("cpu", "device of the target")
+    tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
+    ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
+    replicas: int = option(
+        1, "verify services, each with the whole target; on cuda each on a card of its own", check=at_least(1)
+    )
+    draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
+    draft_device: str = option("cpu", "device of the draft")
+    draft_learn: bool = option(False, LEARN_HELP)
+    draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
+    address: str = option(
+        "127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
+    )
+    http_address: str = option(
+        "", "HOST:PORT for OpenAI's API and the page; empty serves neither", check=check_address
+    )
+    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
+    rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
+    draft_rtt_ms: float = option(
+        0.0, "round trip to emulate between coordinator and draft, in milliseconds", check=check_amount
+    )
+    num_kv_tokens: int = option(
+        65536, "size of each KV cache, in tokens over all sequences", check=at_least(1)
+    )
+    prefix_sharing: bool = option(True, "share KV cache pages of equal prefixes between sequences")
+    least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
+    num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch", check=at_least(0))
+    draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch", check=at_least(0))
+    start_timeout_s: float = option(
+        300.0, "longest wait for the services to be ready, in seconds", check=check_duration
+    )
+    grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
+    log_level: str = log_level_option()
+    log_format: str = log_format_option()
+    metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
+    trace_detail: bool = option(False, TRACE_DETAIL_HELP)
+    metrics_names: str = metrics_names_option()
+
+    def __post_init__(self) -> None:
+        """Refuse here what a service would only refuse seconds later, and under another flag's name."""
+        super().__post_init__()
+        check_said_once(
+            self.speculative_config,
+            self.rule,
+            num_draft_tokens=self.num_draft_tokens,
+            max_depth=self.max_depth,
+        )
+        implied = self.draft.partition(",")[0]
+        agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
+        check(agrees, "draft", self.draft, "names another method than --speculative-config")
+        self._check_own()
+        if ABOVE in self.draft:
+            check_inner("draft", self.inner, self.draft_model, 1)
+            problem = 'does not combine with "use_heterogeneous_vocab"'
+            check(not self.target_tokenizer, "draft", self.draft, problem)
+        if self.draft_model != NO_DRAFT:
+            check_model("draft", self.draft_model)
+            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
+            problem = f"does not fit --target {self.target}; name a draft, or none"
+            check(bool(fits), "draft", self.draft, problem)
+        self._check_learn()
+        check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
+        placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
+        check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
+        if self.metrics_address:
+            _, port = split_address("metrics_address", self.metrics_address)
+            check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+
+    def _check_learn(self) -> None:
+        check_share("draft_learn_share", self.draft_learn_share)
+        if not self.draft_learn:
+            return
+        check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
+        check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
+        check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
+
+    def _check_own(self) -> None:
+        """Refuse what does not go together with a target that drafts for itself."""
+        draft, own, given = self.draft, self.own, own_draft(self.speculative_config)
+        takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
+        check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
+        others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
+        check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
+        if not own.source:
+            return
+        is_named = named_own(draft).source != ""
+        agrees = given.source == own.source if given else not self.speculative_config
+        check(agrees, "draft", draft, "names another method than --speculative-config")
+        alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
+        check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
+        name = "draft" if is_named else "speculative_config"
+        value = getattr(self, name)
+        if own.source == LAYERS:
+            check(own.argument != "", name, value, f"names no blocks: {LAYERS}:{OWN_ARGUMENTS[LAYERS]}")
+        elif OWN_ARGUMENTS[own.source]:
+            is_there = own.argument != "" and Path(own.argument).is_dir()
+            check(is_there, name, value, f"no directory of {own.source}")
+        check_own(name, value, own, self.target, self.tensor_parallel_size)
+
+    @property
+    def own(self) -> Own:
+        """What the target drafts with by itself."""
+        named, given = named_own(self.draft), own_draft(self.speculative_config)
+        return named if named.source or not given else Own(given.source, given.model)
+
+    @property
+    def draft_model(self) -> str:
+        """The draft model that `draft` names, or `none`."""
+        if self.own.source:
+            return NO_DRAFT
+        return split_hierarchy(self._service_draft)[1]
+
+    @property
+    def inner(self) -> str:
+        """`inner` of the draft service."""
+        return "" if self.own.source else split_hierarchy(self._service_draft)[0]
+
+    @property
+    def _service_draft(self) -> str:
+        """What `draft` names besides a method of drafting from text."""
+        first, comma, rest = self.draft.partition(",")
+        if first not in METHODS:
+            return self.draft
+        return rest if comma else NO_DRAFT
+
+    @property
+    def target_tokenizer(self) -> str:
+        """`target_tokenizer` of the draft service."""
+        return self.target if model_draft(self.speculative_config).use_heterogeneous_vocab else ""
+
+    @property
+    def coordinator_speculation(self) -> str:
+        """`speculative_config` of the coordinator, which `draft` may imply."""
+        source, method = self.own.source, self.draft.partition(",")[0]
+        if source:
+            given = json.loads(self.speculative_config or "{}")
+            return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
+        implied = json.dumps({"method": method}) if method in METHODS else ""
+        return self.speculative_config or implied
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(StackConfig, ListenConfig):
+    """`specwire up`: TLS and tokens are the coordinator's. The model services listen on loopback, and with
+    `tokens` require one that is made at start."""
+
+    address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.http_address:
+            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
+            problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
+            check(not self.tls_cert, "http_address", self.http_address, problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig(StackConfig):
+    """`specwire timeline --live`: a free port; the run is too short to choose a draft length."""
+
+    address: str = option(
+        "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
+    )
+    num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(LiveConfig):
+    """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
+
+    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
+    rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))
