@@ -16,7 +16,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from specwire.core import IntArray, ModelInfo
+from specwire.core import ModelInfo
+from specwire.support import IntArray
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
 

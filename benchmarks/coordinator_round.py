@@ -33,9 +33,10 @@ from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from specwire import embedded, tokenizer
 from specwire.config.services import CoordinatorConfig
-from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Support, Timings, Verdict
+from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Timings, Verdict
 from specwire.rpc import private
 from specwire.rpc.server import Server
+from specwire.support import Support
 from specwire.telemetry import tracing
 from specwire.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from specwire.wire import client as wire

@@ -32,13 +32,14 @@ import torch
 
 from draft_service.drafter import DraftDecider, DraftJob
 from specwire.config.services import DraftConfig
-from specwire.core import IntArray, Rule, SamplingParams
+from specwire.core import Rule, SamplingParams
 from specwire.engine.device import Decider, Runner
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Result
 from specwire.engine.thread import ComputeThread
+from specwire.support import IntArray
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 NUM_DRAFT_TOKENS = 4

@@ -18,8 +18,9 @@ from specwire.cli.timeline.receiver import Receiver
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
-from specwire.core import Load, Proposal, Rule, Support, Timings, Verdict
+from specwire.core import Load, Proposal, Rule, Timings, Verdict
 from specwire.rule import sampling
+from specwire.support import Support
 from specwire.telemetry import semantics as names
 from specwire.wire import client as client_wire
 from specwire.wire import draft as draft_wire

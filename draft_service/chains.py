@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from draft_service.drafter import DraftJob, Drawn
 from specwire import chains
-from specwire.core import Proposal, Support
+from specwire.core import Proposal
 from specwire.errors import InternalError
+from specwire.support import Support
 from specwire.tree import TokenTree
 
 

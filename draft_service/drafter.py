@@ -18,7 +18,7 @@ from draft_service.scores import SharedScores
 from draft_service.translation import Committed
 from draft_service.vocabulary import SharedVocabulary
 from specwire.config.services import DraftConfig
-from specwire.core import FloatArray, IntArray, Proposal, Support, num_in_common
+from specwire.core import Proposal, num_in_common
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
@@ -28,6 +28,7 @@ from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import Race, matched_scores, raced_scores, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
+from specwire.support import FloatArray, IntArray, Support
 from specwire.tree import TokenTree
 
 SHARPNESS = 2.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specwire.core import IntArray
+from specwire.support import IntArray
 
 WINDOW_LEN = 256
 """Most tokens of a window."""

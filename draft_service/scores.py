@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from draft_service.vocabulary import SharedVocabulary
-from specwire.core import IntArray
 from specwire.rule.transfer import to_device, to_host
+from specwire.support import IntArray
 
 
 class SharedScores:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from draft_service.drafter import DraftJob, Drawn
 from draft_service.translation import Committed, OpenEnd
 from draft_service.vocabulary import SharedVocabulary, Vocabulary
-from specwire.core import IntArray, Proposal
+from specwire.core import Proposal
 from specwire.errors import InternalError
+from specwire.support import IntArray
 
 
 class _Written(NamedTuple):

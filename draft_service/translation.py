@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.vocabulary import SharedVocabulary
-from specwire.core import IntArray, num_in_common
+from specwire.core import num_in_common
 from specwire.errors import ContextLengthError, PrefixMismatchError
+from specwire.support import IntArray
 
 MIN_SEGMENT, MAX_SEGMENT = 256, 1024
 _WORD_END = re.compile(rb"[^ \t\r\n] ")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from specwire.core import IntArray
 from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.support import IntArray
 from specwire.tokenizer import Tokenizer
 
 MIN_SHARED_TEXT = 0.1

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specwire import tree
-from specwire.core import NO_SUPPORT, Proposal, Support
+from specwire.core import Proposal
+from specwire.support import NO_SUPPORT, Support
 
 
 def merged(

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from specwire.errors import InvalidRequestError
 from specwire.grammar import Grammar
 
+if TYPE_CHECKING:
+    from specwire.support import FloatArray, IntArray, Support
+
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 
 PROTOCOL_VERSION = 9
 MAX_NUM_DRAFT_TOKENS = 64
@@ -341,28 +338,6 @@ class SamplingParams:
         return base_len if self.rule is Rule.BLOCK else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """A draft distribution on the finite set of tokens where it is non-zero.
-
-    Attributes:
-        token_ids: int64 [support_size], distinct.
-        probs: float32 [support_size], positive: exactly those that the draft token was sampled from.
-    """
-
-    token_ids: IntArray
-    probs: FloatArray
-
-
-NO_SUPPORT = Support(np.empty(0, np.int64), np.empty(0, np.float32))
-_ONE = np.ones(1, dtype=np.float32)
-
-
-def certain(token_ids: Iterable[int]) -> list[Support]:
-    """Of each token, the distribution that has nothing else."""
-    return [Support(np.array([token_id]), _ONE) for token_id in token_ids]
-
-
 @dataclass(slots=True)
 class Proposal:
     """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.tree`).
@@ -441,7 +416,7 @@ class Logprobs:
 
     def of(self, token_id: int) -> float:
         """Log probability of a token that may be emitted here."""
-        return float(self.values[np.flatnonzero(self.token_ids == token_id)[0]])
+        return float(self.values[self.token_ids.tolist().index(token_id)])
 
     def top(self) -> list[tuple[int, float]]:
         """The likeliest tokens with their log probabilities, best first."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import IntArray
+from specwire.support import IntArray
 
 _MAX_MATCH_LEN = 32
 """Longest match that is told from longer ones, in tokens."""

@@ -19,8 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from specwire import core
-from specwire.core import MAX_TREE_NODES, NO_SUPPORT, IntArray, Proposal, Support
+from specwire.core import MAX_TREE_NODES, Proposal
 from specwire.errors import InvalidRequestError
+from specwire.support import NO_SUPPORT, IntArray, Support
 
 
 def checked_parents(parents: Sequence[int], num_tokens: int) -> list[int]:

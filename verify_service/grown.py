@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from specwire import tree
-from specwire.core import Outcome, Proposal, Verdict, certain
+from specwire.core import Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
 from specwire.estimate.calibration import NUM_RANKS, Calibration
 from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host
+from specwire.support import certain
 from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)

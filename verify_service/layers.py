@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from specwire.core import Proposal, certain
+from specwire.core import Proposal
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.layers.blocks import Blocks
@@ -32,6 +32,7 @@ from specwire.errors import SpecwireError
 from specwire.rule import sampling
 from specwire.rule.columns import MATCHED, Row, Rows
 from specwire.rule.transfer import to_host
+from specwire.support import certain
 from verify_service.own import Judged, Noise
 from verify_service.threshold import Threshold
 

@@ -16,18 +16,7 @@ from typing import Any
 import numpy as np
 
 from specwire import tree
-from specwire.core import (
-    MAX_NUM_DRAFT_TOKENS,
-    Continuation,
-    IntArray,
-    Load,
-    Proposal,
-    Rule,
-    SamplingParams,
-    Support,
-    Verdict,
-    certain,
-)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Load, Proposal, Rule, SamplingParams, Verdict
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
@@ -38,6 +27,7 @@ from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
 from specwire.estimate import clock
 from specwire.pushes import Arrived
 from specwire.security.bearer import Principal
+from specwire.support import IntArray, Support, certain
 from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2

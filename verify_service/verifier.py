@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specwire import tree
-from specwire.core import FloatArray, IntArray, Logprobs, SamplingParams, Verdict
+from specwire.core import Logprobs, SamplingParams, Verdict
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
@@ -23,6 +23,7 @@ from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, 
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
+from specwire.support import FloatArray, IntArray
 from specwire.tree import TokenTree
 from verify_service import own
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draft_service.drafter import SHARPNESS, DraftJob, Drawn
-from specwire.core import IntArray, Verdict
+from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider
 from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
@@ -25,6 +25,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from specwire.estimate import clock
 from specwire.estimate.calibration import NUM_RANKS
+from specwire.support import IntArray
 from verify_service.verifier import VerifyJob
 
 _NUM_PAGES = 1 << 18

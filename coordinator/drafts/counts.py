@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.drafts.text import Guess
-from specwire.core import IntArray
 from specwire.history import TokenArray
+from specwire.support import IntArray
 
 _ID_BITS = 21
 """Of a token id in a key of three; larger ids make wrong guesses, which cost a draft token."""

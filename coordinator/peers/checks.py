@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from specwire.core import IntArray, Proposal, Verdict
+from specwire.core import Proposal, Verdict
 from specwire.errors import InternalError
+from specwire.support import IntArray
 from specwire.wire.verify import Rows
 
 _SUM_TOLERANCE = 1e-3

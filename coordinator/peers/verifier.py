@@ -17,15 +17,7 @@ from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
 from specwire import tree
-from specwire.core import (
-    MAX_NUM_DRAFT_TOKENS,
-    Continuation,
-    Outcome,
-    Proposal,
-    Timings,
-    Verdict,
-    certain,
-)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -35,6 +27,7 @@ from specwire.errors import (
 )
 from specwire.estimate import clock
 from specwire.prepared import PreparedProposals
+from specwire.support import certain
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2

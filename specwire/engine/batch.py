@@ -17,11 +17,11 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import IntArray
 from specwire.engine.cache.copies import SlotCopies
 from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, runs_of, slots_of
 from specwire.errors import ContextLengthError, InvalidRequestError
 from specwire.rule.columns import padded
+from specwire.support import IntArray
 from specwire.tree import TokenTree
 
 

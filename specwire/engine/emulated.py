@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from specwire.config.models import EMULATED
-from specwire.core import IntArray
 from specwire.engine.batch import Feed, Feeds, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError
+from specwire.support import IntArray
 
 PROBS = np.array([0.4, 0.3, 0.2, 0.1])
 """Of the likely tokens, at every position."""

@@ -28,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specwire import chains, tree
-from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.errors import InternalError
 from specwire.rule.kseq import Selection
 from specwire.rule.random import DoubleArray, Purpose, uniforms
 from specwire.rule.random import uniform as uniform_at
+from specwire.support import Support
 
 _Probs = npt.NDArray[np.floating[Any]]
 _BLOCK_LEN = 64

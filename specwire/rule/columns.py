@@ -16,7 +16,8 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import IntArray, Rule, SamplingParams
+from specwire.core import Rule, SamplingParams
+from specwire.support import IntArray
 
 Doubles = npt.NDArray[np.float64]
 Number = TypeVar("Number", bound=np.generic)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.core import IntArray, Logprobs
+from specwire.core import Logprobs
 from specwire.rule import random, sampling, transfer
 from specwire.rule.columns import GREEDY, Places, Rows, padded
+from specwire.support import IntArray
 
 
 def take_rows(rows: Tensor, places: Places) -> Tensor:

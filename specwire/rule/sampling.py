@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.core import IntArray, SamplingParams
+from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rule.columns import GREEDY, Doubles, Row, Rows
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 
 def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specwire import errors
-from specwire.core import FloatArray, IntArray, Timings
+from specwire.core import Timings
 from specwire.errors import InternalError, InvalidRequestError, SpecwireError
+from specwire.support import FloatArray, IntArray
 from specwire.v1 import common_pb2
 
 Entry = TypeVar("Entry")

@@ -10,18 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from specwire.core import (
-    MAX_NUM_DRAFT_TOKENS,
-    FloatArray,
-    IntArray,
-    Learning,
-    Load,
-    ModelInfo,
-    Rule,
-    SamplingParams,
-)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.grammar import Grammar
 from specwire.v1 import common_pb2
@@ -35,36 +24,6 @@ RULES = {
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 _WARPS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-# --- arrays ---------------------------------------------------------------------------------------
-
-
-def ids_to_bytes(token_ids: IntArray) -> bytes:
-    """int64 [n] to little-endian uint32."""
-    return token_ids.astype("<u4").tobytes()
-
-
-def ids_from_bytes(data: bytes, name: str) -> IntArray:
-    """Little-endian uint32 to int64 [n]."""
-    _check_multiple_of_4(data, name)
-    return np.frombuffer(data, dtype="<u4").astype(np.int64)
-
-
-def floats_to_bytes(values: FloatArray) -> bytes:
-    """float32 [n] to little-endian float32."""
-    return values.astype("<f4", copy=False).tobytes()
-
-
-def floats_from_bytes(data: bytes, name: str) -> FloatArray:
-    """Little-endian float32 to float32 [n]."""
-    _check_multiple_of_4(data, name)
-    return np.frombuffer(data, dtype="<f4")
-
-
-def _check_multiple_of_4(data: bytes, name: str) -> None:
-    if len(data) % 4:
-        raise InvalidRequestError(name, f"{len(data)} bytes", "is not a whole number of 4-byte entries")
 
 
 # --- sampling parameters --------------------------------------------------------------------------

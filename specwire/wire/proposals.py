@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specwire import chains, tree
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, FloatArray, IntArray, Proposal, Support
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal
 from specwire.errors import InvalidRequestError
+from specwire.support import FloatArray, IntArray, Support
 from specwire.v1 import common_pb2
 from specwire.wire import columns
 

@@ -12,8 +12,6 @@ import numpy as np
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
     Continuation,
-    FloatArray,
-    IntArray,
     Load,
     Logprobs,
     Outcome,
@@ -23,8 +21,9 @@ from specwire.core import (
     Verdict,
 )
 from specwire.errors import InvalidRequestError
+from specwire.support import FloatArray, IntArray
 from specwire.v1 import common_pb2, verify_pb2
-from specwire.wire import columns, proposals
+from specwire.wire import arrays, columns, proposals
 from specwire.wire import model as wire
 
 Value = TypeVar("Value")
@@ -477,15 +476,15 @@ def _split_logprobs(
 
 def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
     return verify_pb2.PositionLogprobs(
-        token_ids=wire.ids_to_bytes(entry.token_ids),
-        values=wire.floats_to_bytes(entry.values),
+        token_ids=arrays.ids_to_bytes(entry.token_ids),
+        values=arrays.floats_to_bytes(entry.values),
         num_top=entry.num_top,
     )
 
 
 def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
-    ids = wire.ids_from_bytes(message.token_ids, "logprobs.token_ids")
-    values = wire.floats_from_bytes(message.values, "logprobs.values")
+    ids = arrays.ids_from_bytes(message.token_ids, "logprobs.token_ids")
+    values = arrays.floats_from_bytes(message.values, "logprobs.values")
     if len(ids) != len(values):
         raise InvalidRequestError("logprobs.values", len(values), "must be one for each token id")
     return Logprobs(ids, values, message.num_top)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.rule import acceptance
 from specwire.rule.acceptance import accept, accept_by_block, accept_by_rejection
 from specwire.rule.columns import Row
@@ -32,6 +32,7 @@ from specwire.rule.sampling import (
     judge_support,
     truncate_support,
 )
+from specwire.support import Support
 from tests.support.statistics import (
     CLEARLY_WRONG,
     FALSE_ALARM_RATE,

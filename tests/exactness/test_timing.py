@@ -31,9 +31,9 @@ from draft_service.inner.pace import Look
 from draft_service.inner.stream import InnerStream
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
-from specwire.core import IntArray
 from specwire.engine.boot import ModelService
 from specwire.engine.emulated import EmulatedModel
+from specwire.support import IntArray
 from specwire.v1 import draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
 from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from specwire import Completion, Rule, SamplingParams
-from specwire.core import IntArray
 from specwire.engine.emulated import EmulatedModel
 from specwire.errors import InternalError
+from specwire.support import IntArray
 from tests.support.harness import LocalStack, local_stack
 
 HOT = 60

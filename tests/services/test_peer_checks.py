@@ -22,8 +22,9 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Support, Timings, Verdict
+from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Timings, Verdict
 from specwire.errors import InternalError
+from specwire.support import Support
 from specwire.v1 import common_pb2
 from specwire.wire import columns, proposals
 from specwire.wire import draft as draft_wire

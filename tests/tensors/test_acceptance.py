@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from specwire.core import Outcome, Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.errors import InternalError
 from specwire.rule import acceptance
 from specwire.rule.acceptance import (
@@ -21,6 +21,7 @@ from specwire.rule.acceptance import (
 )
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.sampling import judge_support, truncate_support
+from specwire.support import Support
 
 ALMOST_ONE = 1 - 2.0**-53
 

@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specwire.core import (
-    Continuation,
-    Load,
-    Outcome,
-    Proposal,
-    Rule,
-    SamplingParams,
-    Support,
-    Timings,
-    Verdict,
-)
+from specwire.core import Continuation, Load, Outcome, Proposal, Rule, SamplingParams, Timings, Verdict
 from specwire.errors import InvalidRequestError
 from specwire.prepared import PreparedProposals
 from specwire.rule import acceptance
+from specwire.support import Support
 from specwire.v1 import verify_pb2
 from specwire.wire import verify as wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder

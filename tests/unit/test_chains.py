@@ -11,8 +11,9 @@ import pytest
 from coordinator.generation import Plan
 from coordinator.peers.checks import check_proposal
 from specwire import chains, tree
-from specwire.core import Proposal, Support
+from specwire.core import Proposal
 from specwire.errors import InternalError, InvalidRequestError
+from specwire.support import Support
 from specwire.wire import proposals
 
 THE, CAT, DOG, A = 7, 3, 5, 1

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from specwire import chains, tree
-from specwire.core import Proposal, Rule, SamplingParams, Support, Verdict
+from specwire.core import Proposal, Rule, SamplingParams, Verdict
 from specwire.rule import acceptance, kseq
 from specwire.rule.acceptance import accept, accept_by_kseq, accept_by_rejection, acceptance_probability
 from specwire.rule.kseq import Selection
 from specwire.rule.random import Purpose, uniform
+from specwire.support import Support
 
 NUMS_DRAFTS = (1, 2, 4, 8)
 

@@ -19,7 +19,7 @@ from tests.support.imports import (
 ORDER = (
     ("errors", "parent", "v1", "embedded"),
     ("grammar",),
-    ("core", "tokenizer"),
+    ("core", "support", "tokenizer"),
     ("tree", "history"),
     ("chains",),
     ("prepared", "pushes"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specwire.core import Proposal, Support
+from specwire.core import Proposal
 from specwire.estimate.forecast import Forecast, SharedForecast
 from specwire.prepared import PreparedProposals
+from specwire.support import Support
 
 PROMPT = [1, 2, 3]
 

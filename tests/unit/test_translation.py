@@ -10,8 +10,9 @@ import pytest
 
 from draft_service.translation import MAX_SEGMENT, MIN_SEGMENT, Committed, Transcript, Translation
 from draft_service.vocabulary import SAMPLE, SharedVocabulary, Vocabulary
-from specwire.core import IntArray, num_in_common
+from specwire.core import num_in_common
 from specwire.errors import ContextLengthError, ModelLoadError, PrefixMismatchError, UnsupportedError
+from specwire.support import IntArray
 from specwire.tokenizer import Tokenizer
 from tests.support import vocabularies
 from tests.support.vocabularies import OTHER_TEXTS, TEXTS

@@ -31,16 +31,16 @@ from specwire.core import (
     Proposal,
     Rule,
     SamplingParams,
-    Support,
     Timings,
     Verdict,
 )
 from specwire.errors import InvalidRequestError, SpecwireError
 from specwire.grammar import Grammar
 from specwire.rpc.statuses import from_rpc_error, to_status
+from specwire.support import Support
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
+from specwire.wire import arrays, columns, proposals
 from specwire.wire import client as client_wire
-from specwire.wire import columns, proposals
 from specwire.wire import draft as draft_wire
 from specwire.wire import model as wire
 from specwire.wire import verify as verify_wire
@@ -194,14 +194,14 @@ class TestPrompts:
 class TestArrays:
     def test_ids_and_floats(self) -> None:
         ids = np.array([0, 1, 151_935, 2**31 - 1])
-        assert wire.ids_from_bytes(wire.ids_to_bytes(ids), "x").tolist() == ids.tolist()
-        assert wire.ids_to_bytes(np.array([258])) == b"\x02\x01\x00\x00"
+        assert arrays.ids_from_bytes(arrays.ids_to_bytes(ids), "x").tolist() == ids.tolist()
+        assert arrays.ids_to_bytes(np.array([258])) == b"\x02\x01\x00\x00"
         floats = np.array([0.1, 1e-30, 1.0], dtype=np.float32)
-        assert wire.floats_from_bytes(wire.floats_to_bytes(floats), "x").tobytes() == floats.tobytes()
-        assert wire.floats_to_bytes(np.array([1.0], dtype=np.float32)) == b"\x00\x00\x80\x3f"
+        assert arrays.floats_from_bytes(arrays.floats_to_bytes(floats), "x").tobytes() == floats.tobytes()
+        assert arrays.floats_to_bytes(np.array([1.0], dtype=np.float32)) == b"\x00\x00\x80\x3f"
 
     def test_what_is_no_array(self) -> None:
-        for read in (wire.ids_from_bytes, wire.floats_from_bytes):
+        for read in (arrays.ids_from_bytes, arrays.floats_from_bytes):
             with pytest.raises(InvalidRequestError, match="probs=5 bytes: is not a whole number of 4-byte"):
                 read(b"12345", "probs")
 

@@ -23,12 +23,12 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from specwire.core import IntArray
 from specwire.engine.attention import dense, varlen, views
 from specwire.engine.batch import Segment, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 ATTENTION_NAME = "specwire_paged"
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.core import IntArray
 from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run, first_tokens
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.private import flash_attention_with_lse
+from specwire.support import IntArray
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 

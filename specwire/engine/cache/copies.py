@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specwire.core import IntArray
+from specwire.support import IntArray
 
 
 class SlotCopies(NamedTuple):

@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specwire.core import IntArray
 from specwire.engine.cache.copies import PendingCopies
 from specwire.engine.cache.free_pages import FreeIntervals
 from specwire.engine.cache.prefix import ROOT, PrefixIndex, page_digest
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
+from specwire.support import IntArray
 
 # A cached page is evicted together with its cached neighbours, on each side up to one for this many pages of
 # the pool. That frees contiguous room for several sequences to grow, which single pages would not.

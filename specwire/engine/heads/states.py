@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specwire.core import IntArray
 from specwire.engine.heads.files import replace_file
 from specwire.engine.model.states import States
+from specwire.support import IntArray
 
 WINDOW = 512
 """Tokens of a window; its first ones have little before them, as in a short prompt."""

@@ -14,7 +14,6 @@ import torch
 from specwire import embedded, tokenizer
 from specwire.config.heads import TrainHeadsConfig
 from specwire.config.models import EMBEDDED
-from specwire.core import IntArray
 from specwire.engine.boot import model_directory
 from specwire.engine.heads import files
 from specwire.engine.heads.descent import descend
@@ -25,6 +24,7 @@ from specwire.engine.heads.states import WINDOW, Kept, run_text
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import errors_naming, load_weights, read_config
 from specwire.errors import ConfigError
+from specwire.support import IntArray
 
 _PARTIAL = "training"
 """What is kept in case of an interruption, in the heads' directory; removed at the end."""

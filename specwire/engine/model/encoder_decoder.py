@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, EncoderDecoderCache
 
-from specwire.core import IntArray
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.encoded import DecoderBatch, DecoderProbe, EncoderPass
 from specwire.engine.batch import Batch, EncoderInputs, Feed
@@ -31,6 +30,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 _CHECK_INPUTS = (5, 9)
 _CHECK_TOKENS = 12

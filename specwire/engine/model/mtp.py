@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from specwire.core import IntArray
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.attention.paged import PackedBatch
@@ -37,6 +36,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 _CHECK_TOKENS = 10
 

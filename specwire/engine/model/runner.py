@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specwire.config.blocks import Block
-from specwire.core import IntArray
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import Probe
@@ -32,6 +31,7 @@ from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,36 @@
+"""What `from specwire import Client` costs an application: measured in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+MAX_IMPORT_S = 0.3
+NUM_TRIES = 15
+"""Processor time grows when other processes share caches and cores: one import in time is enough."""
+IMPORT = """\
+import json, sys, time
+begin_s = time.process_time()
+from specwire import Client
+print(json.dumps({"s": time.process_time() - begin_s, "modules": list(sys.modules)}))
+"""
+
+
+def imported() -> tuple[float, set[str]]:
+    """Processor time of the import, and what it loaded."""
+    found = json.loads(subprocess.check_output([sys.executable, "-c", IMPORT], timeout=60))
+    return found["s"], set(found["modules"])
+
+
+def test_the_client_is_imported_in_time() -> None:
+    tries: list[float] = []
+    while len(tries) < NUM_TRIES and min(tries, default=MAX_IMPORT_S) >= MAX_IMPORT_S:
+        tries.append(imported()[0])
+    assert min(tries) < MAX_IMPORT_S, tries
+
+
+def test_the_client_loads_nothing_heavy() -> None:
+    _, modules = imported()
+    assert "specwire.client.client" in modules
+    assert not modules & {"torch", "transformers", "tokenizers", "numpy", "pydantic", "opentelemetry", "ray"}
