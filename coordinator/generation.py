@@ -14,7 +14,7 @@ from coordinator.requests import GenerationRequest
 from specwire import chains, tree
 from specwire.completion import Stage
 from specwire.config.speculative import METHODS
-from specwire.core import Logprobs, Outcome, Proposal, Verdict
+from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule import acceptance
@@ -33,6 +33,7 @@ class Plan:
         patience_s: longest wait for a proposal, in seconds; after it the round is a plain one.
         num_text_tokens: most draft tokens of a proposal from the text itself, for which there is no wait.
         num_chains: to draw, independently of each other.
+        why_plain: why no draft tokens are planned; empty if some are.
     """
 
     num_draft_tokens: int
@@ -41,6 +42,7 @@ class Plan:
     num_text_tokens: int = 0
     max_depth: int = 0
     num_chains: int = 1
+    why_plain: str = ""
 
     @property
     def num_steps(self) -> int:
@@ -144,7 +146,8 @@ class Round:
     """One draft → verify → commit cycle.
 
     Attributes:
-        token_ids: committed: accepted ones, then the recovered or bonus token.
+        why_plain: why it had no draft tokens; empty if it had some, or one token was left to generate.
+        token_ids: committed: accepted ones, then the recovered, bonus or plain token.
     """
 
     proposal: Proposal
@@ -152,6 +155,7 @@ class Round:
     outcome: Outcome
     draft_cost: Cost
     verify_cost: Cost
+    why_plain: str = ""
     token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,11 +177,18 @@ class Round:
     def rejected(self) -> list[int]:
         """The draft tokens that the rule rejected, in a chain at most one. Those after them are dropped.
 
-        With any, the last committed token is a recovered one, else the bonus token.
+        With any, the last committed token is a recovered one.
         """
         path = self.outcome.path
         refused = self.proposal.children(path[-1] if path else -1)
         return [self.proposal.token_ids[node] for node in refused]
+
+    @property
+    def last_fate(self) -> Fate:
+        """Of the last committed token, which is the target's own."""
+        if not self.proposal.token_ids:
+            return Fate.PLAIN
+        return Fate.RECOVERED if self.rejected else Fate.BONUS
 
     @property
     def logprobs(self) -> list[Logprobs]:
@@ -273,7 +284,8 @@ class Generation:
         verdict, verify_cost = await self._verify(proposal, parent)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
-        done = Round(proposal, verdict, outcome, draft_cost, verify_cost)
+        why_plain = "" if proposal.token_ids else plan.why_plain or self._why_none(draft_cost)
+        done = Round(proposal, verdict, outcome, draft_cost, verify_cost, why_plain)
         self.committed += done.token_ids
         self._begun = self._verifier.begun(self.committed, outcome)
         self._num_rounds += 1
@@ -287,6 +299,12 @@ class Generation:
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost, Stage.VERIFY)
         return proposal, cost
+
+    def _why_none(self, cost: Cost) -> str:
+        """Why there are no draft tokens although some were planned."""
+        if cost.draft_unavailable:
+            return f"the draft is unavailable: {self._drafter.unavailable}"
+        return "the proposal did not arrive in time" if cost.timed_out else ""
 
     async def _verify(self, proposal: Proposal, parent: tracing.Span) -> tuple[Verdict, Cost]:
         try:

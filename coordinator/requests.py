@@ -42,6 +42,7 @@ class CheckedRequest:
         max_depth: longest path of a tree; 0 for chains, None where the coordinator chooses.
         draft: what proposes.
         num_chains: most that a round has, drawn independently of each other.
+        why_plain: as `DraftChoices.why_plain`.
     """
 
     message: generation_pb2.GenerateRequest
@@ -52,6 +53,7 @@ class CheckedRequest:
     max_depth: int | None
     draft: DraftChoice
     num_chains: int
+    why_plain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,7 @@ class GenerationRequest:
         draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
         beam_rules: of a beam search; None for any other request.
+        why_plain: as of the `CheckedRequest`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -86,6 +89,7 @@ class GenerationRequest:
     max_depth: int | None
     num_chains: int = 1
     beam_rules: BeamRules | None = None
+    why_plain: str = ""
 
     @property
     def prompt_len(self) -> int:
@@ -166,6 +170,7 @@ class RequestParser:
             max_depth=self._max_depth(params, draft) if num_chains == 1 else 0,
             draft=draft,
             num_chains=num_chains,
+            why_plain=self._drafts.why_plain(params, draft),
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
@@ -207,6 +212,7 @@ class RequestParser:
             max_depth=checked.max_depth,
             num_chains=checked.num_chains,
             beam_rules=rules,
+            why_plain=checked.why_plain,
         )
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:

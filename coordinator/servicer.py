@@ -30,6 +30,7 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
+from coordinator.plain import DefaultRequests
 from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.session import Session
@@ -102,6 +103,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             lambda: self._shapes.chains.draft_is_far,
             lambda: draft.info is not None and draft.info.learning is not None,
         )
+        self._default_requests = DefaultRequests(config, drafts, self.shapes)
         self._num_finished = 0
         self._writes = Writes()
         self.totals = Totals()
@@ -158,6 +160,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await generate(request, planner, reader, slot, context, call)
                 finally:
                     self._num_finished += 1
+                    self._default_requests.log_once()
 
     async def _arrived(self, context: Any) -> CallRecord:
         """A call whose time begins now; its client gets its request id back."""
@@ -255,7 +258,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 request,
                 drafts,
                 targets,
-                planner=BeamPlanner(num_draft_tokens, request.max_depth, self._beam_costs),
+                planner=BeamPlanner(
+                    num_draft_tokens,
+                    request.max_depth,
+                    self._beam_costs,
+                    why_plain=request.why_plain or self._draft.unavailable,
+                ),
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
@@ -351,7 +359,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
         if checked.draft.uses_own:
             has_trees = self._verify.info.trees
-            return planner_of(self._own_shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+            return _planner_of(self._own_shapes, checked, num_draft_tokens, has_trees=has_trees)
         model = self._model_planner(checked)
         if not method:
             return model
@@ -363,10 +371,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if checked.num_chains > 1:
             rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
             shapes = self._shapes_of(rule, checked.num_chains)
-            one = planner_of(shapes, num_draft_tokens, checked.max_depth, has_trees=False)
+            one = _planner_of(shapes, checked, num_draft_tokens, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
-        return planner_of(self._shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+        return _planner_of(self._shapes, checked, num_draft_tokens, has_trees=has_trees)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info
@@ -407,6 +415,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_paused=self._admission.num_paused,
             num_finished=self._num_finished,
             draft_unavailable=self._draft.unavailable,
+            why_plain=self._default_requests.why_plain(self._draft.unavailable),
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
             verify_replicas=map(_replica_status, self._verify.replicas),
             draft_replicas=map(_replica_status, self._draft.replicas),
@@ -469,6 +478,14 @@ async def acknowledged(
         yield
     finally:
         receiving.cancel()
+
+
+def _planner_of(
+    shapes: SharedShapes, checked: CheckedRequest, num_draft_tokens: int | None, *, has_trees: bool
+) -> Planner:
+    if num_draft_tokens == 0:
+        return FixedLength(0, shapes.chains, why_plain=checked.why_plain)
+    return planner_of(shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
 
 
 def planner_of(

@@ -142,9 +142,8 @@ class Session:
             num_emitted += len(done.token_ids)
             self._tally.add(done)
             self._totals.add(done)
-            rejected = done.rejected
-            self._add_tokens(done, Fate.RECOVERED if rejected else Fate.BONUS)
-            for token_id in rejected:
+            self._add_tokens(done)
+            for token_id in done.rejected:
                 self._chunk.reject(token_id, done.proposal.source, self._decode(token_id))
             self._latest = done
         self._rounds.clear()
@@ -153,9 +152,9 @@ class Session:
                 self._chunk.add(item, text)
         self._credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
 
-    def _add_tokens(self, done: Round, last_fate: Fate) -> None:
+    def _add_tokens(self, done: Round) -> None:
         """Add a round's tokens, up to the one that ends the generation, as far as their text is certain."""
-        chunk, source, logprobs = self._chunk, done.proposal.source, done.logprobs
+        last_fate, chunk, source, logprobs = done.last_fate, self._chunk, done.proposal.source, done.logprobs
         token_ids = done.token_ids
         if self._tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
             chunk.add_round(token_ids, last_fate, source)
@@ -168,6 +167,7 @@ class Session:
                 chunk.add(each, text)
             if self._stop_reason is not None:
                 self._num_emitted -= last - i
+                self._tally.num_cut += last - i
                 break
 
     def _process(self, token_id: int, item: _Item) -> list[tuple[_Item, str]]:

@@ -29,10 +29,14 @@ class Tally:
         num_prepared: whose proposal was there before it was requested.
         num_begun: that the target began by itself.
         num_cached_tokens: that the target found in its cache instead of running them.
+        num_cut: committed tokens after the one that ended the generation.
+        latest_reason: why the latest round without draft tokens had none, of those that tell.
     """
 
     def __init__(self) -> None:
         self.num_rounds = self.num_prepared = self.num_begun = self.num_cached_tokens = 0
+        self.num_cut = 0
+        self.latest_reason = ""
         self._kinds: dict[tuple[str, int, int, int], int] = {}
 
     def add(self, done: Round) -> None:
@@ -45,6 +49,8 @@ class Tally:
         if num_drafted := len(proposal.token_ids):
             kind = proposal.source, num_drafted, done.num_steps, len(done.outcome.path)
             self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        elif done.why_plain:
+            self.latest_reason = done.why_plain
 
     def _counted(self) -> Iterator[tuple[_Kind, int]]:
         """Kinds of rounds that had draft tokens, and how many of each, in the order of their first."""
@@ -99,6 +105,7 @@ class Tally:
             histogram[kind.num_accepted] += count
         return Speculation(
             num_rounds=self.num_rounds,
+            num_tokens=self.num_rounds + self.num_accepted - self.num_cut,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted,
             acceptance_histogram=tuple(histogram),
@@ -107,6 +114,7 @@ class Tally:
             draft_unavailable=draft_unavailable,
             num_prepared=self.num_prepared,
             by_source=tuple(self.by_source.values()),
+            why_plain=self.latest_reason if 2 * self.num_drafts < self.num_rounds else "",
         )
 
     @property

@@ -25,7 +25,7 @@ class Token:
     Attributes:
         token_id: its id.
         text: what it adds to the text; empty while a character is incomplete.
-        fate: accepted, rejected, recovered or bonus.
+        fate: accepted, rejected, recovered, bonus or plain.
         source: what proposed it, a draft model's name or a method of the coordinator's own; empty for the
             target's own tokens.
         logprob: under the target, in nats, if requested.
@@ -170,6 +170,7 @@ class Speculation:
 
     Attributes:
         num_rounds: verify passes, including those without draft tokens.
+        num_tokens: that these rounds have added to the output; of a beam search, to each beam.
         num_draft_tokens: draft tokens verified.
         num_accepted_tokens: of these, accepted.
         acceptance_histogram: [k] is the number of rounds with a draft that accepted exactly k tokens.
@@ -177,9 +178,11 @@ class Speculation:
         draft_unavailable: why the draft was unavailable for a part of the generation; empty if it was not.
         num_prepared: rounds whose proposal was prepared before the previous round ended.
         by_source: the counts of each source, in the order of their first proposals.
+        why_plain: why most rounds had no draft tokens; empty if most had some.
     """
 
     num_rounds: int = 0
+    num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
@@ -188,23 +191,43 @@ class Speculation:
     draft_unavailable: str = ""
     num_prepared: int = 0
     by_source: tuple[SourceCounts, ...] = ()
+    why_plain: str = ""
+
+    @property
+    def num_drafts(self) -> int:
+        """Rounds that had draft tokens."""
+        return sum(self.acceptance_histogram)
 
     @property
     def hit_rate(self) -> float:
         """Fraction of the rounds with a draft whose proposal was prepared; 0 without any."""
-        num_drafts = sum(self.acceptance_histogram)
-        return self.num_prepared / num_drafts if num_drafts else 0.0
+        return self.num_prepared / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean number of tokens that a round of any kind added: `num_tokens` over `num_rounds`."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed per round with a draft, including the recovered or bonus token; 1 without any."""
-        num_drafts = sum(self.acceptance_histogram)
-        return 1 + self.num_accepted_tokens / num_drafts if num_drafts else 1.0
+        """Tokens committed per round with a draft, including the recovered or bonus token; 1 without any.
+
+        Rounds without draft tokens do not count, as they do in `tokens_per_round`.
+        """
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0 when nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the counts, and the means that follow from them."""
+        return _fields(self) | {
+            "tokens_per_round": round(self.tokens_per_round, 4),
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
+        }
 
 
 class Stage(enum.StrEnum):
@@ -344,11 +367,7 @@ class Completion:
             "num_lists": self.num_lists,
             "reproducible": self.reproducible,
             "usage": _fields(self.usage),
-            "speculation": _fields(self.speculation)
-            | {
-                "mean_acceptance_length": round(self.speculation.mean_acceptance_length, 4),
-                "draft_acceptance_rate": round(self.speculation.draft_acceptance_rate, 4),
-            },
+            "speculation": self.speculation.to_dict(),
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
             "logprobs": _logprob_dicts(self.tokens),
             "num_resumes": self.num_resumes,

@@ -76,6 +76,8 @@ class Fate(enum.StrEnum):
     BONUS = "bonus"
     GIVEN = "given"
     """Part of the request of a resumed generation; clients report its previous fate."""
+    PLAIN = "plain"
+    """The target's own, in a round without draft tokens."""
 
 
 def _check(ok: bool, name: str, value: object, problem: str) -> None:

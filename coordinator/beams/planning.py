@@ -30,6 +30,7 @@ _LEAST_ROUNDS = 2
 """With drafts, of a search that has any: the first one opens the draft, and tells little about the others."""
 _TRIAL_COST = 0.01
 """Share of all time that trials of what promises less may cost."""
+_DOES_NOT_PAY = "does not pay here: drafts for all beams take longer than the steps that they save"
 
 
 class Size(NamedTuple):
@@ -153,11 +154,20 @@ class BeamPlanner:
     What a request or a server fixes is drafted in any case.
     """
 
-    def __init__(self, num_draft_tokens: int | None, max_depth: int | None, shared: SharedBeamCosts) -> None:
+    def __init__(
+        self,
+        num_draft_tokens: int | None,
+        max_depth: int | None,
+        shared: SharedBeamCosts,
+        *,
+        why_plain: str = "",
+    ) -> None:
         """Args:
         num_draft_tokens: after each beam; None to choose.
         max_depth: of the tree of these; 0 for chains, None to choose.
+        why_plain: why there are to be no draft tokens, if so.
         """
+        self._why_plain = why_plain
         self._is_fixed = num_draft_tokens is not None
         self._num_tokens = _DEFAULT_TOKENS if num_draft_tokens is None else num_draft_tokens
         depth = _DEFAULT_DEPTH if max_depth is None else max_depth
@@ -178,7 +188,7 @@ class BeamPlanner:
         """
         self._size, self._plan = size, self._shape(min(self._num_tokens, room), size.num_left - 1)
         if self._plan.num_draft_tokens and not self._is_fixed and not self._pays(size):
-            self._plan = Plan(0)
+            self._plan = Plan(0, why_plain=_DOES_NOT_PAY)
         return self._plan
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
@@ -198,7 +208,7 @@ class BeamPlanner:
 
     def _shape(self, num_tokens: int, most: int) -> Plan:
         if num_tokens <= 0 or most <= 0:
-            return Plan(0)
+            return Plan(0, why_plain="" if self._num_tokens else self._why_plain)
         if not self._max_depth:
             return Plan(min(num_tokens, most))
         return Plan(num_tokens, max_depth=min(self._max_depth, num_tokens, most))

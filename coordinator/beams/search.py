@@ -17,7 +17,7 @@ from coordinator.beams.followers import Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost
-from coordinator.generation import Round, Turns
+from coordinator.generation import Plan, Round, Turns
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
@@ -99,13 +99,14 @@ class BeamGeneration:
 
     async def _round(self, parent: tracing.Span) -> Round:
         trees = packed([each.beam for each in self._search.live], self._most_nodes())
-        draft_cost = await self._draft(trees, parent)
+        plan, draft_cost = await self._draft(trees, parent)
         verdicts, verify_cost = await self._verify(trees, parent)
         rows: dict[Beam, Logprobs] = {}
         for tree, verdict in zip(trees, verdicts, strict=True):
             rows |= zip([tree.prefix, *tree.nodes], verdict.logprobs, strict=True)
         outcome = Outcome(range(self._step(rows, trees) - 1), -1)
-        return Round(drafts_of(trees, verdicts[0].base_len), verdicts[0], outcome, draft_cost, verify_cost)
+        proposal = drafts_of(trees, verdicts[0].base_len)
+        return Round(proposal, verdicts[0], outcome, draft_cost, verify_cost, plan.why_plain)
 
     def _most_nodes(self) -> int:
         """Of a tree with live beams: all of its tokens have to fit into the context."""
@@ -114,7 +115,7 @@ class BeamGeneration:
         longest = len(self._prompt) + max(each.beam.length for each in self._search.live)
         return max(0, min(_MAX_LIVE_NODES, self._longest_len - longest))
 
-    async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> Cost:
+    async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[Plan, Cost]:
         beams = [beam for tree in trees for beam in tree.beams]
         length = beams[0].length
         size = Size(
@@ -135,7 +136,7 @@ class BeamGeneration:
         for tree, room in zip(trees, rooms, strict=True):
             for beam in tree.beams:
                 tree.add(beam, of_beam[beam], room)
-        return cost
+        return plan, cost
 
     def _room(self, tree: BeamTree) -> int:
         """Most nodes of a tree, draft tokens included."""

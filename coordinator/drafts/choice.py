@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
 from specwire.config.speculative import COUNTS, METHODS, OWN, SUFFIX
-from specwire.core import DRAFT_OFF
+from specwire.core import DRAFT_OFF, SamplingParams
 from specwire.errors import InvalidRequestError
 
 MODEL = "model"
@@ -56,6 +56,7 @@ class DraftChoices:
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
+        self._is_off = config.fixed_draft_tokens == 0
         self._default_method = own.method if own else ""
         self._model_name = model_name
 
@@ -82,6 +83,16 @@ class DraftChoices:
         if comma or not method:
             self._check_model(given, model)
         return self._choice(method, uses_model=bool(model))
+
+    def why_plain(self, params: SamplingParams, choice: DraftChoice) -> str:
+        """Why no model drafts for a request of this choice; empty if request and flags allow it."""
+        if params.draft == DRAFT_OFF:
+            return f"the request asks for draft={DRAFT_OFF}"
+        if params.num_draft_tokens == 0:
+            return "the request asks for num_draft_tokens=0"
+        if params.num_draft_tokens is None and self._is_off:
+            return "the coordinator runs with --num-draft-tokens 0"
+        return f"{choice.method} found nothing to propose" if choice.method and not choice.uses_model else ""
 
     def _choice(self, method: str, *, uses_model: bool) -> DraftChoice:
         reads_earlier = method == SUFFIX or (method in COUNTS and method != self._counts_corpus)

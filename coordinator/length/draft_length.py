@@ -106,13 +106,19 @@ class _Observer:
 class FixedLength(_Observer):
     """Always the same length, however long it takes; only whether outcomes are prepared is chosen."""
 
-    def __init__(self, num_draft_tokens: int, shared: SharedMeasurements, max_depth: int = 0) -> None:
+    def __init__(
+        self, num_draft_tokens: int, shared: SharedMeasurements, max_depth: int = 0, why_plain: str = ""
+    ) -> None:
         """Args:
         max_depth: longest path of a tree of so many draft tokens; 0 for chains.
+        why_plain: why the length is 0, if it is.
         """
         super().__init__(shared)
         self.limit = min(num_draft_tokens, max_depth) if max_depth else num_draft_tokens
-        self._plan = Plan(num_draft_tokens, max_depth=max_depth if num_draft_tokens else 0)
+        if num_draft_tokens:
+            self._plan = Plan(num_draft_tokens, max_depth=max_depth)
+        else:
+            self._plan = Plan(0, why_plain=why_plain)
 
     def plan(self) -> Plan:
         """See `generation.Planner`."""
@@ -162,13 +168,15 @@ class AdaptiveLength(_Observer):
         options = self._shared.begin_round()
         self._settling.enter(options.cap, options.num_outcomes)
         if options.cap == 0:
-            return Plan(0)
+            return Plan(0, why_plain=self._shared.why_not)
         prospects = self._shared.refresh()
         if warmup := options.warmup_length:
             choice = Choice(warmup, warmup, waits=True)
         else:
             choice = choose(self._own.tokens(options.cap), prospects, options, self._last)
         self._last, length, waits = choice
+        if not length:
+            return Plan(0, options.num_outcomes, why_plain=self._shared.why_not)
         if not waits:
             return Plan(length, options.num_outcomes, patience_s=0.0)
         proposal_ns = self._shared.costs.proposal_ns(length)

@@ -43,6 +43,8 @@ Measured with the embedded pair: rejection sampling commits 1.08 times the token
 of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w passes for all others,
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
+_LEAST_SHARE = 0.05
+"""A proposal that takes less than this share of a pass, such as the target's own, is not named as a cost."""
 _OWN = ("_num_streams", "_chains", "follows")
 """What a process does not export."""
 _REFRESH_ROUNDS = 8
@@ -88,6 +90,7 @@ class SharedMeasurements:
     Attributes:
         is_warming_up: whether costs and acceptance are not known well enough to choose by.
         follows: whether another process learns and chooses, and this one adopts that.
+        why_not: the case against drafting by the latest figures, for rounds that are planned without.
 
     Args:
         num_streams: that run now.
@@ -118,6 +121,7 @@ class SharedMeasurements:
         self._entered: tuple[int, Level, Level] | None = None
         self._prospects: Prospects
         self._expected: dict[int, float]  # rate by cap
+        self.why_not = ""
 
     def begin_round(self) -> Options:
         """Options for a round of any stream."""
@@ -139,6 +143,7 @@ class SharedMeasurements:
                 self.acceptance.tokens(), round_times, [scale * time for time in unwaited]
             )
             self._expected = {cap: self._prospects.best_rate(cap) for cap in CAPS}
+            self.why_not = self._reason()
         return self._prospects
 
     @property
@@ -216,6 +221,29 @@ class SharedMeasurements:
         return Chosen(self.costs.mean_drafted, cap, num_outcomes, num_trials)
 
     @property
+    def why_plain(self) -> str:
+        """Why an average stream decodes plainly; empty if it does not."""
+        return self.why_not if not self.is_warming_up and self._is_plain else ""
+
+    @property
+    def _is_plain(self) -> bool:
+        cap, prospects = self._caps.look(self._num_streams()).best, self.refresh()
+        times = prospects.unwaited_times if self.num_outcomes else prospects.round_times
+        return best_length(prospects.tokens[: cap + 1], times) == 0
+
+    def _reason(self) -> str:
+        """What a proposal costs and brings; and what trials found, where they ended it."""
+        share = self.costs.proposal_share
+        parts = [f"a proposal takes {share:.1f} of a pass"] if share >= _LEAST_SHARE else []
+        tokens = self._prospects.tokens
+        parts.append(f"{tokens[max(1, self.costs.usual_length)] - 1:.1f} of its tokens are accepted")
+        caps = self._caps.look(self._num_streams())
+        plain, *others = (arm.rate.tokens_per_ns(tokens) for arm in caps.arms.values())
+        if plain and not caps.best:
+            parts.append(f"trials were {max(others) / plain:.2f} times as fast as plain decoding")
+        return f"does not pay here: {', '.join(parts)}"
+
+    @property
     def draft_is_far(self) -> bool:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
         if self.is_warming_up or not self._outcomes.look(self._num_streams()).best:
@@ -250,6 +278,7 @@ class SharedMeasurements:
     def _decide_cap(self, caps: Level, num_streams: int) -> None:
         if caps.on_trial:
             caps.end_trial(num_streams, self.refresh().tokens, adopt=ADOPT_RATIO, keep=KEEP_RATIO)
+            self.why_not = self._reason()
         else:
             self.refresh()
             caps.begin_trial(num_streams, self._expected)

@@ -118,6 +118,11 @@ class RoundCosts:
         """From the request for a proposal that was not prepared to its arrival."""
         return self._draft.predict((num_draft_tokens, 1))
 
+    @property
+    def proposal_share(self) -> float:
+        """What the usual proposal takes, if it was not prepared, in passes of plain decoding."""
+        return self.proposal_ns(max(1, self.usual_length)) / max(1.0, self._pass_ns(0))
+
     def _wait_ns(self, num_draft_tokens: int, hit_rate: float | None) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""
         requested_ns = self.proposal_ns(num_draft_tokens)

@@ -106,6 +106,11 @@ class SharedShapes:
         return chosen._replace(num_trials=within + self._trials.num_trials)
 
     @property
+    def why_plain(self) -> str:
+        """Why all streams are to decode plainly; empty if they are not."""
+        return self._measured[self.num_nodes].why_plain
+
+    @property
     def num_nodes(self) -> int:
         """The shape at present, for metrics."""
         return self._trials.look(self._num_streams()).option

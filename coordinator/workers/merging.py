@@ -19,6 +19,7 @@ def merged_status(parts: Sequence[Status]) -> Status:
         num_paused=sum(part.num_paused for part in parts),
         num_finished=sum(part.num_finished for part in parts),
         draft_unavailable=_unavailable([part.draft_unavailable for part in parts]),
+        why_plain=_unavailable([part.why_plain for part in parts]),
         verify_replicas=_replicas([each for part in parts for each in part.verify_replicas]),
         draft_replicas=_replicas([each for part in parts for each in part.draft_replicas]),
         by_source=_totals([each for part in parts for each in part.by_source]),

@@ -115,7 +115,7 @@ def tokens_per_s(done: Completion) -> float:
 
 
 def _figures(done: Completion, plain: Completion) -> str:
-    speed, tokens_a_pass = tokens_per_s(done), done.usage.completion_tokens / done.speculation.num_rounds
+    speed, tokens_a_pass = tokens_per_s(done), done.speculation.tokens_per_round
     figures = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
     if done is plain:
         return figures

@@ -16,7 +16,7 @@ from typing import Any
 from specwire.cli import compare
 from specwire.cli.compare import tokens_per_s
 from specwire.cli.supervisor import Stack
-from specwire.cli.terminal import dim, stream, table
+from specwire.cli.terminal import dim, passes, stream, table
 from specwire.client.client import Client
 from specwire.completion import Completion, Speculation, Stage
 from specwire.config.stack import StackConfig
@@ -94,21 +94,17 @@ def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
     speculation = speculative.speculation
     fast, slow = tokens_per_s(speculative), tokens_per_s(plain)
     rows = [
-        ("without speculation", f"{slow:.0f} tokens/s, {_passes(plain)}"),
-        ("with speculation", f"{fast:.0f} tokens/s, {_passes(speculative)}: {fast / slow:.1f} times as fast"),
+        ("without speculation", f"{slow:.0f} tokens/s, {passes(plain.speculation)}"),
+        ("with speculation", f"{fast:.0f} tokens/s, {fast / slow:.1f} times as fast"),
+        ("passes", passes(speculation)),
         ("text", _likeness(speculative, plain)),
-        ("acceptance length", f"{speculation.mean_acceptance_length:.2f} tokens a pass"),
         ("acceptance rate", _acceptance(speculation)),
         ("seed", f"{speculative.seed} (another text: --seed N)"),
     ]
-    if speculation.draft_unavailable:
-        rows.insert(0, ("draft", f"not used: {speculation.draft_unavailable}"))
+    if speculation.why_plain:
+        rows.insert(0, ("decoded plainly", speculation.why_plain))
     figures, stages = table(rows, colour), table(_stages(speculative, plain), colour)
     return "\n".join(["", *figures, "", dim(_NEXT, colour), "", *stages])
-
-
-def _passes(done: Completion) -> str:
-    return f"{done.usage.completion_tokens} tokens in {done.speculation.num_rounds} passes of the target"
 
 
 def _likeness(speculative: Completion, plain: Completion) -> str:

@@ -265,7 +265,7 @@ def _health(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from specwire.cli.terminal import printable
+    from specwire.cli.terminal import printable, say_why_plain
     from specwire.client.client import Client
 
     settings = read_config(ClientConfig, args, os.environ)
@@ -285,6 +285,7 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         print(*completion.token_ids)
     if not args.json:
+        say_why_plain(completion, params)
         for each in completion.hypotheses[1:]:
             text = printable(each.text) if sys.stdout.isatty() else each.text
             print(f"--- score {each.score:.4f}", text or " ".join(map(str, each.token_ids)), sep="\n")

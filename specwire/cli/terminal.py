@@ -1,7 +1,7 @@
 """A generation on a terminal: each token coloured by its fate, and underlined if drafted from the text.
 
 Colours as in figure 1 of Leviathan et al. (2023): accepted green, rejected red and struck through, recovered
-and bonus blue.
+and bonus blue. A token of a round without draft tokens, the target's alone, is grey.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from specwire.client.client import Client
-from specwire.completion import Chunk, Completion, Token
+from specwire.completion import Chunk, Completion, Speculation, Token
 from specwire.config.speculative import METHODS
 from specwire.core import Fate, SamplingParams
 
@@ -19,12 +19,14 @@ _FATES = {
     Fate.REJECTED: "\x1b[31;9m",
     Fate.RECOVERED: "\x1b[34m",
     Fate.BONUS: "\x1b[34m",
+    Fate.PLAIN: "\x1b[90m",
 }
 _FROM_TEXT = "\x1b[4m"
 _LEGEND = {
     "accepted": _FATES[Fate.ACCEPTED],
     "rejected": _FATES[Fate.REJECTED],
     "recovered or bonus": _FATES[Fate.BONUS],
+    "target alone": _FATES[Fate.PLAIN],
     "from the text": _FROM_TEXT,
 }
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -59,6 +61,22 @@ def stream(client: Client, prompt: str, params: SamplingParams, title: str, colo
 def table(rows: Sequence[tuple[str, str]], colour: bool) -> list[str]:
     """Lines of names and values."""
     return [dim(f"{name:>19}", colour) + f"  {value}" for name, value in rows]
+
+
+def passes(counts: Speculation) -> str:
+    """Tokens and passes; with passes of both kinds, what each kind brought, which adds up to the tokens."""
+    words = f"{counts.num_tokens} tokens in {counts.num_rounds} passes, {counts.tokens_per_round:.2f} a pass"
+    if not 0 < counts.num_drafts < counts.num_rounds:
+        return words
+    drafted = f"{counts.num_drafts} with drafts, {counts.mean_acceptance_length:.2f} each"
+    return f"{words}: {drafted}, {counts.num_rounds - counts.num_drafts} without"
+
+
+def say_why_plain(done: Completion, params: SamplingParams) -> None:
+    """To a person at a terminal, on standard error; not where the request asks for plain decoding itself."""
+    is_default = params.draft is None and params.num_draft_tokens is None
+    if is_default and done.speculation.why_plain and sys.stderr.isatty():
+        print(f"decoded plainly: {done.speculation.why_plain}", file=sys.stderr)
 
 
 def painted_chunk(chunk: Chunk) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specwire.completion import Chunk, Completion, Speculation, Timing, Token
+from specwire.completion import Chunk, Completion, Timing, Token
 from specwire.http import logprobs
 from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
@@ -152,8 +152,8 @@ def fates(chunk: Chunk) -> Json:
         "tokens": [_token(token) for token in chunk.tokens],
         "rejected": [_token(token) for token in chunk.rejected],
         "tree": asdict(chunk.tree) if chunk.tree else None,
-        "speculation": _rounded(chunk.speculation),
-        "timing": _rounded(chunk.timing),
+        "speculation": chunk.speculation.to_dict() if chunk.speculation else None,
+        "timing": _rounded(chunk.timing) if chunk.timing else None,
     }
 
 
@@ -161,10 +161,8 @@ def _token(token: Token) -> Json:
     return {"id": token.token_id, "text": token.text, "fate": token.fate.value, "source": token.source}
 
 
-def _rounded(counts: Speculation | Timing | None) -> Json | None:
-    if counts is None:
-        return None
-    return {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(counts).items()}
+def _rounded(timing: Timing) -> Json:
+    return {name: round(value, 3) for name, value in asdict(timing).items()}
 
 
 def record(completion: Completion) -> Json:

@@ -23,6 +23,7 @@ class Fate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FATE_RECOVERED: _ClassVar[Fate]
     FATE_BONUS: _ClassVar[Fate]
     FATE_GIVEN: _ClassVar[Fate]
+    FATE_PLAIN: _ClassVar[Fate]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,6 +40,7 @@ FATE_REJECTED: Fate
 FATE_RECOVERED: Fate
 FATE_BONUS: Fate
 FATE_GIVEN: Fate
+FATE_PLAIN: Fate
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -254,7 +256,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable", "num_prepared", "by_source")
+    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram", "drafted_per_position", "accepted_per_position", "draft_unavailable", "num_prepared", "by_source", "why_plain", "num_tokens")
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +266,8 @@ class Speculation(_message.Message):
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     NUM_PREPARED_FIELD_NUMBER: _ClassVar[int]
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -273,7 +277,9 @@ class Speculation(_message.Message):
     draft_unavailable: str
     num_prepared: int
     by_source: _containers.RepeatedCompositeFieldContainer[SourceCounts]
-    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceCounts, _Mapping]]] = ...) -> None: ...
+    why_plain: str
+    num_tokens: int
+    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_unavailable: _Optional[str] = ..., num_prepared: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceCounts, _Mapping]]] = ..., why_plain: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class SourceCounts(_message.Message):
     __slots__ = ("source", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -340,7 +346,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +356,7 @@ class GetStatusResponse(_message.Message):
     DRAFT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_PAUSED_FIELD_NUMBER: _ClassVar[int]
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -359,7 +366,8 @@ class GetStatusResponse(_message.Message):
     draft_replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     num_paused: int
     by_source: _containers.RepeatedCompositeFieldContainer[SourceTotals]
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ...) -> None: ...
+    why_plain: str
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ...) -> None: ...
 
 class SourceTotals(_message.Message):
     __slots__ = ("source", "num_drafts", "num_draft_tokens", "num_accepted_tokens")

@@ -34,6 +34,7 @@ _FATES = {
     Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
     Fate.BONUS: generation_pb2.FATE_BONUS,
     Fate.GIVEN: generation_pb2.FATE_GIVEN,
+    Fate.PLAIN: generation_pb2.FATE_PLAIN,
 }
 _FATE_NAMES = {number: fate for fate, number in _FATES.items()}
 _FINISH_REASONS = {

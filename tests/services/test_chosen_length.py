@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import numpy as np
 import pytest
 
@@ -49,3 +52,25 @@ def test_no_round_is_drawn_twice_where_the_length_follows_from_what_was_learned(
         assert token_ids(None, Rule.REJECTION) != token_ids(None, Rule.REJECTION)
         assert token_ids(3, Rule.REJECTION) == token_ids(3, Rule.REJECTION)
         assert token_ids(None, Rule.GUMBEL) == token_ids(None, Rule.GUMBEL)
+
+
+def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A draft step takes as long as a pass, and hardly a token is accepted."""
+    options = {**CHOSEN, "num_outcomes": "0"}
+    with (
+        caplog.at_level(logging.INFO),
+        local_stack(
+            "emulated:step_ms=4", "emulated:step_ms=4,alpha=0.1", coordinator_options=options
+        ) as stack,
+    ):
+        params = SamplingParams(max_tokens=60, seed=1)
+        done = [stack.client.generate(params=params, prompt_token_ids=[1]) for _ in range(2)][-1]
+        status = stack.client.get_status()
+    reason = r"does not pay here: a proposal takes \d+\.\d of a pass, \d\.\d of its tokens are accepted"
+    assert re.match(reason, done.speculation.why_plain)
+    assert re.match(reason, status.why_plain)
+    hints = [record.getMessage() for record in caplog.records if "decoded plainly" in record.getMessage()]
+    assert len(hints) == 1
+    assert re.match(f"drafting {reason}", hints[0])

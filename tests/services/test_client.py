@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specwire import (
     AsyncClient,
     Client,
+    Fate,
     InvalidRequestError,
     RequestCancelledError,
     Rule,
@@ -117,8 +119,25 @@ class TestGenerate:
         assert sum(spec.drafted_per_position) == spec.num_draft_tokens
         assert sum(spec.accepted_per_position) == spec.num_accepted_tokens
         assert done.usage.completion_tokens == 60 == spec.num_accepted_tokens + spec.num_rounds
-        assert spec.draft_unavailable == ""
+        assert spec.draft_unavailable == spec.why_plain == ""
+        assert spec.num_tokens == 60
         assert spec.mean_acceptance_length > 1
+
+    @pytest.mark.parametrize(
+        ("changes", "why_plain"),
+        [
+            ({"num_draft_tokens": 0}, "the request asks for num_draft_tokens=0"),
+            ({"draft": "off"}, "the request asks for draft=off"),
+            ({"num_draft_tokens": 0, "num_beams": 2}, "the request asks for num_draft_tokens=0"),
+        ],
+    )
+    def test_plain_decoding_says_why(self, client: Client, changes: dict[str, Any], why_plain: str) -> None:
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, **changes)
+        done = client.generate(PROMPT, params)
+        assert done.speculation.why_plain == why_plain
+        assert done.to_dict()["speculation"]["why_plain"] == why_plain
+        is_search = params.num_beams > 1
+        assert {token.fate for token in done.tokens} == {Fate.BONUS if is_search else Fate.PLAIN}
 
     def test_describes_models_and_status(self, client: Client) -> None:
         target, draft = client.get_model_info()
@@ -262,6 +281,8 @@ class TestTargetAlone:
         assert done.text == ""
         assert done.speculation.num_draft_tokens == 0
         assert "no draft service" in done.speculation.draft_unavailable
+        expected = "the draft is unavailable: no draft service is configured"
+        assert done.speculation.why_plain == bare.client.get_status().why_plain == expected
         assert bare.client.get_model_info()[1] is None
 
     def test_what_needs_text_is_refused(self, bare: LocalStack) -> None:

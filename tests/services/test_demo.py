@@ -14,7 +14,8 @@ import pytest
 from specwire import Rule, SamplingParams
 from specwire.cli import demo
 from specwire.cli import main as cli
-from specwire.cli.terminal import painted_chunk, printable
+from specwire.cli.terminal import painted_chunk, passes, printable
+from specwire.completion import Speculation
 from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion
 from tests.support.harness import LocalStack
@@ -22,6 +23,7 @@ from tests.support.rounds import received_chunks
 
 PROMPT = "The quick brown"
 GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"
+GREY = "\x1b[90m"
 UNDERLINE = "\x1b[4m"
 
 
@@ -78,15 +80,14 @@ class TestDemo(OnOurStack):
         assert out.index("\nwithout speculation:\n") < out.index("\nwith speculation:\n")
         spec = done.speculation
         for line in (
-            f"acceptance length  {spec.mean_acceptance_length:.2f} tokens a pass",
+            f"passes  {passes(spec)}",
             f"acceptance rate  {spec.draft_acceptance_rate:.2f}, by position ",
             "text  another draw from the same distribution",
             "seed  7",
         ):
             assert line in out
-        assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes of the target\n", out)
-        passes = f"40 tokens in {spec.num_rounds} passes of the target"
-        assert re.search(rf" with speculation  \d+ tokens/s, {passes}: \d+\.\d times as fast\n", out)
+        assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes, 1\.00 a pass\n", out)
+        assert re.search(r" with speculation  \d+ tokens/s, \d+\.\d times as fast\n", out)
 
     def test_says_in_one_line_what_is_paced(self, capsys: pytest.CaptureFixture[str]) -> None:
         for flags, expected in (
@@ -154,7 +155,7 @@ class TestDemo(OnOurStack):
     def test_speculation_can_be_off(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*self.ARGV, "--num-draft-tokens", "0"]) == 0
         out = capsys.readouterr().out
-        assert "40 tokens in 40 passes of the target" in out
+        assert "decoded plainly  the request asks for num_draft_tokens=0" in out
         assert "acceptance rate  0.00, by position -" in out
 
 
@@ -198,12 +199,30 @@ class TestCompare(OnOurStack):
 
 
 def test_tokens_from_the_text_are_underlined() -> None:
-    """Accepted or rejected; the model's and the target's own are not."""
+    """Accepted or rejected; the model's and the target's own are not. What the target says alone is grey."""
     _, from_text, plain = received_chunks(report_progress=False)
     assert painted_chunk(from_text) == (
         f"{GREEN}{UNDERLINE}def{RESET}{RED_STRUCK}{UNDERLINE} push{RESET}{BLUE} pop{RESET}"
     )
-    assert painted_chunk(plain) == f"{BLUE}({RESET}"
+    assert painted_chunk(plain) == f"{GREY}({RESET}"
+
+
+@pytest.mark.parametrize(
+    ("num_plain", "words"),
+    [
+        (0, "8 tokens in 2 passes, 4.00 a pass"),
+        (3, "11 tokens in 5 passes, 2.20 a pass: 2 with drafts, 4.00 each, 3 without"),
+    ],
+)
+def test_tokens_are_those_of_passes_with_drafts_and_without(num_plain: int, words: str) -> None:
+    counts = Speculation(
+        num_rounds=2 + num_plain,
+        num_tokens=8 + num_plain,
+        num_draft_tokens=8,
+        num_accepted_tokens=6,
+        acceptance_histogram=(0, 0, 1, 0, 1),
+    )
+    assert passes(counts) == words
 
 
 def coloured(shown: str, code: str) -> list[str]:

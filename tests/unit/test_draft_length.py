@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -102,6 +103,28 @@ class Machine:
 
 
 CHEAP = {"base": 30e6, "sequence": 0.1e6, "token": 0.05e6, "step": 2e6}
+
+
+@pytest.mark.parametrize(("sharing", "by_trials"), [(1.0, False), (4.0, True)])
+def test_where_drafting_does_not_pay_plans_say_what_it_costs_and_brings(
+    sharing: float, by_trials: bool
+) -> None:
+    """By costs and acceptance, where three draft steps take a pass; by trials, where devices are shared."""
+    alpha, step = (0.7, 2e6) if by_trials else (0.2, 10e6)
+    machine = Machine(1, base=27e6, sequence=0, token=0.3e6, step=step)
+    machine.sharing = sharing
+    machine.run(1000, alpha)
+    why_plain, plan = machine.shared.why_plain, machine.streams[0].plan()
+    assert (plan.num_draft_tokens, plan.why_plain) == (0, why_plain)
+    figures = r"a proposal takes \d\.\d of a pass, \d\.\d of its tokens are accepted"
+    trials = r", trials were 0\.\d\d times as fast as plain decoding" if by_trials else ""
+    assert re.fullmatch(f"does not pay here: {figures}{trials}", why_plain)
+
+
+def test_where_drafting_pays_there_is_no_reason_for_plain_decoding() -> None:
+    machine = Machine(1, **CHEAP)
+    machine.run(200, 0.8)
+    assert machine.shared.why_plain == machine.streams[0].plan().why_plain == ""
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])

@@ -12,7 +12,7 @@ from tests.support.rounds import received_chunks
 
 
 def test_each_draft_token_names_its_source() -> None:
-    """Also the rejected ones; recovered and bonus tokens are the target's own."""
+    """Also the rejected ones; recovered, bonus and plain tokens are the target's own."""
     chunks = received_chunks(report_progress=False)
     assert [(token.text, token.fate, token.source) for chunk in chunks for token in chunk.tokens] == [
         (" return", Fate.ACCEPTED, "small"),
@@ -20,7 +20,7 @@ def test_each_draft_token_names_its_source() -> None:
         ("\n", Fate.BONUS, ""),
         ("def", Fate.ACCEPTED, "ngram"),
         (" pop", Fate.RECOVERED, ""),
-        ("(", Fate.BONUS, ""),
+        ("(", Fate.PLAIN, ""),
     ]
     rejected = [(token.text, token.source) for chunk in chunks for token in chunk.rejected]
     assert rejected == [(" push", "ngram")]
@@ -44,6 +44,19 @@ def test_progress_has_the_rounds_tree_and_its_path() -> None:
     shown = fates(chunks[0])
     assert shown["tree"]["parents"] == (-1, -1, 0, 0, 2)
     assert [token["source"] for token in shown["tokens"]] == ["small", "small", ""]
+
+
+def test_tokens_are_rounds_times_their_mean() -> None:
+    """With rounds of all kinds, and a round that a stop string has cut."""
+    *_, whole = received_chunks(report_progress=True)
+    cut, *_ = received_chunks(report_progress=True, stop=" n")
+    for chunk, num_tokens, num_rounds, num_drafts in ((whole, 6, 3, 2), (cut, 2, 1, 1)):
+        counts = chunk.speculation
+        assert counts is not None
+        assert (counts.num_rounds, counts.num_drafts) == (num_rounds, num_drafts)
+        assert counts.num_tokens == num_tokens
+        assert counts.tokens_per_round * counts.num_rounds == num_tokens
+        assert counts.mean_acceptance_length == 2.5 if chunk is whole else 3
 
 
 @pytest.mark.parametrize("sources", [(), ("small",), ("ngram", "small")])

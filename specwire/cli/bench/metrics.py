@@ -270,6 +270,7 @@ def total_speculation(parts: Iterable[Speculation]) -> Speculation:
     all_parts = list(parts)
     return Speculation(
         num_rounds=sum(part.num_rounds for part in all_parts),
+        num_tokens=sum(part.num_tokens for part in all_parts),
         num_draft_tokens=sum(part.num_draft_tokens for part in all_parts),
         num_accepted_tokens=sum(part.num_accepted_tokens for part in all_parts),
         acceptance_histogram=_summed(part.acceptance_histogram for part in all_parts),
@@ -278,6 +279,7 @@ def total_speculation(parts: Iterable[Speculation]) -> Speculation:
         draft_unavailable=next((p.draft_unavailable for p in all_parts if p.draft_unavailable), ""),
         num_prepared=sum(part.num_prepared for part in all_parts),
         by_source=_by_source(each for part in all_parts for each in part.by_source),
+        why_plain=next((part.why_plain for part in all_parts if part.why_plain), ""),
     )
 
 

@@ -17,6 +17,7 @@ from specwire.cli.bench.metrics import (
     output_rate,
     running_requests,
 )
+from specwire.cli.terminal import passes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,16 +66,19 @@ def _statuses(summary: Summary) -> str:
 
 def _acceptance(summary: Summary) -> list[tuple[str, str]]:
     total = summary.speculation
-    num_drafts = sum(total.acceptance_histogram)
+    num_drafts = total.num_drafts
     if not num_drafts:
-        return [("acceptance", "- (no draft tokens)")] if summary.completed else []
+        why = total.why_plain or "no draft tokens"
+        return [("acceptance", f"- ({why})")] if summary.completed else []
     by_position = " ".join(f"{n / num_drafts:.2f}" for n in total.accepted_per_position)
     rows = [
-        ("acceptance length", f"{total.mean_acceptance_length:.2f} tokens a round"),
+        ("passes", passes(total)),
         ("acceptance rate", f"{total.draft_acceptance_rate:.2f}, of all drafts by position {by_position}"),
     ]
     if total.draft_unavailable:
         rows.append(("draft", f"not used at times: {total.draft_unavailable}"))
+    elif total.why_plain:
+        rows.append(("decoded plainly", f"at times: {total.why_plain}"))
     return rows
 
 
