@@ -13,6 +13,7 @@ from coordinator.workers.worker import Worker
 from specwire import embedded, tokenizer
 from specwire.config.models import EMBEDDED
 from specwire.config.services import CoordinatorConfig
+from specwire.errors import ConfigError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.metrics import Group
@@ -34,7 +35,7 @@ async def serving(
     Raises:
         ServiceUnavailableError: no verify service answered in time.
         HandshakeError: draft and target are incompatible, or replicas differ.
-        ConfigError: the address cannot be bound.
+        ConfigError: the address cannot be bound, or a chat template is of no use.
     """
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-coordinator")
@@ -52,7 +53,7 @@ async def serving(
         )
         stack.push_async_callback(draft.close)
         await draft.connect()
-        loaded = _load_tokenizer(config.tokenizer or verify.info.tokenizer_source)
+        loaded = _load_tokenizer(config, verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name], shares_port=worker is not None)
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, worker)
@@ -66,7 +67,11 @@ async def serving(
         yield await server.start()
 
 
-def _load_tokenizer(source: str) -> tokenizer.Tokenizer | None:
-    if not source:
-        return None
-    return tokenizer.load(embedded.TARGET_DIR if source == EMBEDDED else source)
+def _load_tokenizer(config: CoordinatorConfig, of_target: str) -> tokenizer.Tokenizer | None:
+    source, path = config.tokenizer or of_target, config.chat_template
+    template = tokenizer.read_chat_template(path) if path else ""
+    directory = embedded.TARGET_DIR if source == EMBEDDED else source
+    loaded = tokenizer.load(directory, chat_template=template) if source else None
+    if path and loaded is None:
+        raise ConfigError(f"--chat-template {path}: the target has no tokenizer")
+    return loaded

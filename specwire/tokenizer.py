@@ -14,7 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError, UnsupportedError
+from specwire.errors import (
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelLoadError,
+    UnsupportedError,
+)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -152,8 +158,11 @@ class Tokenizer:
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether that template reads `tools`."""
-        return "tools" in _variables(self.tool_template)
+        """Whether that template reads `tools`; not if it is invalid, which rendering reports."""
+        try:
+            return "tools" in template_variables(self.tool_template)
+        except ValueError:
+            return False
 
     def apply_chat_template(
         self,
@@ -194,15 +203,36 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False, max_len=max_len)
 
 
-def _variables(template: str) -> set[str]:
-    """What a template reads of its arguments; nothing if it is invalid, which rendering reports."""
-    from jinja2 import Environment, TemplateError, meta
+def read_chat_template(path: str | Path) -> str:
+    """The text of a file with a chat template (Jinja).
+
+    Raises:
+        ConfigError: it cannot be read, or is no template.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    try:
+        template_variables(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return text
+
+
+def template_variables(template: str) -> set[str]:
+    """What a chat template reads of its arguments.
+
+    Raises:
+        ValueError: it is no Jinja template.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
-    except TemplateError:
-        return set()
+    except TemplateSyntaxError as error:
+        raise ValueError(f"is no chat template: {error.message} in line {error.lineno}") from None
 
 
 def _check_len(num_tokens: int, max_len: int | None) -> None:
@@ -210,10 +240,13 @@ def _check_len(num_tokens: int, max_len: int | None) -> None:
         raise ContextLengthError("prompt", f"{num_tokens} tokens", f"is over the context of {max_len}")
 
 
-def load(source: str | Path) -> Tokenizer | None:
+def load(source: str | Path, *, chat_template: str = "") -> Tokenizer | None:
     """Load the tokenizer of a model directory or hub id; None when the model has none.
 
     Code in a model directory is never run.
+
+    Args:
+        chat_template: instead of the model's own, if it has one (Jinja).
 
     Raises:
         ModelLoadError: `source` does not exist, or its tokenizer files are invalid.
@@ -222,7 +255,9 @@ def load(source: str | Path) -> Tokenizer | None:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer = Tokenizer(_load_backend(directory))
+        backend = _load_backend(directory)
+        backend.chat_template = chat_template or backend.chat_template
+        tokenizer = Tokenizer(backend)
         _ = tokenizer.vocab_size, tokenizer.special_ids
     except Exception as error:  # the readers below raise many types
         problem = f"{type(error).__name__}: {error}"

@@ -445,6 +445,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         speculative_config=config.coordinator_speculation,
         suffix_shared=config.suffix_shared,
         verify_ahead=config.verify_ahead,
+        chat_template=config.chat_template,
         rule=config.rule,
         grace_s=config.grace_s,
         log_level=config.log_level,

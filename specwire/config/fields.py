@@ -13,6 +13,7 @@ from typing import Any
 from specwire.config.flags import Check, flag_name, option
 from specwire.errors import ConfigError
 from specwire.security.tls import is_loopback
+from specwire.tokenizer import read_chat_template
 
 AUTO = "auto"
 DNS = "dns:///"
@@ -149,6 +150,22 @@ def check_origins(name: str, origins: str) -> None:
 def file_option(doc: str) -> Any:
     """A config field that names a file; empty for none."""
     return option("", doc, metavar="FILE", check=check_file)
+
+
+def chat_template_option() -> Any:
+    """The field `chat_template`."""
+    doc = "file with a chat template (Jinja), instead of the model's own; empty for that"
+    return option("", doc, metavar="FILE", check=_check_chat_template)
+
+
+def _check_chat_template(name: str, path: str) -> None:
+    check_file(name, path)
+    if not path:
+        return
+    try:
+        read_chat_template(path)
+    except ConfigError as error:
+        raise ConfigError(f"{flag_name(name)} {error}") from None
 
 
 def log_format_option() -> Any:

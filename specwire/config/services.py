@@ -20,6 +20,7 @@ from specwire.config.fields import (
     WORKERS_HELP,
     at_least,
     between,
+    chat_template_option,
     check,
     check_address,
     check_amount,
@@ -356,6 +357,7 @@ class CoordinatorConfig(ServiceConfig):
         5.0, "longest wait of a running generation for a verify service, in seconds", check=check_duration
     )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the verify service")
+    chat_template: str = chat_template_option()
     peer_ca: str = file_option(
         "PEM certificates of the authorities that draft and verify are verified against; empty for plaintext"
     )

@@ -10,6 +10,7 @@ from specwire.config.fields import (
     AUTO,
     GRACE_HELP,
     at_least,
+    chat_template_option,
     check,
     check_address,
     check_amount,
@@ -97,6 +98,7 @@ class StackConfig(CheckedConfig):
     draft_device: str = option("cpu", "device of the draft")
     draft_learn: bool = option(False, LEARN_HELP)
     draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
+    chat_template: str = chat_template_option()
     address: str = option(
         "127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )

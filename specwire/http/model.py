@@ -34,7 +34,7 @@ class Models:
         self._config = config
         self._answers = AnswerCache(self._ask)
         self._loading = asyncio.Lock()
-        self._source = ""
+        self._loaded = ("", "")
         self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
@@ -64,11 +64,11 @@ class Models:
         Raises:
             ModelLoadError: it cannot be loaded here.
         """
-        source = self._config.tokenizer or model.info.tokenizer_source
+        wanted = self._config.tokenizer or model.info.tokenizer_source, model.info.chat_template
         async with self._loading:
-            if source != self._source:
-                self._tokenizer = await asyncio.to_thread(_load, source)
-                self._source = source
+            if wanted != self._loaded:
+                self._tokenizer = await asyncio.to_thread(_load, *wanted)
+                self._loaded = wanted
         return self._tokenizer
 
 
@@ -76,5 +76,11 @@ def _spell_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _load(source: str) -> Tokenizer | None:
-    return tokenizer.load(embedded.TARGET_DIR if source == EMBEDDED else source) if source else None
+def _load(source: str, template: str) -> Tokenizer | None:
+    """With the coordinator's chat template where that is not the model's own."""
+    if not source:
+        return None
+    directory = embedded.TARGET_DIR if source == EMBEDDED else source
+    loaded = tokenizer.load(directory)
+    is_own = loaded is None or template in ("", loaded.tool_template)
+    return loaded if is_own else tokenizer.load(directory, chat_template=template)

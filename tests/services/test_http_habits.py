@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from specwire import SamplingParams, __version__, embedded, tokenizer
-from tests.support.fronts import Fronted, front, fronted, save_chat_target
+from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted
 
 ELSEWHERE = "https://app.example"
 UNKNOWN: dict[str, Any] = {"prompt": "x", "max_tokens": 1, "mirostat": 2, "top_a": 0.5}
@@ -20,12 +20,13 @@ SAID = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
-    target = save_chat_target(tmp_path_factory.mktemp("model") / "target")
+    template = tmp_path_factory.mktemp("chat") / "template.jinja"
+    template.write_text(CHAT_TEMPLATE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics = f"127.0.0.1:{free.getsockname()[1]}"
-    options = {"metrics_address": metrics}
+    options = {"metrics_address": metrics, "chat_template": str(template)}
     passed_on = {"metrics_from": metrics}
-    with fronted(target, coordinator_options=options, front_options=passed_on) as running:
+    with fronted(embedded.TARGET_DIR, coordinator_options=options, front_options=passed_on) as running:
         yield running
 
 
@@ -46,6 +47,7 @@ class TestTokens:
         assert post(here, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
     def test_a_conversation_is_what_is_generated_from(self, here: Fronted) -> None:
+        """With the coordinator's chat template, not the model's own."""
         tokens = post(here, "/tokenize", messages=SAID).json()["tokens"]
         chat = here.openai.chat.completions.create(model=here.model, messages=SAID, max_tokens=1)  # type: ignore[arg-type]
         assert chat.usage is not None

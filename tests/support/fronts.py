@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,8 +57,7 @@ def fronted(
 
 
 def save_chat_target(directory: Path) -> Path:
-    """The embedded target with a chat template."""
+    """The embedded target with a shorter chat template."""
     shutil.copytree(embedded.TARGET_DIR, directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return directory

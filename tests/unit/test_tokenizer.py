@@ -13,13 +13,32 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from specwire.errors import InvalidRequestError, ModelLoadError, UnsupportedError
-from specwire.tokenizer import Tokenizer, load
+from specwire.config.stack import UpConfig
+from specwire.embedded import TARGET_DIR
+from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError, UnsupportedError
+from specwire.tokenizer import Tokenizer, load, read_chat_template
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
+
+SAID = [{"role": "user", "content": "hello"}]
+CONVERSATION = '''"""Be brief."""
+
+
+def answer():
+    """Return
+    a \'\'\'list\'\'\'."""
+    return []
+
+
+# done
+# well
+
+
+def answer():
+'''
 
 
 def make(added: tuple[str, ...] = (), template: str | None = None) -> PreTrainedTokenizerFast:
@@ -189,3 +208,35 @@ class TestChatTemplate:
         with pytest.raises(InvalidRequestError) as caught:
             load_present(directory).apply_chat_template(messages)  # type: ignore[arg-type]
         assert caught.value.field == field
+
+    def test_a_file_takes_the_place_of_the_models_own(self, directory: Path, tmp_path: Path) -> None:
+        (path := tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+        tokenizer = load(directory, chat_template=read_chat_template(path))
+        assert tokenizer is not None
+        assert tokenizer.decode(tokenizer.apply_chat_template(SAID)) == "hello!"
+        assert tokenizer.fingerprint == load_present(directory).fingerprint
+
+    @pytest.mark.parametrize(
+        ("content", "problem"),
+        [
+            (b"{% for m in messages %}", "is no chat template: Unexpected end of template.* in line 1"),
+            (b"\xff", "cannot be read"),
+        ],
+    )
+    def test_a_file_that_is_no_template(self, tmp_path: Path, content: bytes, problem: str) -> None:
+        (path := tmp_path / "mine.jinja").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"--chat-template {path}: {problem}"):
+            UpConfig(chat_template=str(path))
+
+    def test_the_embedded_models_own_writes_python(self) -> None:
+        """A function with what is asked for as its docstring; nothing that is said closes the string."""
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": 'Return\na """list""".'},
+            {"role": "assistant", "content": "    return []"},
+            {"role": "tool", "content": "done\nwell"},
+        ]
+        tokenizer = load_present(TARGET_DIR)
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == CONVERSATION
+        answered = tokenizer.apply_chat_template(messages[:2])
+        assert tokenizer.decode(answered) == CONVERSATION[: CONVERSATION.index("    return")]
