@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
@@ -26,6 +27,7 @@ async def _serve(args: argparse.Namespace) -> None:
     logs.set_up(settings.log_level, settings.log_format, "coordinator")
     listening.check(settings)
     extras.require("specwire coordinator", "coordinator")
+    preflight.check(settings)
     if settings.workers > 1:
         from coordinator.workers.crew import serving as serving_workers
 

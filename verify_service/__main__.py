@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
 from specwire.rpc import listening, process
@@ -28,6 +29,7 @@ async def _serve(args: argparse.Namespace) -> None:
     logs.set_up(settings.log_level, settings.log_format, "verify")
     listening.check(settings)
     extras.require("specwire verify", "serve")
+    preflight.check(settings)
     process.end_at_once_by_signals()
     if settings.replicas > 1:
         from verify_service import replicas

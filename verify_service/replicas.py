@@ -14,8 +14,8 @@ from dataclasses import fields, replace
 from itertools import chain
 
 from specwire.cli.kept import KeptService
-from specwire.cli.supervisor import Service, check_free, device_of, wait_ready
-from specwire.config.fields import split_address
+from specwire.cli.supervisor import Service, device_of, wait_ready
+from specwire.config.fields import next_address
 from specwire.config.flags import flag_words
 from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, isolated_environ
@@ -92,33 +92,17 @@ def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | 
 
 
 def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConfig:
-    """The config of one replica: its own ports, device and share of memory.
-
-    Raises:
-        ConfigError: its address is in use.
-    """
-    address, metrics_address = _follow(config.address, index), _follow(config.metrics_address, index)
-    check_free("address", address)
-    if metrics_address:
-        check_free("metrics_address", metrics_address)
+    """The config of one replica: its own ports, device and share of memory."""
     share = config.replicas if config.device != "cuda" else 1  # of one device's memory
     return replace(
         config,
         replicas=1,
-        address=address,
-        metrics_address=metrics_address,
+        address=next_address("address", config.address, index),
+        metrics_address=next_address("metrics_address", config.metrics_address, index),
         device=device_of(config, index),
         ray_address=ray_address,
         kv_cache_memory=config.kv_cache_memory / share,
     )
-
-
-def _follow(address: str, index: int) -> str:
-    """Consecutive ports; 0, which lets the system choose, stays 0."""
-    if not address:
-        return ""
-    host, port = split_address("address", address)
-    return f"{host}:{port and port + index}"
 
 
 async def _watch(instance: Instance) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from specwire import parent
+from specwire import parent, preflight
 from specwire.cli import fronts
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
@@ -343,6 +343,7 @@ def _http(args: argparse.Namespace) -> int:
     from specwire.http import server
 
     logs.set_up(settings.log_level, settings.log_format, "http")
+    preflight.check(settings)
     serving = server.serving if settings.workers == 1 else fronts.serving
     asyncio.run(process.run_until_signal(serving(settings)))
     return 0

@@ -12,7 +12,6 @@ import math
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,9 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Self
 
-from specwire import parent
-from specwire.config.fields import split_address
-from specwire.config.flags import env_name, flag_name, flag_words
+from specwire import parent, preflight
+from specwire.config.fields import next_address
+from specwire.config.flags import env_name, flag_words
 from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.services import ListenConfig, VerifyConfig
 from specwire.config.stack import StackConfig, UpConfig
@@ -182,6 +181,7 @@ class Stack:
         Raises:
             ConfigError, ServiceUnavailableError: one of them did not start; the others are stopped.
         """
+        preflight.check(config)
         self.services: list[Service] = []
         self.http: Service | None = None
         self._grace_s = config.grace_s
@@ -217,7 +217,6 @@ class Stack:
         return ended is not self.draft
 
     def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
-        check_free("address", config.address)  # now, rather than after loading the models
         self.verifies = [
             self._service(
                 "verify_service",
@@ -466,10 +465,7 @@ def _listen_settings(config: StackConfig) -> dict[str, object]:
 
 def metrics_address(config: StackConfig, role: str) -> str:
     """Metrics address of a service of the stack, on consecutive ports; port 0 stays 0."""
-    if not config.metrics_address:
-        return ""
-    host, port = split_address("metrics_address", config.metrics_address)
-    return f"{host}:{port and port + METRICS_ROLES.index(role)}"
+    return next_address("metrics_address", config.metrics_address, METRICS_ROLES.index(role))
 
 
 def _shared(config: StackConfig) -> dict[str, object]:
@@ -495,17 +491,3 @@ def _inherited() -> dict[str, str]:
     not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services."""
     ours = {env_name(field.name) for field in fields(UpConfig)}
     return {name: value for name, value in os.environ.items() if name not in ours}
-
-
-def check_free(name: str, address: str) -> None:
-    """Raises:
-    ConfigError: it cannot be bound; names the flag and the address.
-    """
-    host, port = split_address(name, address)
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        problem = error.strerror or str(error)
-        raise ConfigError(f"{flag_name(name)} {address}: cannot be bound ({problem})") from None

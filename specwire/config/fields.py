@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specwire.config.flags import Check, flag_name, option
+from specwire.config.flags import Check, did_you_mean, flag_name, option
 from specwire.errors import ConfigError
 from specwire.security.tls import is_loopback
 from specwire.tokenizer import read_chat_template
@@ -36,7 +36,9 @@ def one_of(*choices: str) -> Check:
     """Check for one of a few words."""
 
     def check_choice(name: str, value: str) -> None:
-        check(value in choices, name, value, f"is not one of {', '.join(choices)}")
+        check(
+            value in choices, name, value, f"is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
+        )
 
     return check_choice
 
@@ -104,6 +106,14 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
     check(ok, name, address, "is not HOST:PORT")
     return host, int(port)
+
+
+def next_address(name: str, address: str, n: int) -> str:
+    """`HOST:PORT`, n ports on; empty stays empty, and port 0, which lets the system choose, stays 0."""
+    if not address:
+        return ""
+    host, port = split_address(name, address)
+    return f"{host}:{port and port + n}"
 
 
 def check_address(name: str, address: str) -> None:

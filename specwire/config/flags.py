@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from specwire.errors import ConfigError
 
 ENV_PREFIX = "SPECWIRE_"
 _MAX_VALUE_LEN = 24
+_NEAR = 0.8
+"""Likeness by difflib: `embeded` is 0.93 of `embedded`, `embed` 0.77, `gpt2` 0."""
 Config = TypeVar("Config")
 Check = Callable[[str, Any], object]
 """Raises ConfigError unless a field, given by name and value, is valid."""
@@ -73,6 +76,16 @@ def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config:
 def _help(field: dataclasses.Field[Any]) -> str:
     default = "" if field.default == "" else f"default {field.default}; "
     return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
+
+
+def did_you_mean(value: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the nearest of these, or nothing if none is near.
+
+    >>> did_you_mean("embeded", ["embedded"])
+    '; did you mean embedded?'
+    """
+    near = difflib.get_close_matches(value, list(known), n=1, cutoff=_NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:

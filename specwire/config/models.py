@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from specwire.config.blocks import check_layers
 from specwire.config.fields import AUTO, check, one_of, parse_count
-from specwire.config.flags import option
+from specwire.config.flags import did_you_mean, option
 from specwire.config.speculative import (
     ABOVE,
     INNER_METHODS,
@@ -50,6 +51,7 @@ SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
     "that are rejected show them"
 )
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -136,20 +138,25 @@ def check_share(name: str, share: float) -> None:
     check(0 < share <= 1, name, share, "must lie in (0, 1]")
 
 
-def check_model(name: str, source: str) -> None:
-    """A model directory, or a possible hub id, which is only resolved when it is loaded.
+def check_model(name: str, source: str, others: Iterable[str] = ()) -> None:
+    """A model directory, or a possible hub id, which is resolved by the preflight.
+
+    Args:
+        others: what the flag may name instead; a near miss of these is no hub id.
 
     Raises:
         ConfigError: naming the flag and the source.
     """
-    is_path = Path(source).exists() or not _HUB_ID.fullmatch(source)
-    ok = (
-        source == EMBEDDED
-        or source.startswith(EMULATED)
-        or (source != "" and Path(source).is_dir())
-        or not is_path
-    )
-    check(ok, name, source, "no such model directory")
+    if source == EMBEDDED or source.startswith(EMULATED) or (source and Path(source).is_dir()):
+        return
+    near = did_you_mean(source, (EMBEDDED, EMULATED, *others))
+    is_hub_id = not Path(source).exists() and _HUB_ID.fullmatch(source) is not None
+    check(is_hub_id and not near, name, source, f"no such model directory{near}")
+
+
+def check_device(name: str, device: str) -> None:
+    """A device by torch's name. Raises ConfigError, naming the flag and the device."""
+    check(_DEVICE.fullmatch(device) is not None, name, device, "is neither cpu nor cuda nor cuda:N")
 
 
 def metrics_names_option() -> Any:

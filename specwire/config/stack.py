@@ -40,6 +40,7 @@ from specwire.config.models import (
     SUFFIX_SHARED_HELP,
     TRACE_DETAIL_HELP,
     VERIFY_AHEAD_HELP,
+    check_device,
     check_group,
     check_inner,
     check_model,
@@ -88,14 +89,14 @@ class StackConfig(CheckedConfig):
     speculative_config: str = speculative_config_option()
     suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
-    device: str = option("cpu", "device of the target")
+    device: str = option("cpu", "device of the target: cpu, cuda or cuda:N", check=check_device)
     tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
     ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
     replicas: int = option(
         1, "verify services, each with the whole target; on cuda each on a card of its own", check=at_least(1)
     )
     draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
-    draft_device: str = option("cpu", "device of the draft")
+    draft_device: str = option("cpu", "device of the draft: cpu, cuda or cuda:N", check=check_device)
     draft_learn: bool = option(False, LEARN_HELP)
     draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
     chat_template: str = chat_template_option()
@@ -147,7 +148,7 @@ class StackConfig(CheckedConfig):
             problem = 'does not combine with "use_heterogeneous_vocab"'
             check(not self.target_tokenizer, "draft", self.draft, problem)
         if self.draft_model != NO_DRAFT:
-            check_model("draft", self.draft_model)
+            check_model("draft", self.draft_model, (NO_DRAFT, *METHODS, *OWN))
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from specwire import Client, ConfigError, SamplingParams
 from specwire.cli import kept
 from specwire.cli.supervisor import Service
+from specwire.config.fields import next_address
 from specwire.config.services import VerifyConfig
 from tests.support.harness import local_stack
 from tests.support.pairs import save_target
@@ -62,7 +63,7 @@ class TestFlags:
         assert [one.device for one in ours] == ["cuda:0", "cuda:1"]
         assert {(one.replicas, one.address, one.kv_cache_memory) for one in ours} == {(1, "127.0.0.1:0", 0.5)}
         assert replicas._config_of(replace(config, device="cpu"), 1, "").kv_cache_memory == 0.25
-        assert [replicas._follow(one, 2) for one in ("", "[::1]:0", "a:70")] == ["", "[::1]:0", "a:72"]
+        assert [next_address("a", one, 2) for one in ("", "[::1]:0", "a:70")] == ["", "[::1]:0", "a:72"]
 
     def test_pauses_grow_and_are_bounded(self) -> None:
         assert [kept.pause_s(n) for n in (1, 2, 3, 1000)] == [0.5, 1.0, 2.0, 30.0]

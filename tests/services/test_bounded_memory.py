@@ -15,8 +15,9 @@ import torch
 from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
-from specwire.engine.model.memory import _cgroup_bytes, free_bytes
+from specwire.engine.model.memory import free_bytes
 from specwire.engine.model.runner import ModelRunner
+from specwire.preflight.memory import _cgroup_bytes
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyDecider

@@ -30,6 +30,7 @@ ORDER = (
         ("security",),
         ("wire",),
         ("config",),
+        ("preflight",),
         ("telemetry",),
         ("rpc",),
         ("testing",),

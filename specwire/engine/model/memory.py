@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from specwire.errors import ModelLoadError
-
-_CGROUP = Path("/sys/fs/cgroup")
+from specwire.preflight.memory import free_host_bytes
 
 
 def free_bytes(device: torch.device) -> int:
@@ -16,7 +13,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # include what loading freed
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_available_bytes(), _cgroup_bytes(_CGROUP))
+    return free_host_bytes()
 
 
 def pages_in_memory(fraction: float, device: torch.device, page_bytes: int) -> int:
@@ -31,19 +28,3 @@ def pages_in_memory(fraction: float, device: torch.device, page_bytes: int) -> i
             f"--kv-cache-memory {fraction} is {num_bytes} bytes on {device}, less than a page of {page_bytes}"
         )
     return num_bytes // page_bytes
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo does not say what memory is available")
-
-
-def _cgroup_bytes(directory: Path) -> int:
-    """What remains of a container's limit (cgroup v2); practically infinite without one."""
-    try:
-        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))

@@ -1,0 +1,105 @@
+"""Whether weights and KV caches fit into the memory that is there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specwire.config.flags import flag_name
+from specwire.errors import ConfigError
+from specwire.preflight import devices
+from specwire.preflight.sizes import Size
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A model on a device, once or several times.
+
+    Attributes:
+        name, source: the field that names the model, and its value.
+        device: cpu, or cuda:N.
+        num_kv_tokens: size of each KV cache; 0 where it takes what is left.
+    """
+
+    name: str
+    source: str
+    device: str
+    size: Size
+    num_kv_tokens: int
+    count: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Bytes."""
+        return self.size.weights * self.count
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes."""
+        return self.size.kv_per_token * self.num_kv_tokens * self.count
+
+
+def check(loads: Sequence[Load]) -> None:
+    """Refuse what does not fit beside each other.
+
+    Raises:
+        ConfigError: names the flag, what it needs and what there is.
+    """
+    by_device: dict[str, list[Load]] = defaultdict(list)
+    for load in loads:
+        by_device[load.device].append(load)
+    for device, there in by_device.items():
+        num_bytes = free_host_bytes() if device == "cpu" else devices.total_bytes(device)
+        if num_bytes:
+            _check_device(device, there, num_bytes)
+
+
+def _check_device(device: str, loads: Sequence[Load], num_bytes: int) -> None:
+    weights, caches = sum(load.weights for load in loads), sum(load.kv_cache for load in loads)
+    there = f"{_gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
+    if weights > num_bytes:
+        load = max(loads, key=lambda each: each.weights)
+        raise ConfigError(
+            f"{flag_name(load.name)} {load.source}: {_times(load)}its weights take {_gigabytes(load.weights)} "
+            f"in {load.size.dtype}, and {there}; give a smaller model or a narrower --dtype"
+        )
+    if weights + caches > num_bytes:
+        most = (num_bytes - weights) * loads[0].num_kv_tokens // caches
+        raise ConfigError(
+            f"--num-kv-tokens {loads[0].num_kv_tokens}: the KV cache takes {_gigabytes(caches)} beside "
+            f"{_gigabytes(weights)} of weights, and {there}; give at most {most}"
+        )
+
+
+def _times(load: Load) -> str:
+    return f"{load.count} times " if load.count > 1 else ""
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def free_host_bytes() -> int:
+    """Bytes that can still be allocated on this machine, within the limit of a container."""
+    return min(_available_bytes(), _cgroup_bytes(_CGROUP))
+
+
+def _available_bytes() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_MEMINFO} does not say what memory is available")
+
+
+def _cgroup_bytes(directory: Path) -> int:
+    """What remains of a container's limit (cgroup v2); practically infinite without one."""
+    try:
+        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))

@@ -1,0 +1,143 @@
+"""Where the files of a model are: a directory, or a model of the hub that is cached or can be downloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specwire import embedded
+from specwire.config.flags import flag_name
+from specwire.config.models import EMBEDDED, EMULATED
+from specwire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_HUB_TIMEOUT_S = 2.0
+"""Of each step of a request to the hub; the answer of a preflight is due within 3 s."""
+_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_REFUSED = {401: "is private or does not exist: set HF_TOKEN", 403: "may not be read with this HF_TOKEN"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a model.
+
+    Attributes:
+        name, source: the field that names the model, and its value.
+        directory: where they are.
+        config: what its `config.json` says.
+    """
+
+    name: str
+    source: str
+    directory: Path
+    config: dict[str, Any]
+
+
+def find(name: str, source: str, *, is_draft: bool = False) -> Files | None:
+    """The files of a model.
+
+    Args:
+        name: the field that names it.
+        source: `embedded`, `emulated:...`, a directory, or a hub id.
+        is_draft: of the embedded pair.
+
+    Returns:
+        None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
+
+    Raises:
+        ConfigError: names the flag, the source and what to do.
+    """
+    if source.startswith(EMULATED):
+        return None
+    if source == EMBEDDED:
+        directory: Path | None = embedded.DRAFT_DIR if is_draft else embedded.TARGET_DIR
+    elif Path(source).is_dir():
+        directory = Path(source)
+    else:
+        directory = _cached(name, source, _CONFIG)
+    if directory is None:
+        return None
+    return Files(name, source, directory, _read_config(name, source, directory))
+
+
+def check_tokenizer(name: str, source: str) -> None:
+    """Refuse a tokenizer that is neither in a directory nor on the hub. Errors as of `find`."""
+    if source != EMBEDDED and not source.startswith(EMULATED) and not Path(source).is_dir():
+        _cached(name, source, _TOKENIZER_CONFIG)
+
+
+def _read_config(name: str, source: str, directory: Path) -> dict[str, Any]:
+    what = f"{flag_name(name)} {source}"
+    path = directory / _CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{what}: no {_CONFIG} in this directory; give the one that `save_pretrained` wrote, or a hub id"
+        )
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: {_CONFIG} cannot be read ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what}: {_CONFIG} holds no object")
+    return found
+
+
+def _cached(name: str, source: str, file: str) -> Path | None:
+    """The directory of a model of the hub in the cache; None where it is still to be downloaded.
+
+    One in the cache is loaded without the hub where that cannot be reached: the hub's client would repeat
+    each request for half a minute.
+
+    Raises:
+        ConfigError: it is neither there nor on the hub.
+    """
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:
+        return None  # what is missing is said when it is imported for the model
+    try:
+        cached = try_to_load_from_cache(source, file)
+    except HFValidationError:
+        raise ConfigError(f"{flag_name(name)} {source}: is neither a directory nor a hub id") from None
+    found = Path(cached).parent if isinstance(cached, str) else None
+    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _problem(source, file)
+    if not problem:
+        return found
+    if found is None:
+        raise ConfigError(
+            f"{flag_name(name)} {source}: is no directory, and cannot be taken from the hub: {problem}"
+        )
+    if not constants.is_offline_mode():
+        log.warning("%s %s: taken from the cache: %s", flag_name(name), source, problem)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that are started
+        constants.HF_HUB_OFFLINE = True  # for this one, which has read the variable
+    return found
+
+
+def _problem(source: str, file: str) -> str:
+    """Why a file cannot be taken from the hub; empty if it can."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+
+    url = hf_hub_url(source, file)
+    try:
+        answer = get_session().head(url, headers=build_hf_headers(), timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the HTTP library, which is the hub's choice
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    status = answer.status_code
+    if status == 404:
+        return _absent(answer.headers.get("x-error-code", ""), file)
+    return _REFUSED.get(status, f"{constants.ENDPOINT} answers with status {status}" if status >= 400 else "")
+
+
+def _absent(code: str, file: str) -> str:
+    """What a status of 404 says, by the hub's own code. Some tokenizers have no config."""
+    if code != "EntryNotFound":
+        return "there is no such model"
+    return f"the model has no {file}" if file == _CONFIG else ""

@@ -1,0 +1,187 @@
+"""What a command is going to need, read off its config, and the check of all of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specwire.config.client import HttpConfig
+from specwire.config.fields import next_address
+from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
+from specwire.config.speculative import INNER_METHODS
+from specwire.config.stack import StackConfig
+from specwire.preflight import devices, memory, models, pairs, ports, sizes
+from specwire.preflight.models import Files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that is going to be loaded.
+
+    Attributes:
+        name, source: the field that names it, and its value.
+        is_draft: of the embedded pair.
+        device_name, device: likewise; the first of the devices.
+        num_devices: each with the whole model; those on the CPU share its memory.
+        is_here: whether it is loaded on this machine, and not where Ray places it.
+        num_kv_tokens: 0 where the cache takes what is left.
+    """
+
+    name: str
+    source: str
+    is_draft: bool = False
+    dtype: str = "auto"
+    device_name: str = "device"
+    device: str = "cpu"
+    num_devices: int = 1
+    is_here: bool = True
+    num_kv_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that can be checked before a start.
+
+    Attributes:
+        addresses: to listen on, each with its field's name.
+        models: to be loaded.
+        pair: of these, target and draft if their tokens have to be the same.
+        tokenizers: to be loaded without a model, each with its field's name.
+    """
+
+    addresses: Sequence[tuple[str, str]]
+    models: Sequence[Model] = ()
+    pair: Sequence[Model] = ()
+    tokenizers: Sequence[tuple[str, str]] = ()
+
+
+def check(config: Any) -> None:
+    """Check the config of `up`, `demo`, a service or the HTTP front.
+
+    Raises:
+        ConfigError: names the flag, the value and what to do.
+    """
+    plan = plan_of(config)
+    ports.check_all(plan.addresses)
+    for name, source in plan.tokenizers:
+        if source:
+            models.check_tokenizer(name, source)
+    for model in plan.models:
+        if model.is_here:
+            devices.check(model.device_name, model.device, model.num_devices)
+    found = {model: models.find(model.name, model.source, is_draft=model.is_draft) for model in plan.models}
+    here = [(model, files) for model, files in found.items() if files and model.is_here]
+    memory.check([load for model, files in here if (load := _load(model, files))])
+    pair = [files for model in plan.pair if (files := found[model])]
+    if len(pair) == 2:
+        pairs.check(*pair)
+
+
+def _load(model: Model, files: Files) -> memory.Load | None:
+    """What it takes, if its files say so."""
+    on_cuda = model.device != "cpu"
+    is_widened = model.source == EMBEDDED and model.dtype == "auto" and not on_cuda
+    size = sizes.size(files, "float32" if is_widened else model.dtype, on_cuda=on_cuda)
+    device = "cuda:0" if model.device == "cuda" else model.device
+    count = 1 if on_cuda else model.num_devices
+    if size is None:
+        return None
+    return memory.Load(model.name, model.source, device, size, model.num_kv_tokens, count)
+
+
+@functools.singledispatch
+def plan_of(config: Any) -> Plan:
+    """The plan of a config."""
+    raise TypeError(config)
+
+
+@plan_of.register
+def _(config: StackConfig) -> Plan:
+    is_here = config.tensor_parallel_size == 1
+    shared: dict[str, Any] = {"num_kv_tokens": config.num_kv_tokens}
+    target = Model(
+        name="target",
+        source=config.target,
+        dtype=config.dtype,
+        device=config.device,
+        num_devices=config.replicas,
+        is_here=is_here,
+        **shared,
+    )
+    draft = Model(
+        name="draft",
+        source=config.draft_model,
+        is_draft=True,
+        dtype=config.draft_dtype,
+        device_name="draft_device",
+        device=config.draft_device,
+        **shared,
+    )
+    has_draft = config.draft_model != NO_DRAFT
+    metrics = config.metrics_address
+    return Plan(
+        addresses=[
+            ("address", config.address),
+            ("http_address", config.http_address),
+            *(("metrics_address", next_address("metrics_address", metrics, n)) for n in range(3) if metrics),
+        ],
+        models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
+        pair=[target, draft] if has_draft and not config.target_tokenizer else [],
+    )
+
+
+@plan_of.register
+def _(config: VerifyConfig) -> Plan:
+    names = ("address", "metrics_address")
+    given = {name: getattr(config, name) for name in names if getattr(config, name)}
+    addresses = [
+        (name, next_address(name, address, n))
+        for name, address in given.items()
+        for n in range(config.replicas)
+    ]
+    return Plan(addresses=addresses, models=[_served(config, config.replicas)])
+
+
+@plan_of.register
+def _(config: DraftConfig) -> Plan:
+    return Plan(
+        addresses=_addresses(config),
+        models=[_served(config), *_inner("inner", config.inner)],
+        tokenizers=[("target_tokenizer", config.target_tokenizer)],
+    )
+
+
+@plan_of.register
+def _(config: CoordinatorConfig) -> Plan:
+    return Plan(addresses=_addresses(config), tokenizers=[("tokenizer", config.tokenizer)])
+
+
+@plan_of.register
+def _(config: HttpConfig) -> Plan:
+    return Plan(addresses=[("address", config.address)], tokenizers=[("tokenizer", config.tokenizer)])
+
+
+def _addresses(config: DraftConfig | CoordinatorConfig) -> list[tuple[str, str]]:
+    return [("address", config.address), ("metrics_address", config.metrics_address)]
+
+
+def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
+    return Model(
+        name="model",
+        source=config.model,
+        is_draft=isinstance(config, DraftConfig),
+        dtype=config.dtype,
+        device=config.device,
+        num_devices=num_devices,
+        is_here=config.tensor_parallel_size == 1,
+        num_kv_tokens=0 if config.kv_cache_memory else config.num_kv_tokens,
+    )
+
+
+def _inner(name: str, inner: str) -> list[Model]:
+    """The model that guesses a draft's tokens, if one does."""
+    is_model = inner not in ("", *INNER_METHODS)
+    return [Model(name=name, source=inner, is_draft=True)] if is_model else []
