@@ -340,10 +340,10 @@ def _http(args: argparse.Namespace) -> int:
 
     settings = read_config(HttpConfig, args, os.environ)
     extras.require("specwire http", "http")
-    from specwire.http import server
-
     logs.set_up(settings.log_level, settings.log_format, "http")
     preflight.check(settings)
+    from specwire.http import server
+
     serving = server.serving if settings.workers == 1 else fronts.serving
     asyncio.run(process.run_until_signal(serving(settings)))
     return 0

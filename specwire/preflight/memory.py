@@ -61,18 +61,19 @@ def check(loads: Sequence[Load]) -> None:
 
 def _check_device(device: str, loads: Sequence[Load], num_bytes: int) -> None:
     weights, caches = sum(load.weights for load in loads), sum(load.kv_cache for load in loads)
-    there = f"{_gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
+    there = f"{gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
     if weights > num_bytes:
         load = max(loads, key=lambda each: each.weights)
         raise ConfigError(
-            f"{flag_name(load.name)} {load.source}: {_times(load)}its weights take {_gigabytes(load.weights)} "
-            f"in {load.size.dtype}, and {there}; give a smaller model or a narrower --dtype"
+            f"{flag_name(load.name)} {load.source}: {_times(load)}its weights take "
+            f"{gigabytes(load.weights)} in {load.size.dtype}, and {there}; "
+            "give a smaller model or a narrower --dtype"
         )
     if weights + caches > num_bytes:
         most = (num_bytes - weights) * loads[0].num_kv_tokens // caches
         raise ConfigError(
-            f"--num-kv-tokens {loads[0].num_kv_tokens}: the KV cache takes {_gigabytes(caches)} beside "
-            f"{_gigabytes(weights)} of weights, and {there}; give at most {most}"
+            f"--num-kv-tokens {loads[0].num_kv_tokens}: the KV cache takes {gigabytes(caches)} beside "
+            f"{gigabytes(weights)} of weights, and {there}; give at most {most}"
         )
 
 
@@ -80,8 +81,9 @@ def _times(load: Load) -> str:
     return f"{load.count} times " if load.count > 1 else ""
 
 
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+def gigabytes(num_bytes: int) -> str:
+    """In GB, or in MB below one."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def free_host_bytes() -> int:

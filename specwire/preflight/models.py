@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from specwire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _HUB_TIMEOUT_S = 2.0
-"""Of each step of a request to the hub; the answer of a preflight is due within 3 s."""
+"""The answer of a preflight is due within 3 s."""
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _REFUSED = {401: "is private or does not exist: set HF_TOKEN", 403: "may not be read with this HF_TOKEN"}
 
@@ -122,18 +123,32 @@ def _cached(name: str, source: str, file: str) -> Path | None:
 
 def _problem(source: str, file: str) -> str:
     """Why a file cannot be taken from the hub; empty if it can."""
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+    from huggingface_hub import constants
 
-    url = hf_hub_url(source, file)
-    try:
-        answer = get_session().head(url, headers=build_hf_headers(), timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # of the HTTP library, which is the hub's choice
-        return f"{constants.ENDPOINT} cannot be reached ({error})"
-    status = answer.status_code
+    answers: list[tuple[int, str] | Exception] = []
+    asking = threading.Thread(target=lambda: answers.append(_ask(source, file)), daemon=True)
+    asking.start()
+    asking.join(_HUB_TIMEOUT_S)  # the HTTP library's own timeout does not bound the look-up of the name
+    answer = answers[0] if answers else TimeoutError(f"no answer within {_HUB_TIMEOUT_S:g} s")
+    if isinstance(answer, Exception):
+        return f"{constants.ENDPOINT} cannot be reached ({answer})"
+    status, code = answer
     if status == 404:
-        return _absent(answer.headers.get("x-error-code", ""), file)
+        return _absent(code, file)
     return _REFUSED.get(status, f"{constants.ENDPOINT} answers with status {status}" if status >= 400 else "")
+
+
+def _ask(source: str, file: str) -> tuple[int, str] | Exception:
+    """The hub's status for a file, and the code of its error; or why it cannot be reached."""
+    from huggingface_hub import get_session, get_token, hf_hub_url
+
+    token = get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = get_session().head(hf_hub_url(source, file), headers=headers, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the HTTP library, which is the hub's choice
+        return error
+    return answer.status_code, answer.headers.get("x-error-code", "")
 
 
 def _absent(code: str, file: str) -> str:

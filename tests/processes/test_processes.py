@@ -151,7 +151,7 @@ def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: sign
 
 def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> None:
     broken = save_target(tmp_path / "broken")
-    (broken / "config.json").write_text("{")
+    (broken / "config.json").write_text('{"model_type": "nonesuch"}')  # refused when it is loaded
     with running("up", "--address", "127.0.0.1:0", "--target", "emulated:", "--draft", str(broken)) as up:
         wait_until(lambda: len(up.services) == 2, START_S)
         assert up.process.wait(START_S) == 2

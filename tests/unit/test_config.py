@@ -62,7 +62,8 @@ def another_value(field: dataclasses.Field[Any]) -> Any:
 def another_text(field: dataclasses.Field[Any]) -> str:
     numbers = {"num_draft_tokens": "5", "num_outcomes": "5", "max_depth": "5"}
     named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
-    named |= {"rule": "gumbel", "draft": "none", "device": "cuda:1", "layers": "a3"} | numbers
+    named |= {"rule": "gumbel", "draft": "none", "layers": "a3"} | numbers
+    named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
     named |= {"cors_origin": "https://app.example", "metrics_from": "localhost:81"}
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):

@@ -1,0 +1,169 @@
+"""What cannot be started is refused before anything is loaded: in one line, and in little time."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from specwire import embedded
+from tests.support.processes import ROOT
+
+CPU_S = 3.0  # torch alone takes more
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, with weights and a tokenizer of which one token is another."""
+    directory = tmp_path_factory.mktemp("models") / "stranger"
+    shutil.copytree(embedded.DRAFT_DIR, directory)
+    text = (directory / "tokenizer.json").read_text()
+    found = json.loads(text)
+    found["added_tokens"].append(found["added_tokens"][0] | {"id": 2048, "content": "<strange>"})
+    (directory / "tokenizer.json").write_text(json.dumps(found))
+    return directory
+
+
+def refused(*argv: str, **environ: str) -> str:
+    """The one line that a command says before it ends with status 2."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPECWIRE_", "HF_"))}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "specwire.cli", *argv],
+        cwd=ROOT,
+        env=clean | environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with command:
+        assert command.stderr is not None
+        said = command.stderr.read()
+        _, status, spent = os.wait4(command.pid, 0)
+        command.returncode = os.waitstatus_to_exitcode(status)
+    assert command.returncode == 2, said
+    assert re.fullmatch(r"error: .+\n", said), said
+    assert spent.ru_utime + spent.ru_stime < CPU_S
+    return said
+
+
+@pytest.mark.parametrize("argv", ["up --address", "up --http-address", "http --address", "verify --address"])
+def test_a_port_that_is_taken_is_named_by_its_flag(taken: str, argv: str) -> None:
+    flags = [] if argv.endswith("up --address") else ["--address", "127.0.0.1:0"]
+    command, flag = argv.split()
+    said = refused(command, *([] if flag == "--address" else flags), flag, taken)
+    assert f"{flag} {taken}: cannot be bound (Address already in use); stop what listens there, or" in said
+
+
+def test_two_flags_name_one_port() -> None:
+    said = refused("up", "--address", "127.0.0.1:7999", "--http-address", "127.0.0.1:7999")
+    assert "--http-address 127.0.0.1:7999: is taken by --address" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["up", "--target", "embeded"], "--target embeded: no such model directory; did you mean embedded?"),
+        (["up", "--draft", "ngrm"], "--draft ngrm: no such model directory; did you mean ngram?"),
+        (["up", "--dtype", "bfloat61"], "did you mean bfloat16?"),
+        (["up", "--device", "gpu"], "--device gpu: is neither cpu nor cuda nor cuda:N"),
+        (["demo", "--num-kv-tokens", "9" * 12], f"--num-kv-tokens {'9' * 12}: the KV cache takes"),
+        (["verify", "--num-kv-tokens", "9" * 12], f"--num-kv-tokens {'9' * 12}: the KV cache takes"),
+    ],
+)
+def test_what_is_misspelt_or_too_much(argv: list[str], said: str) -> None:
+    assert said in refused(*argv)
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    for argv in (["up", "--draft", "none", "--target"], ["verify", "--model"]):
+        said = refused(*argv, str(tmp_path))
+        assert f"{argv[-1]} {tmp_path}: no config.json in this directory; give the one" in said
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
+def test_cuda_without_a_device() -> None:
+    for argv in (["up", "--device"], ["up", "--draft-device"], ["draft", "--device"]):
+        said = refused(*argv, "cuda")
+        assert re.search(rf"{argv[-1]} cuda: (torch is built for the CPU only|there is no CUDA device)", said)
+
+
+def test_a_draft_with_another_tokenizer(stranger: Path) -> None:
+    target = str(embedded.TARGET_DIR)
+    said = refused("up", "--address", "127.0.0.1:0", "--target", target, "--draft", str(stranger))
+    assert f"--draft {stranger}: its tokenizer is not that of --target {target}; give a draft" in said
+
+
+def test_weights_that_are_cut_short(stranger: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(stranger, tmp_path / "short")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    said = refused("draft", "--address", "127.0.0.1:0", "--model", str(directory))
+    assert f"--model {directory}: model.safetensors is cut short: " in said
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that has no models, and says so as the real one does."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        status = 401 if "private" in self.path else 404
+        self.send_response(status)
+        self.send_header("x-error-code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class TestHub:
+    """A model of the hub: it is asked once, with a short timeout."""
+
+    @staticmethod
+    def up(source: str, cache: Path, **environ: str) -> str:
+        return refused("up", "--draft", "none", "--target", source, HF_HOME=str(cache), **environ)
+
+    def test_without_a_network(self, tmp_path: Path) -> None:
+        said = self.up("some/model", tmp_path, HF_ENDPOINT="http://127.0.0.1:1")
+        assert "--target some/model: is no directory, and cannot be taken from the hub: http" in said
+        assert "cannot be reached" in said
+
+    def test_that_has_no_such_model(self, tmp_path: Path, hub: str) -> None:
+        Hub.asked.clear()
+        assert "there is no such model" in self.up("some/model", tmp_path, HF_ENDPOINT=hub)
+        assert "set HF_TOKEN" in self.up("some/private", tmp_path, HF_ENDPOINT=hub)
+        assert len(Hub.asked) == 2
+
+    def test_offline(self, tmp_path: Path) -> None:
+        assert "HF_HUB_OFFLINE is set" in self.up("some/model", tmp_path, HF_HUB_OFFLINE="1")
+
+    def test_that_never_answers(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            assert "cannot be reached" in self.up("some/model", tmp_path, HF_ENDPOINT=endpoint)
