@@ -24,25 +24,23 @@ bench: setup
 
 setup: $(VENV)/installed
 
-# The locks are complete (docs/security.md): pip resolves nothing, builds none of them, takes no file without its hash.
-PIP = -m pip install --quiet --disable-pip-version-check --no-deps
-LOCKED = $(PIP) --require-hashes --only-binary :all:
+LOCKED = requirements/install.sh $(BIN)/python
 
 # What the demo runs on, and nothing for tests.
 $(VENV)/demo: pyproject.toml requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specwire needs Python 3.11 or later")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
-	@$(BIN)/python $(LOCKED) -r requirements/torch-cpu.txt || { \
+	@$(LOCKED) requirements/torch-cpu.txt || { \
 		echo "pip found no CPU build of torch that is locked: installing PyPI's, on Linux with CUDA, several GB ..."; \
-		$(BIN)/python $(LOCKED) -r requirements/torch-cuda.txt; }
-	@$(BIN)/python $(LOCKED) -r requirements/demo.txt
-	@$(BIN)/python $(PIP) --no-build-isolation -e .
+		$(LOCKED) requirements/torch-cuda.txt; }
+	@$(LOCKED) requirements/demo.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@requirements/check.sh $(BIN)/python
 	@touch $@
 
 $(VENV)/installed: $(VENV)/demo requirements/dev.txt
-	@$(BIN)/python $(LOCKED) -r requirements/dev.txt
+	@$(LOCKED) requirements/dev.txt
 	@requirements/check.sh $(BIN)/python
 	@touch $@
 
@@ -51,7 +49,7 @@ TOOLS := build/tools/bin
 
 build/tools/installed: requirements/tools.txt
 	@$(PYTHON) -m venv build/tools
-	@$(TOOLS)/python $(LOCKED) -r requirements/tools.txt
+	@requirements/install.sh $(TOOLS)/python requirements/tools.txt
 	@touch $@
 
 # Locks the dependencies that pyproject.toml names. What is locked stays as long as it fits; UPGRADE=--upgrade takes
