@@ -11,7 +11,7 @@ from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire.client import tools_from_json
+from specwire.wire.client import message_from_proto, object_from_json, tools_from_json
 
 _SHORT_BYTES = 16 << 10
 """Such a prompt takes the tokenizer milliseconds; the largest one takes a second or more."""
@@ -52,9 +52,13 @@ class Encoder:
         assert self._tokenizer is not None
         if request.WhichOneof("prompt") == "text":
             return self._tokenizer.encode(request.text, max_len=most_tokens)
-        messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
-        tools = tools_from_json(request.messages.tools)
-        return self._tokenizer.apply_chat_template(messages, tools=tools, max_len=most_tokens)
+        given = request.messages
+        return self._tokenizer.apply_chat_template(
+            [message_from_proto(i, message) for i, message in enumerate(given.messages)],
+            tools=tools_from_json(given.tools),
+            template_kwargs=object_from_json("chat_template_kwargs", given.template_kwargs),
+            max_len=most_tokens,
+        )
 
 
 def check_prompt(
@@ -93,18 +97,35 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
     """Refuse parameters that the target does not support with any prompt.
 
     Raises:
-        InvalidRequestError: a token id outside the vocabulary.
-        UnsupportedError: stop strings without a tokenizer, or a grammar where the target has none.
+        InvalidRequestError: a token id outside the vocabulary, or no token left that does not end the output.
+        UnsupportedError: stop strings without a tokenizer, a grammar where the target has none, or a grammar
+            with `min_tokens`.
     """
     check_vocabulary("stop_token_ids", params.stop_token_ids, target)
     for token_id in params.logit_bias:
         if not 0 <= token_id < target.vocab_size:
             raise _outside_vocabulary(f"logit_bias[{token_id}]", token_id, target)
+    if params.min_tokens and len(_early_ends(params, target)) >= target.vocab_size:
+        raise InvalidRequestError("min_tokens", params.min_tokens, "every token would end the output")
+    if params.min_tokens and params.grammar is not None:
+        problem = "does not combine with a grammar, which may allow the end alone"
+        raise UnsupportedError("min_tokens", params.min_tokens, problem)
     if params.stop and tokenizer is None:
         raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
     if params.grammar is not None and not target.grammars:
         problem = f"{target.name} does not constrain outputs: it has no tokenizer, or no xgrammar"
         raise UnsupportedError("grammar", params.grammar.kind, problem)
+
+
+def with_early_ends(params: SamplingParams, target: ModelInfo) -> SamplingParams:
+    """The parameters of model services, which exclude all ends from the first `min_tokens` tokens."""
+    if not params.min_tokens:
+        return params
+    return dataclasses.replace(params, stop_token_ids=tuple(sorted(_early_ends(params, target))))
+
+
+def _early_ends(params: SamplingParams, target: ModelInfo) -> set[int]:
+    return {*params.stop_token_ids, *target.eos_token_ids}
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], target: ModelInfo) -> None:
@@ -136,7 +157,7 @@ def fitted(
         raise ContextLengthError("prompt", f"{prompt_len} tokens", f"the encoder reads {target.encoder_len}")
     num_before = len(target.decoder_token_ids) if target.has_encoder else prompt_len
     room = target.context_len - num_before
-    if (params.max_tokens or 1) > room:
+    if (params.max_tokens or 1) > room or params.min_tokens > room:
         problem = f"after {num_before} tokens is over the context of {target.context_len}"
         if not target.has_encoder:
             problem = f"with a prompt of {prompt_len} tokens is over the context of {target.context_len}"

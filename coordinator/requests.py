@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.beams.checks import check_beams, end_ids, rules_of
 from coordinator.drafts.choice import DraftChoice, DraftChoices
-from coordinator.prompts import Encoder, check_params, check_prompt, fitted
+from coordinator.prompts import Encoder, check_params, check_prompt, fitted, with_early_ends
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
 from specwire.config.services import CoordinatorConfig
@@ -64,7 +64,8 @@ class GenerationRequest:
         prompt_token_ids: [prompt_len], at least one; of an encoder-decoder, its input and what its decoder
             begins with.
         params: with a seed, a rule and `max_tokens`; the completion names them.
-        keyed_params: the same with the seed that random numbers are keyed by.
+        keyed_params: of the model services: the same with the seed that random numbers are keyed by, and with
+            `min_tokens` all tokens that end the output in `stop_token_ids`.
         target: the model that generates.
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
@@ -191,7 +192,8 @@ class RequestParser:
         scope = self._output_scope(checked)
         learns = checked.draft.uses_model and self._draft_learns()
         is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
-        rules, keyed = rules_of(params, target), _keyed(params, is_adaptive=is_adaptive)
+        rules = rules_of(params, target)
+        keyed = with_early_ends(_keyed(params, is_adaptive=is_adaptive), target)
         return GenerationRequest(
             prompt_token_ids=prompt,
             params=params,

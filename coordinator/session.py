@@ -54,7 +54,13 @@ class Session:
         self._ledger = ledger
         self._end_ids = request.end_ids
         before = request.target.decoded(request.prompt_token_ids)
-        self._text = TextAssembler[_Item](tokenizer, before, params.stop)
+        self._text = TextAssembler[_Item](
+            tokenizer,
+            before,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
         self._chunk = client_wire.OpenChunk(request.resume_info)
         self._has_stop_strings = bool(params.stop)
         self._max_tokens = params.max_tokens or 0

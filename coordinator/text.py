@@ -46,8 +46,11 @@ class IncrementalDetokenizer:
     Without a tokenizer the text is always empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._num_pending = 0
         self._window = self._context(prompt_ids)
         self._boundary = len(self._window)  # window[:boundary] was whole characters when it was added
@@ -94,10 +97,14 @@ class IncrementalDetokenizer:
         return self._num_pending
 
     def _has_text(self, token_id: int) -> bool:
-        return self._tokenizer is not None and token_id not in self._tokenizer.special_ids
+        if self._tokenizer is None:
+            return False
+        return not self._skips_special or token_id not in self._tokenizer.special_ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from where a character begins (if one does)."""
@@ -126,6 +133,11 @@ class _Progress:
         self.matched = 0
         self._fallback = self._fallbacks(pattern)
 
+    @property
+    def num_open(self) -> int:
+        """Latest characters that may be the beginning of a match."""
+        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
+
     @staticmethod
     def _fallbacks(pattern: str) -> list[int]:
         """[i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1]."""
@@ -140,6 +152,8 @@ class _Progress:
 
     def step(self, char: str) -> bool:
         """Advance by one character; True when it completes the stop string."""
+        if self.matched == len(self.pattern):  # an earlier match did not count
+            self.matched = self._fallback[-1]
         while self.matched and char != self.pattern[self.matched]:
             self.matched = self._fallback[self.matched - 1]
         self.matched += char == self.pattern[self.matched]
@@ -161,16 +175,20 @@ class StopMatcher:
         self._held = ""
         self.stopped_by: str | None = None
 
-    def add(self, text: str) -> str:
-        """Append text; returns what certainly precedes any stop string. After a match that is nothing."""
+    def add(self, text: str, *, may_stop: bool = True) -> str:
+        """Append text; returns what certainly precedes any stop string. After a match that is nothing.
+
+        Args:
+            may_stop: whether a stop string that ends in this text counts.
+        """
         if self.stopped_by is not None:
             return ""
         for end, char in enumerate(text, start=1):
             found = [progress.pattern for progress in self._progress if progress.step(char)]
-            if found:
+            if found and may_stop:
                 self.stopped_by = max(found, key=len)
                 return self._take(text[:end], len(self.stopped_by), hold=False)
-        return self._take(text, max((progress.matched for progress in self._progress), default=0))
+        return self._take(text, max((progress.num_open for progress in self._progress), default=0))
 
     def flush(self) -> str:
         """At the end of the output: the text held back, which did not become a stop string."""
@@ -199,10 +217,22 @@ class TextAssembler(Generic[Item]):
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop_strings: Iterable[str] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        stop_strings: Iterable[str] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
+        """Args:
+        min_tokens: a stop string that ends in the text of the first so many tokens does not count.
+        """
         self._has_text = tokenizer is not None
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._num_unstoppable = min_tokens
         self._matcher = StopMatcher(stop_strings)
         self._held: deque[tuple[Item, str]] = deque()
         self._num_certain = 0  # characters of the held tokens that precede any stop string
@@ -234,7 +264,9 @@ class TextAssembler(Generic[Item]):
                 return self._release_all()
         piece = "" if silent else self._detokenizer.add(token_id)
         self._held.append((item, piece))
-        self._num_certain += len(self._matcher.add(piece))
+        may_stop = self._num_unstoppable <= 0
+        self._num_unstoppable -= 1
+        self._num_certain += len(self._matcher.add(piece, may_stop=may_stop))
         return self._release() if self.stopped_by is None else self._release_all()
 
     def finish(self) -> list[tuple[Item, str]]:

@@ -114,7 +114,7 @@ class SamplingParams:
 
     The target's distribution at a position is made from its logits in this order (that of
     transformers' `generate`): `logit_bias`, `repetition_penalty`, `presence_penalty` and
-    `frequency_penalty`, `grammar`, `temperature`, `top_k`, `top_p`, `min_p`.
+    `frequency_penalty`, `grammar`, `min_tokens`, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Raises:
         InvalidRequestError: on construction, naming the field and the value.
@@ -146,6 +146,12 @@ class SamplingParams:
     """Token ids that end the output; they are part of `token_ids`, not of the text."""
     ignore_eos: bool = False
     """Continue past the model's end-of-sequence token."""
+    min_tokens: int = 0
+    """The first so many tokens are neither the model's end-of-sequence token nor one of `stop_token_ids`:
+    there these have probability 0. A stop string that they contain does not end the output."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; False writes them by their names. One that ends the output is
+    never part of the text."""
     seed: int | None = None
     """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion reports.
 
@@ -216,6 +222,7 @@ class SamplingParams:
             most_tokens,
             "must lie in [1, 2**31)",
         )
+        self._check_min_tokens()
         for name in ("num_draft_tokens", "max_depth"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_NUM_DRAFT_TOKENS)
@@ -252,6 +259,11 @@ class SamplingParams:
         _check(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, most)
         for token_id in self.stop_token_ids:
             _check(_is_count(token_id), "stop_token_ids", token_id, "must be token ids")
+
+    def _check_min_tokens(self) -> None:
+        least, most = self.min_tokens, self.max_tokens
+        _check(_is_count(least), "min_tokens", least, "must lie in [0, 2**31)")
+        _check(most is None or least <= most, "min_tokens", least, f"is over max_tokens={most}")
 
     def _check_depth(self) -> None:
         depth, can_match = self.max_depth, self.matches_tokens or self.rule is None

@@ -7,9 +7,10 @@ through `PreTrainedTokenizerFast`, which does not. Only older layouts go through
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -158,30 +159,31 @@ class Tokenizer:
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether that template reads `tools`; not if it is invalid, which rendering reports."""
-        try:
-            return "tools" in template_variables(self.tool_template)
-        except ValueError:
-            return False
+        """Whether that template reads `tools`."""
+        return "tools" in _known_variables(self.tool_template)
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         max_len: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation; `max_len` as above.
 
         Args:
+            messages: with role and content, and what else the template reads of them.
             add_generation_prompt: whether they go on to the start of the assistant's next message.
             tools: as OpenAI's API has them, for the template to describe to the model.
+            template_kwargs: further variables of the template.
 
         Raises:
             ContextLengthError: there are more than `max_len`.
             InvalidRequestError: a message without a role or content string, or refused by the template.
-            UnsupportedError: the tokenizer has no chat template, or one that does not render tools.
+            UnsupportedError: the tokenizer has no chat template, or one that does not read the tools, one of
+                the variables, or a field of a message.
         """
         _check_messages(messages)
         if not self._backend.chat_template:
@@ -189,18 +191,53 @@ class Tokenizer:
         if tools and not self.renders_tools:
             problem = "the model's chat template does not render tools"
             raise UnsupportedError("tools", f"{len(tools)} tools", problem)
+        variables = template_kwargs or {}
+        template = str(self._backend.get_chat_template(tools=[{}] if tools else None))
+        self._check_variables(variables, template)
+        _check_fields(messages, template)
         try:
             text = self._backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **variables,
             )
         except Exception as error:  # a template computes with what the request says
             problem = f"the model's chat template refuses them: {error}"
             raise InvalidRequestError("messages", f"{len(messages)} messages", problem) from None
         # The template adds its own special tokens.
         return self.encode(text, add_special_tokens=False, max_len=max_len)
+
+    def _check_variables(self, names: Iterable[str], template: str) -> None:
+        """The arguments of transformers' own are no variables of a template."""
+        if not names:
+            return
+        reserved = {"messages", *inspect.signature(self._backend.apply_chat_template).parameters}
+        known = _known_variables(template) - reserved
+        for name in names:
+            if name not in known:
+                problem = "the model's chat template does not read it"
+                raise UnsupportedError(f"chat_template_kwargs.{name}", "given", problem)
+
+
+def _check_fields(messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """What a template does not read would be lost; but for an id, which the order of messages implies."""
+    known = {"role", "content", "tool_call_id"}
+    for index, message in enumerate(messages):
+        for name in message.keys() - known:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                problem = "the model's chat template does not read it"
+                raise UnsupportedError(f"messages[{index}].{name}", "given", problem)
+            known.add(name)
+
+
+def _known_variables(template: str) -> set[str]:
+    """What a template reads of its arguments; none if it is invalid, which rendering reports."""
+    try:
+        return template_variables(template)
+    except ValueError:
+        return set()
 
 
 def read_chat_template(path: str | Path) -> str:

@@ -18,6 +18,7 @@ _WITHOUT = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
     "grammar": None,
+    "min_tokens": 0,
     "stop": (),
     "rule": None,
     "num_lists": None,

@@ -38,7 +38,7 @@ from specwire.wire.model import model_info_from_proto
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_RETRY = RetryPolicy()
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Result = TypeVar("Result")
 
 
@@ -105,6 +105,7 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         traceparent: str | TraceContext = "",
         token: str = "",
@@ -114,9 +115,11 @@ class AsyncClient:
         """Generate, chunk by chunk. Leaving the context cancels the generation on all services.
 
         Args:
-            prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`.
+            prompt: text; or give `prompt_token_ids`, or `messages` of `{"role": ..., "content": ...}`, with
+                further fields where the chat template reads them, such as `tool_calls`.
             tools: functions that the model may call, as OpenAI's API has them; its chat template describes
                 them, and calls are part of the text.
+            chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
             params: how to continue it.
             timeout_s: deadline of the whole generation, in seconds.
             traceparent: W3C trace context of the caller, to be the parent of the generation's trace; may come
@@ -137,6 +140,7 @@ class AsyncClient:
             prompt_token_ids,
             [dict(m) for m in messages] if messages is not None else None,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
@@ -163,6 +167,7 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         traceparent: str | TraceContext = "",
         token: str = "",
@@ -175,6 +180,7 @@ class AsyncClient:
             prompt_token_ids=prompt_token_ids,
             messages=messages,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             timeout_s=timeout_s,
             traceparent=traceparent,
             token=token,

@@ -122,6 +122,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "stop": {"action": "append", "metavar": "TEXT", "help": "string that ends the output; may be repeated"},
     "stop_token_ids": {"type": token_ids, "metavar": "1,2", "help": "token ids that end the output"},
     "ignore_eos": {"action": "store_true", "help": "continue past the end-of-sequence token"},
+    "min_tokens": {"type": int, "metavar": "N", "help": "tokens that no stop condition ends"},
+    "skip_special_tokens": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "leave special tokens out of the text",
+    },
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
     "num_lists": {"type": int, "metavar": "N", "help": "lists of noise under rule gumbel"},

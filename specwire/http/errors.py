@@ -96,7 +96,8 @@ def api_error(error: Exception) -> ApiError:
 
 def _param(field: str) -> str:
     """This API's name of a field of the SDK."""
-    return {"text": "prompt"}.get(field) or field.replace("prompt_token_ids", "prompt", 1)
+    own = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning_effort"}
+    return own.get(field) or field.replace("prompt_token_ids", "prompt", 1)
 
 
 def _headers(error: SpecwireError) -> dict[str, str]:

@@ -53,9 +53,12 @@ class TokenEndpoints:
 
 def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, context_len: int) -> bytes:
     if body.messages is not None:
-        messages = [message.as_text() for message in body.messages]
-        is_open = body.add_generation_prompt is not False
-        token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=is_open)
+        [conversation] = body.prompts
+        token_ids = tokenizer.apply_chat_template(
+            conversation["messages"],
+            template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
     else:
         special = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt or "", add_special_tokens=special)

@@ -30,7 +30,7 @@ BLOCK = 4
 WARPED = 8
 """Temperature, top-k, top-p or min-p change the distribution; never set with `GREEDY`."""
 EDITED = 16
-"""Biases or penalties change the logits."""
+"""Biases, penalties or `min_tokens` change the logits."""
 LOGPROBS = 32
 """Log probabilities are reported."""
 MATCHED = GREEDY | GUMBEL
@@ -70,7 +70,7 @@ class Encoded(NamedTuple):
             GUMBEL: params.rule is Rule.GUMBEL and not params.greedy,
             BLOCK: params.rule is Rule.BLOCK,
             WARPED: warps != _NEUTRAL,
-            EDITED: bool(params.logit_bias) or params.needs_history,
+            EDITED: bool(params.logit_bias) or params.needs_history or params.min_tokens > 0,
             LOGPROBS: params.logprobs is not None,
         }
         traits = sum(flag for flag, is_set in flags.items() if is_set)

@@ -29,7 +29,7 @@ from specwire.support import IntArray
 
 
 def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
-    """Add logit biases, then apply the repetition, presence and frequency penalties.
+    """Add logit biases, apply the repetition, presence and frequency penalties, and exclude early ends.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
     prompt and output; the other two count the output only. Tokens outside the vocabulary, which a padded
@@ -53,6 +53,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     _add_biases(scores, edited)
     _apply_repetition(scores, edited)
     _apply_counts(scores, edited)
+    _exclude_ends(scores, edited)
     return scores
 
 
@@ -95,6 +96,17 @@ def _apply_counts(scores: Tensor, rows: Mapping[int, Row]) -> None:
             token_ids, counts = np.unique(output[output < scores.shape[1]], return_counts=True)
             edits.append(_Edit(index, token_ids, presence + frequency * counts))
     _edit(scores, edits, torch.sub)
+
+
+def _exclude_ends(scores: Tensor, rows: Mapping[int, Row]) -> None:
+    """Tokens that would end an output have probability 0 in its first `min_tokens` tokens."""
+    edits = []
+    for index, row in rows.items():
+        if row.position - row.prompt_len < row.params.min_tokens:
+            token_ids = np.unique(np.array(row.params.stop_token_ids, np.int64))
+            token_ids = token_ids[token_ids < scores.shape[1]]
+            edits.append(_Edit(index, token_ids, np.full(len(token_ids), -np.inf)))
+    _edit(scores, edits, torch.add)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "max_depth", "draft", "beam_search", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "max_depth", "draft", "beam_search", "keep_special_tokens", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -70,12 +71,13 @@ class GenerateRequest(_message.Message):
     max_depth: int
     draft: str
     beam_search: BeamSearch
+    keep_special_tokens: bool
     credit_tokens: int
     report_progress: bool
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     context_digest: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ..., draft: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ..., draft: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
     __slots__ = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
@@ -110,20 +112,24 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Messages(_message.Message):
-    __slots__ = ("messages", "tools")
+    __slots__ = ("messages", "tools", "template_kwargs")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     tools: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools: _Optional[str] = ...) -> None: ...
+    template_kwargs: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools: _Optional[str] = ..., template_kwargs: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "other_fields")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELDS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    other_fields: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., other_fields: _Optional[str] = ...) -> None: ...
 
 class StopConditions(_message.Message):
     __slots__ = ("max_tokens", "stop", "stop_token_ids", "ignore_eos")

@@ -48,9 +48,10 @@ def generate_request(
     prompt: str | None,
     params: SamplingParams,
     prompt_token_ids: Sequence[int] | None = None,
-    messages: Iterable[dict[str, str]] | None = None,
+    messages: Iterable[dict[str, Any]] | None = None,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     credit_tokens: int = 0,
     report_progress: bool = False,
 ) -> generation_pb2.GenerateRequest:
@@ -58,6 +59,7 @@ def generate_request(
 
     Args:
         tools: that the chat template describes to the model; with `messages` only.
+        chat_template_kwargs: further variables of the chat template; with `messages` only.
         credit_tokens: most tokens that the generation may be ahead of acknowledgements; 0 for no limit.
         report_progress: whether chunks report the round's draft tokens, and speculation and timing so far.
     """
@@ -74,6 +76,7 @@ def generate_request(
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
         ),
+        keep_special_tokens=not params.skip_special_tokens,
         num_draft_tokens=params.num_draft_tokens,
         max_depth=params.max_depth,
         credit_tokens=credit_tokens,
@@ -94,6 +97,10 @@ def generate_request(
         if messages is None:
             raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
         request.messages.tools = _tools_to_json(tools)
+    if chat_template_kwargs:
+        if messages is None:
+            raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
+        request.messages.template_kwargs = object_to_json("chat_template_kwargs", chat_template_kwargs)
     return request
 
 
@@ -145,15 +152,63 @@ def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
     return checked
 
 
-def _messages(messages: Iterable[dict[str, str]]) -> list[generation_pb2.Message]:
+def _messages(messages: Iterable[dict[str, Any]]) -> list[generation_pb2.Message]:
     out = []
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise InvalidRequestError(f"messages[{i}]", message, "must have exactly role and content")
-        if not all(isinstance(value, str) for value in message.values()):
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise InvalidRequestError(f"messages[{i}]", message, "must have role and content")
+        if not all(isinstance(message[name], str) for name in ("role", "content")):
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
-        out.append(generation_pb2.Message(**message))
+        others = {name: value for name, value in message.items() if name not in ("role", "content")}
+        fields = object_to_json(f"messages[{i}]", others) if others else ""
+        out.append(
+            generation_pb2.Message(role=message["role"], content=message["content"], other_fields=fields)
+        )
     return out
+
+
+def message_from_proto(index: int, message: generation_pb2.Message) -> dict[str, Any]:
+    """A message as a chat template sees it.
+
+    Raises:
+        InvalidRequestError: its other fields are no JSON object, or replace role or content.
+    """
+    name = f"messages[{index}]"
+    others = object_from_json(name, message.other_fields)
+    if {"role", "content"} & others.keys():
+        raise InvalidRequestError(name, "other_fields", "have a role or content too")
+    return {"role": message.role, "content": message.content} | others
+
+
+def object_to_json(name: str, value: Mapping[str, Any]) -> str:
+    """JSON text of an object.
+
+    Raises:
+        InvalidRequestError: it is none; the field is `name`.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidRequestError(name, value, "must be an object with names as keys")
+    try:
+        return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(name, f"{len(value)} fields", f"cannot be JSON: {error}") from None
+
+
+def object_from_json(name: str, text: str) -> dict[str, Any]:
+    """The object of a JSON text; an empty one for the empty text.
+
+    Raises:
+        InvalidRequestError: it is no object; the field is `name`.
+    """
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(name, f"{len(text)} characters", f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(name, text[:80], "must be an object")
+    return value
 
 
 def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -214,6 +269,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
         stop=tuple(stops.stop),
         stop_token_ids=tuple(stops.stop_token_ids),
         ignore_eos=stops.ignore_eos,
+        skip_special_tokens=not request.keep_special_tokens,
         cache_salt=request.cache_salt,
     )
 

@@ -24,6 +24,8 @@ RULES = {
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 _WARPS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_ALWAYS_SET = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
+"""Not optional in the message: unset is their neutral value."""
 
 
 # --- sampling parameters --------------------------------------------------------------------------
@@ -39,6 +41,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         logprobs=params.logprobs,
         num_lists=params.num_lists,
         grammar=grammar_to_proto(params.grammar) if params.grammar else None,
+        min_tokens=params.min_tokens,
     )
 
 
@@ -48,7 +51,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
     Raises:
         InvalidRequestError: an unknown rule, or a grammar that cannot be one.
     """
-    fields: dict[str, Any] = {name: getattr(message, name) for name in ("top_k", "min_p", *_PENALTIES[1:])}
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _ALWAYS_SET}
     for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs", "num_lists"):
         if message.HasField(name):
             fields[name] = getattr(message, name)
@@ -91,7 +94,12 @@ def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
         raise InvalidRequestError("seed", "unset", "must be set for a sequence")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
         raise InvalidRequestError("rule", "unset", "must be set for a sequence")
-    return SamplingParams(**sampling_from_proto(message.sampling), cache_salt=message.cache_salt)
+    return SamplingParams(
+        **sampling_from_proto(message.sampling),
+        max_tokens=None,
+        stop_token_ids=tuple(message.sampling.end_token_ids),
+        cache_salt=message.cache_salt,
+    )
 
 
 def open_sequence(
@@ -105,8 +113,11 @@ def open_sequence(
     may_learn: bool = False,
 ) -> common_pb2.OpenSequence:
     """What opens a sequence; the caller fills in its id and its deadline."""
+    sampling = sampling_to_proto(params)
+    if params.min_tokens:
+        sampling.end_token_ids.extend(params.stop_token_ids)
     return common_pb2.OpenSequence(
-        sampling=sampling_to_proto(params),
+        sampling=sampling,
         prompt_len=prompt_len,
         vocab_limit=vocab_limit,
         cache_salt=params.cache_salt,

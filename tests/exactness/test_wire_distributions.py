@@ -130,6 +130,20 @@ def check_distribution(
     assert p_value > FALSE_ALARM_RATE
 
 
+@pytest.mark.parametrize("rule", [Rule.BLOCK, *(pytest.param(r, marks=pytest.mark.slow) for r in OTHERS)])
+def test_ends_are_excluded_until_min_tokens(address: str, logits: torch.Tensor, rule: Rule) -> None:
+    """And only until then. A reference that excludes them one token longer does not fit."""
+    ends: dict[str, Any] = {"stop_token_ids": (2, 7, 11), "logit_bias": {2: 1.0, 7: 1.0}}
+    params: dict[str, Any] = {"rule": rule, "max_tokens": SHORT, "min_tokens": 5, **ends}
+    completions = asyncio.run(_sample(address, params, 300))
+    lengths = [len(done.token_ids) for done in completions]
+    assert min(lengths) == 6
+    assert sum(done.speculation.num_draft_tokens for done in completions) > 300
+    assert fit_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
+    longer = SamplingParams(**params | {"min_tokens": 6})
+    assert fit_p_value(completions, logits, longer) < CLEARLY_WRONG
+
+
 @pytest.mark.slow
 def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tensor) -> None:
     """Much of the target lies outside of its supports, and much of the residual on them."""

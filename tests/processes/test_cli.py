@@ -230,6 +230,8 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "stop": (["a\nb"], ("a\nb",)),
     "stop_token_ids": (["4,5"], (4, 5)),
     "ignore_eos": ([], True),
+    "min_tokens": (["3"], 3),
+    "skip_special_tokens": ([], True),
     "seed": (["0"], 0),
     "rule": (["gumbel"], "gumbel"),
     "num_lists": (["2"], 2),

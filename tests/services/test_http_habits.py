@@ -168,3 +168,89 @@ class TestCors:
         answer = httpx2.get(here.url + "/v1/models", headers={"origin": here.url})
         assert answer.status_code == 200
         assert "access-control-allow-origin" not in answer.headers
+
+
+class TestTemplates:
+    """What the chat template reads beside role and content, seen through `/tokenize`."""
+
+    def text(self, here: Fronted, **body: Any) -> str:
+        answer = post(here, "/tokenize", add_generation_prompt=False, **body)
+        assert answer.status_code == 200, answer.text
+        return str(post(here, "/detokenize", tokens=answer.json()["tokens"]).json()["prompt"])
+
+    def test_a_history_with_calls(self, here: Fronted) -> None:
+        function = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+        history = [
+            *SAID,
+            {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ]
+        expected = "# user: hi\n# assistant: \n# weather(Ulm)\n# tool: rain\n"
+        assert self.text(here, messages=history) == expected
+        tokens = post(here, "/tokenize", messages=history).json()["tokens"]
+        chat = post(here, "/v1/chat/completions", model=here.model, messages=history, max_tokens=1).json()
+        assert chat["usage"]["prompt_tokens"] == len(tokens)
+
+    def test_variables(self, here: Fronted) -> None:
+        kwargs = {"reasoning_effort": "low"}
+        assert self.text(here, messages=SAID, chat_template_kwargs=kwargs).startswith("# effort low\n")
+        body = {"model": here.model, "messages": SAID, "max_tokens": 1}
+        counts = [
+            post(here, "/v1/chat/completions", **body, **more).json()["usage"]["prompt_tokens"]
+            for more in ({"chat_template_kwargs": kwargs}, kwargs, {})
+        ]
+        assert counts[0] == counts[1] > counts[2]
+
+    @pytest.mark.parametrize(
+        ("changes", "param"),
+        [
+            ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+            ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+            (
+                {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+                "reasoning_effort",
+            ),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            (
+                {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+                "messages[0].tool_call_id",
+            ),
+            (
+                {
+                    "messages": [
+                        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
+                    ]
+                },
+                "messages[0].tool_calls[0].function.arguments",
+            ),
+        ],
+    )
+    def test_refusals(self, here: Fronted, changes: dict[str, Any], param: str) -> None:
+        body = {"model": here.model, "messages": SAID, "max_tokens": 1} | changes
+        answer = post(here, "/v1/chat/completions", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+class TestText:
+    def test_special_tokens_are_kept_on_request(self, here: Fronted) -> None:
+        known = tokenizer.load(embedded.TARGET_DIR)
+        assert known is not None
+        eos = known.eos_id
+        body = {"model": here.model, "prompt": "x", "max_tokens": 2, "ignore_eos": True}
+        body |= {"logit_bias": {str(eos): 100}, "temperature": 0}
+        assert post(here, "/v1/completions", **body).json()["choices"][0]["text"] == ""
+        kept = post(here, "/v1/completions", **body, skip_special_tokens=False).json()
+        assert eos is not None
+        assert kept["choices"][0]["text"] == known.spell(eos) * 2
+
+    def test_the_shortest_output_is_the_callers(self, here: Fronted) -> None:
+        known = tokenizer.load(embedded.TARGET_DIR)
+        assert known is not None
+        bias = {"logit_bias": {str(known.eos_id): 100}, "max_tokens": 8}
+        usage = post(here, "/v1/completions", model=here.model, prompt="x", min_tokens=4, **bias).json()[
+            "usage"
+        ]
+        assert usage["completion_tokens"] == 5
+        refused = post(here, "/v1/completions", model=here.model, prompt="x", min_tokens=9, **bias)
+        assert refused.json()["error"]["param"] == "min_tokens"

@@ -83,6 +83,19 @@ class TestStops:
         assert done.stop_reason == stop_id
         assert done.usage.completion_tokens == at + 1
 
+    def test_none_ends_the_first_tokens(self, client: Client, sampling: dict[str, Any]) -> None:
+        """Neither an end token, which is replaced, nor a stop string, which stays."""
+        eos, params = 2, {"max_tokens": 30, "min_tokens": 9} | sampling
+        done = client.generate(PROMPT, SamplingParams(logit_bias={eos: 100.0}, **params))
+        assert done.token_ids.index(eos) == 9
+        assert done.finish_reason is FinishReason.STOP
+        ignored = client.generate(PROMPT, SamplingParams(logit_bias={eos: 9.0}, ignore_eos=True, **params))
+        assert eos not in ignored.token_ids[:9]
+        free = client.generate(PROMPT, SamplingParams(ignore_eos=True, **params))
+        stop = next(token.text for token in free.tokens[2:9] if token.text)
+        stopped = client.generate(PROMPT, SamplingParams(ignore_eos=True, stop=(stop,), **params))
+        assert stopped.token_ids[:9] == free.token_ids[:9]
+
     def test_end_of_sequence_ends_unless_ignored(self, client: Client, sampling: dict[str, Any]) -> None:
         eos = 2
         params: dict[str, Any] = {"max_tokens": 20, "logit_bias": {eos: 100.0}} | sampling

@@ -115,6 +115,15 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "Messages.messages": (conversation(*[{"role": "user"}] * (MAX_MESSAGES + 1)), "messages"),
     "Message.role": (conversation({"role": "r" * MAX_PROMPT_BYTES}), "messages"),
     "Message.content": (conversation({"role": "user", "content": "x" * MAX_PROMPT_BYTES}), "messages"),
+    "Message.other_fields": (conversation({"other_fields": "x" * MAX_PROMPT_BYTES}), "messages"),
+    "Messages.tools": (
+        generation_pb2.GenerateRequest(messages={"tools": "x" * MAX_PROMPT_BYTES}),
+        "messages",
+    ),
+    "Messages.template_kwargs": (
+        generation_pb2.GenerateRequest(messages={"template_kwargs": "x" * MAX_PROMPT_BYTES}),
+        "messages",
+    ),
     "StopConditions.stop": (stopped(stop=["x"] * (MAX_STOP_STRINGS + 1)), "stop"),
     "StopConditions.stop (each)": (stopped(stop=["x" * (MAX_STOP_LEN + 1)]), "stop"),
     "StopConditions.stop_token_ids": (
@@ -126,6 +135,10 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "OpenSequence.cache_salt": (
         verifying(opening(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
         "cache_salt",
+    ),
+    "SamplingParams.end_token_ids": (
+        verifying(opening(sampling=sampling(min_tokens=1, end_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)))),
+        "stop_token_ids",
     ),
     "SamplingParams.logit_bias": (
         sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
@@ -193,6 +206,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "SamplingParams.seed": (sampled(seed=-1), "seed"),
     "SamplingParams.rule": (sampled(rule=77), "rule"),
     "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
+    "SamplingParams.min_tokens": (sampled(min_tokens=-1), "min_tokens"),
     "SamplingParams.num_lists": (sampled(rule=common_pb2.RULE_GUMBEL, num_lists=9), "num_lists"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
     "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
@@ -259,6 +273,7 @@ FREE = {
     "OpenSequence.may_learn",
     "OpenSequence.trace_headers",
     "StopConditions.ignore_eos",
+    "GenerateRequest.keep_special_tokens",
     "GenerateRequest.generated_token_ids",
     "GenerateRequest.report_progress",
 }

@@ -16,7 +16,11 @@ from specwire.http import server
 from tests.support.harness import LocalStack, LoopThread, local_stack
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if reasoning_effort is defined %}# effort {{ reasoning_effort }}\n{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n"
+    "{% for call in m.tool_calls %}# {{ call.function.name }}({{ call.function.arguments.city }})\n"
+    "{% endfor %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 

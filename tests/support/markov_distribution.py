@@ -69,6 +69,7 @@ def reference_distributions(tokens: list[int], logits: torch.Tensor, params: Sam
         counts[i] = counts[i - 1]
         counts[i, tokens[i]] += 1  # tokens[i] is output for i >= len(PROMPT) = 1
     scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    scores[: params.min_tokens, list(params.stop_token_ids)] = -torch.inf
     warpers = [
         TemperatureLogitsWarper(params.temperature) if params.temperature != 1 else None,
         TopKLogitsWarper(params.top_k) if params.top_k else None,

@@ -216,6 +216,23 @@ class TestStopMatcher:
         matcher = StopMatcher(stops)
         assert [matcher.add(piece) for piece in pieces] == released
 
+    def test_matches_that_do_not_count(self) -> None:
+        """Of any text, the first stop string that ends after its unstoppable beginning."""
+        rng = random.Random(8)
+        for _ in range(3000):
+            stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+            text = "".join(rng.choices("abc", k=rng.randint(1, 20)))
+            cut = rng.randint(0, len(text))
+            matcher = StopMatcher(stops)
+            got = "".join(matcher.add(piece, may_stop=False) for piece in split(text[:cut], rng))
+            got += "".join(matcher.add(piece) for piece in split(text[cut:], rng)) + matcher.flush()
+            ends = [
+                (i, stop) for i in range(cut + 1, len(text) + 1) for stop in stops if text[:i].endswith(stop)
+            ]
+            end, stop = min(ends, key=lambda found: (found[0], -len(found[1])), default=(len(text), ""))
+            assert matcher.stopped_by == (stop or None)
+            assert got == (text if not stop else text[: max(end - len(stop), 0)]), (stops, text, cut)
+
     def test_a_long_stop_string_is_cheap(self) -> None:
         matcher = StopMatcher(["a" * 20_000 + "b"])
         assert matcher.add("a" * 60_000) == "a" * 40_000

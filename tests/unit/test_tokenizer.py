@@ -179,6 +179,23 @@ class TestChatTemplate:
         assert tokenizer.decode(ids) == "[there]user: helloassistant: "
         assert tokenizer.tool_template == template
 
+    def test_variables_of_the_template(self) -> None:
+        template = "{% set deep = deep | default(false) %}{{ deep }}{{ effort }}" + TEMPLATE
+        tokenizer = Tokenizer(make(template=template))
+        said = [{"role": "user", "content": "hello"}]
+        ids = tokenizer.apply_chat_template(said, template_kwargs={"deep": True, "effort": "high"})
+        assert tokenizer.decode(ids).startswith("Truehighuser")
+        for name in ("shallow", "messages", "tokenize", "chat_template"):
+            with pytest.raises(UnsupportedError) as caught:
+                tokenizer.apply_chat_template(said, template_kwargs={name: "x"})
+            assert caught.value.field == f"chat_template_kwargs.{name}"
+
+    def test_fields_that_a_template_does_not_read(self, directory: Path) -> None:
+        called = {"role": "assistant", "content": "", "tool_calls": [{}]}
+        with pytest.raises(UnsupportedError) as caught:
+            load_present(directory).apply_chat_template([{"role": "user", "content": "x"}, called])
+        assert caught.value.field == "messages[1].tool_calls"
+
     def test_a_template_without_tools(self, directory: Path) -> None:
         with pytest.raises(UnsupportedError) as caught:
             load_present(directory).apply_chat_template([{"role": "user", "content": "hello"}], tools=[{}])

@@ -60,6 +60,8 @@ EVERYTHING = SamplingParams(
     stop=("a", "\n\n"),
     stop_token_ids=(4, 5),
     ignore_eos=True,
+    min_tokens=2,
+    skip_special_tokens=False,
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
     num_lists=1,
@@ -111,10 +113,9 @@ class TestSamplingParams:
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
         stops = {
-            "max_tokens",
             "stop",
-            "stop_token_ids",
             "ignore_eos",
+            "skip_special_tokens",
             "num_draft_tokens",
             "max_depth",
             "draft",
@@ -123,9 +124,14 @@ class TestSamplingParams:
             "early_stopping",
             "num_return_sequences",
         }
+        assert opened.max_tokens is None
         for field in dataclasses.fields(SamplingParams):
             expected = SamplingParams() if field.name in stops else EVERYTHING
-            assert getattr(opened, field.name) == getattr(expected, field.name)
+            assert field.name == "max_tokens" or getattr(opened, field.name) == getattr(expected, field.name)
+
+    def test_it_gets_the_tokens_that_end_an_output_where_it_must_exclude_them(self) -> None:
+        params = SamplingParams(stop_token_ids=(4, 5), seed=1, rule=Rule.GUMBEL)
+        assert wire.opened_params(wire.open_sequence(params, 3)).stop_token_ids == ()
 
     @pytest.mark.parametrize("rule", [5, -1, 2**31 - 1])
     def test_an_unknown_rule(self, rule: int) -> None:
@@ -163,6 +169,32 @@ class TestPrompts:
     def test_ids(self, bad: Any) -> None:
         with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]="):
             client_wire.generate_request(None, SamplingParams(), [1, bad])
+
+    def test_what_a_template_reads_besides(self) -> None:
+        called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "é"}}]}
+        request = client_wire.generate_request(
+            None, SamplingParams(), None, [called], chat_template_kwargs={"enable_thinking": False}
+        )
+        [sent] = over_the_wire(request).messages.messages
+        assert client_wire.message_from_proto(0, sent) == called
+        kwargs = client_wire.object_from_json("chat_template_kwargs", request.messages.template_kwargs)
+        assert kwargs == {"enable_thinking": False}
+
+    def test_fields_that_replace_others(self) -> None:
+        message = generation_pb2.Message(role="user", other_fields='{"role": "system"}')
+        with pytest.raises(InvalidRequestError, match=r"messages\[2\]="):
+            client_wire.message_from_proto(2, message)
+
+    @pytest.mark.parametrize("text", ["[]", "1", "{", "[" * 100_000])
+    def test_objects_on_the_wire(self, text: str) -> None:
+        with pytest.raises(InvalidRequestError, match="name="):
+            client_wire.object_from_json("name", text)
+
+    @pytest.mark.parametrize("bad", [[1], {1: 2}, {"x": float("nan")}, {"x": object()}])
+    def test_template_kwargs_that_are_not_json(self, bad: Any) -> None:
+        said = [{"role": "user", "content": "hi"}]
+        with pytest.raises(InvalidRequestError, match="chat_template_kwargs="):
+            client_wire.generate_request(None, SamplingParams(), None, said, chat_template_kwargs=bad)
 
     @pytest.mark.parametrize("bad", [{"role": "user"}, {"role": "user", "content": 3}, "hi", {}])
     def test_messages(self, bad: Any) -> None:

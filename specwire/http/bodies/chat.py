@@ -9,32 +9,8 @@ from pydantic import Field
 
 from specwire.core import MAX_LOGPROBS
 from specwire.http.bodies.generating import Body
+from specwire.http.bodies.message import Message, as_conversation
 from specwire.http.bodies.part import List, Part, Prompt, invalid
-
-
-class TextPart(Part):
-    """A part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Part):
-    """One message of a conversation, including earlier answers in the form of a response."""
-
-    role: str
-    content: str | List[TextPart]
-    refusal: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-
-    def as_text(self) -> dict[str, str]:
-        """Role and content, parts joined."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
 
 
 class ResponseFormat(Part):
@@ -57,11 +33,17 @@ class ChatBody(Body):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The conversation."""
-        return [{"messages": [message.as_text() for message in self.messages]}]
+        """The conversation, and what its template reads besides."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        conversation: Prompt = {"messages": as_conversation(self.messages)}
+        return [conversation | ({"chat_template_kwargs": kwargs} if kwargs else {})]
 
     @property
     def token_limit(self) -> int | None:
@@ -78,3 +60,5 @@ class ChatBody(Body):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise invalid("max_tokens", "differs from max_completion_tokens; give one of them")
+        if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise invalid("reasoning_effort", "is in chat_template_kwargs too; give one of them")

@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "ignore_eos", "rule", "num_lists", "num_draft_tokens", "max_depth", "draft"),
-    "cache_salt",
+    *("cache_salt", "min_tokens", "skip_special_tokens"),
 )
 """Fields with the same meaning in `SamplingParams`."""
 _MAX_ID_LEN = 10
@@ -55,6 +55,8 @@ class Body(Request):
     repetition_penalty: float | None = None
     stop_token_ids: List[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

@@ -11,7 +11,8 @@ from pydantic import Field
 from specwire.http.errors import ApiError
 
 Prompt = dict[str, Any]
-"""One of `prompt`, `prompt_token_ids` and `messages`, as an argument of `AsyncClient.stream`."""
+"""One of `prompt`, `prompt_token_ids` and `messages`, and what belongs to it, as arguments of
+`AsyncClient.stream`."""
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]
 """Validated up to the first error: one error for each item would take far more memory and time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from specwire.http.bodies.part import Request, invalid
@@ -23,18 +24,24 @@ def check_size(body: Request, max_prompt_bytes: int, max_total_bytes: int) -> No
     """
     total = 0
     for prompt in body.prompts:
-        [(form, content)] = prompt.items()
-        texts = _texts(form, content)
+        texts = list(_texts(prompt))
         num_bytes = sum(len(text.encode()) for text in texts)
         if num_bytes > max_prompt_bytes:
-            raise invalid(form, f"{num_bytes} bytes are over the limit of {max_prompt_bytes} bytes")
-        total += num_bytes + (_TEXT_BYTES * len(texts) if texts else _TOKEN_BYTES * len(content))
+            problem = f"{num_bytes} bytes are over the limit of {max_prompt_bytes} bytes"
+            raise invalid(next(iter(prompt)), problem)
+        total += num_bytes + _TEXT_BYTES * len(texts) + _TOKEN_BYTES * len(prompt.get("prompt_token_ids", ()))
     if total * body.num_choices > max_total_bytes:
         problem = f"choices of {total} bytes of prompts each are over the limit of {max_total_bytes} bytes"
         raise invalid("n", f"{body.num_choices} {problem}")
 
 
-def _texts(form: str, content: Any) -> list[str]:
-    if form == "messages":
-        return [text for message in content for text in message.values()]
-    return [content] if form == "prompt" else []
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in it; the names of known fields, which are few bytes, are left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from () if name == "prompt_token_ids" else _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)

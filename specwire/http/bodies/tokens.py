@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specwire.http.bodies.chat import Message
+from specwire.http.bodies.message import Message, as_conversation
 from specwire.http.bodies.part import List, Prompt, Request, invalid
 
 
@@ -20,19 +20,22 @@ class TokenizeBody(Request):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: Literal[False] | None = None
 
     @cached_property
     def prompts(self) -> list[Prompt]:
         if self.messages is not None:
-            return [{"messages": [message.as_text() for message in self.messages]}]
+            kwargs = {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
+            return [{"messages": as_conversation(self.messages)} | kwargs]
         return [{"prompt": self.prompt}]
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        if self.messages is None and self.add_generation_prompt is not None:
-            raise invalid("add_generation_prompt", "is only for messages")
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise invalid(name, "is only for messages")
         if self.messages is not None and self.add_special_tokens:
             raise invalid("add_special_tokens", "is only for a prompt: the chat template adds its own")
 

@@ -1,0 +1,86 @@
+"""Messages of a conversation, as OpenAI's API writes them and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from specwire.http.bodies.part import List, Part, invalid
+
+
+class TextPart(Part):
+    """A part of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """The function of a call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Part):
+    """A call that an assistant has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Part):
+    """One message of a conversation, including earlier answers in the form of a response."""
+
+    role: str
+    content: str | List[TextPart] | None = None
+    name: str | None = None
+    tool_calls: List[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+
+    def _text(self) -> str:
+        parts = self.content
+        return "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+
+
+def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates read them: parts joined, arguments of calls as objects.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    return [_as_turn(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _as_turn(name: str, message: Message) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise invalid(f"{name}.content", "is required of a message without tool_calls")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{name}.tool_calls", f"are the assistant's, not of role {message.role!r}")
+    if (message.role == "tool") != (message.tool_call_id is not None):
+        raise invalid(f"{name}.tool_call_id", "belongs to messages of role 'tool', and is required there")
+    turn: dict[str, Any] = {"role": message.role, "content": message._text()}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _as_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+        ]
+    return turn | ({"tool_call_id": message.tool_call_id} if message.tool_call_id is not None else {})
+
+
+def _as_call(name: str, call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{name}.function.arguments", f"is not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise invalid(f"{name}.function.arguments", "is not a JSON object")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id is not None else {})
