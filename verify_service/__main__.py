@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    environment.check_environment(os.environ)
     settings = flags.read_config(config.VerifyConfig, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "verify")
+    environment.check_environment(os.environ)
     listening.check(settings)
     extras.require("specwire verify", "serve")
     preflight.check(settings)

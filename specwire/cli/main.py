@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
     args = _parser().parse_args(argv)
     try:
-        check_environment(os.environ)
+        if args.run not in (_up, _http):  # whose log has a form of its own
+            check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
         logs.report(error)
@@ -206,6 +207,7 @@ def _up(args: argparse.Namespace) -> int:
     if settings.http_address:
         extras.require("--http-address", "http")
     logs.set_up(settings.log_level, settings.log_format, "up")
+    check_environment(os.environ)
     _end_on_signals()
     try:
         with Stack(settings) as stack:
@@ -341,6 +343,7 @@ def _http(args: argparse.Namespace) -> int:
     settings = read_config(HttpConfig, args, os.environ)
     extras.require("specwire http", "http")
     logs.set_up(settings.log_level, settings.log_format, "http")
+    check_environment(os.environ)
     preflight.check(settings)
     from specwire.http import server
 

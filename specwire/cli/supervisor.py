@@ -23,8 +23,9 @@ from types import MappingProxyType
 from typing import Self
 
 from specwire import parent, preflight
+from specwire.config.environment import ALL_CONFIGS
 from specwire.config.fields import next_address
-from specwire.config.flags import env_name, flag_words
+from specwire.config.flags import flag_words, known_variables, unknown_variables
 from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.services import ListenConfig, VerifyConfig
 from specwire.config.stack import StackConfig, UpConfig
@@ -488,6 +489,7 @@ def _waiting(module: str) -> dict[str, str]:
 
 def _inherited() -> dict[str, str]:
     """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
-    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services."""
-    ours = {env_name(field.name) for field in fields(UpConfig)}
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services, but for those that no
+    process knows, of which each would warn."""
+    dropped = known_variables([UpConfig]).union(unknown_variables(ALL_CONFIGS, os.environ))
+    return {name: value for name, value in os.environ.items() if name not in dropped}

@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import math
 import sys
 import threading
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -19,18 +18,19 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
+from specwire.client import arguments
+from specwire.client.arguments import Messages, Prompt
 from specwire.client.endpoints import Endpoint, Endpoints
-from specwire.client.resume import RetryPolicy, as_addresses
+from specwire.client.resume import RetryPolicy
 from specwire.client.spans import GenerationSpan, call_metadata
 from specwire.client.streaming import AsyncStream, Stream
 from specwire.completion import Completion
-from specwire.config.fields import split_address
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
-from specwire.errors import ConfigError, InvalidRequestError, RequestCancelledError, SpecwireError
+from specwire.errors import RequestCancelledError, SpecwireError
 from specwire.rpc import channel
 from specwire.security.tls import TLS, Credentials
 from specwire.telemetry import tracing
-from specwire.telemetry.propagation import REQUEST_ID, W3C, TraceContext
+from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Tracing
 from specwire.v1 import generation_pb2
 from specwire.wire.client import generate_request
@@ -38,7 +38,8 @@ from specwire.wire.model import model_info_from_proto
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_RETRY = RetryPolicy()
-Messages = Sequence[Mapping[str, Any]]
+DEFAULT_MAX_CONCURRENT = 256
+"""What a coordinator runs at a time by default."""
 Result = TypeVar("Result")
 
 
@@ -71,8 +72,8 @@ class AsyncClient:
         allow_plaintext: bool = False,
         tracer: Tracing | None = None,
     ) -> None:
-        self._addresses = _checked_addresses(address)
-        self._timeout_s = _checked_timeout(timeout_s)
+        self._addresses = arguments.addresses(address)
+        self._timeout_s = arguments.timeout(timeout_s)
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
@@ -134,21 +135,24 @@ class AsyncClient:
             InvalidRequestError: names the parameter and its value.
             SpecwireError: see `specwire.errors`.
         """
+        arguments.prompt(prompt)
         request = generate_request(
             prompt,
-            params or SamplingParams(),
+            arguments.params(params),
             prompt_token_ids,
-            [dict(m) for m in messages] if messages is not None else None,
+            arguments.conversation(messages),
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             credit_tokens=MIN_CREDIT_TOKENS,
             report_progress=report_progress,
         )
         authorization = self._authorization(token)
-        deadline_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        deadline_s = self._timeout_s if timeout_s is None else arguments.timeout(timeout_s)
         tracer = self._tracer or tracing.of_application()
         address = self._endpoints[self._endpoints.preferred].address
-        span = GenerationSpan(tracer, request, address, _parent(traceparent), _checked_id(request_id))
+        span = GenerationSpan(
+            tracer, request, address, arguments.parent(traceparent), arguments.request_id(request_id)
+        )
         metadata = [*call_metadata(tracer, span.context, request_id), *authorization]
         stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata, span)
         self._streams.add(stream)
@@ -190,13 +194,54 @@ class AsyncClient:
                 pass
             return stream.completion
 
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_concurrent: int = DEFAULT_MAX_CONCURRENT,
+        timeout_s: float | None = None,
+        token: str = "",
+    ) -> list[Completion]:
+        """Generate from several prompts at the same time.
+
+        Args:
+            prompts: each a text, or token ids.
+            params: for all of them, or one for each. A seed that is given once is that of each.
+            max_concurrent: most generations at a time.
+            timeout_s: deadline of each, in seconds, from its own start.
+            token: as for `stream`.
+
+        Returns:
+            The completions, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: names the argument; nothing was sent.
+            SpecwireError: of the first generation that failed; the others are cancelled.
+        """
+        requests = arguments.many(prompts, params)
+        slots = asyncio.Semaphore(arguments.concurrency(max_concurrent))
+
+        async def generate(text: str | None, ids: Sequence[int] | None, params: SamplingParams) -> Completion:
+            async with slots:
+                return await self.generate(
+                    text, params, prompt_token_ids=ids, timeout_s=timeout_s, token=token
+                )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(generate(*each)) for each in requests]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
     async def get_model_info(
         self, *, timeout_s: float = 10.0, token: str = ""
     ) -> tuple[ModelInfo, ModelInfo | None]:
         """The target, and the draft while one is reachable; `token` as for `stream`."""
         request = generation_pb2.GetModelInfoRequest()
         response = await self._endpoints.unary(
-            "GetModelInfo", request, _checked_timeout(timeout_s), self._authorization(token)
+            "GetModelInfo", request, arguments.timeout(timeout_s), self._authorization(token)
         )
         draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
         return model_info_from_proto(response.target), draft
@@ -205,7 +250,7 @@ class AsyncClient:
         """The coordinator's current status."""
         request = generation_pb2.GetStatusRequest()
         status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
-            "GetStatus", request, _checked_timeout(timeout_s)
+            "GetStatus", request, arguments.timeout(timeout_s)
         )
         return status
 
@@ -239,7 +284,7 @@ class Client:
         allow_plaintext: bool = False,
         tracer: Tracing | None = None,
     ) -> None:
-        _checked_addresses(address)
+        arguments.addresses(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._calling = threading.Lock()
@@ -295,6 +340,7 @@ class Client:
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Stream]:
         """Generate, chunk by chunk; options and errors as for `AsyncClient.stream`."""
+        arguments.options(options)
         context = self._client.stream(prompt, params, **options)
         stream = self._run(context.__aenter__())
         try:
@@ -309,7 +355,18 @@ class Client:
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """Generate to the end; options and errors as for `AsyncClient.generate`."""
+        arguments.options(options)
         return self._run(self._client.generate(prompt, params, **options))
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Generate from several prompts at the same time; as `AsyncClient.generate_many`."""
+        arguments.options(options)
+        return self._run(self._client.generate_many(prompts, params, **options))
 
     def get_model_info(
         self, *, timeout_s: float = 10.0, token: str = ""
@@ -351,33 +408,3 @@ async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a plain function on the loop's thread."""
     return function(*args, **kwargs)
-
-
-def _checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
-    addresses = as_addresses(address)
-    if not addresses:
-        raise InvalidRequestError("address", "empty", "at least one HOST:PORT is required")
-    for each in addresses:
-        try:
-            split_address("address", each)
-        except ConfigError:
-            raise InvalidRequestError("address", each, "is not HOST:PORT") from None
-    return addresses
-
-
-def _parent(given: str | TraceContext) -> TraceContext:
-    """The caller's context; a malformed one begins a new trace."""
-    context = given if isinstance(given, TraceContext) else TraceContext(given)
-    return W3C.read(W3C.headers(context))
-
-
-def _checked_id(request_id: str) -> str:
-    if request_id and not REQUEST_ID.fullmatch(request_id):
-        raise InvalidRequestError("request_id", request_id, "is not 1 to 128 letters, digits and ._:/-")
-    return request_id
-
-
-def _checked_timeout(timeout_s: float) -> float:
-    if not 0 < timeout_s < math.inf:
-        raise InvalidRequestError("timeout_s", timeout_s, "must be a finite number over 0")
-    return timeout_s

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from specwire.config.client import ClientConfig, HttpConfig
-from specwire.config.flags import refuse_unknown_variables
+from specwire.config.flags import did_you_mean, known_variables, unknown_variables
 from specwire.config.link import ProxyConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
+
+log = logging.getLogger(__name__)
 
 ALL_CONFIGS: tuple[type[Any], ...] = (
     DraftConfig,
@@ -23,5 +26,8 @@ ALL_CONFIGS: tuple[type[Any], ...] = (
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse `SPECWIRE_*` variables that no process reads; raises ConfigError."""
-    refuse_unknown_variables(ALL_CONFIGS, environ)
+    """Log a warning of each `SPECWIRE_*` variable that no process reads; its value may be a secret."""
+    known = known_variables(ALL_CONFIGS)
+    for name in unknown_variables(ALL_CONFIGS, environ):
+        near = did_you_mean(name, known)
+        log.warning("environment variable %s is not known, and has no effect%s", name, near)

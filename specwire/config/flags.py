@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from specwire.errors import ConfigError
 
 ENV_PREFIX = "SPECWIRE_"
-_MAX_VALUE_LEN = 24
+_OF_A_SERVICE = re.compile(
+    ENV_PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_URL = re.compile("(tcp|udp|sctp)://")
 _NEAR = 0.8
 """Likeness by difflib: `embeded` is 0.93 of `embedded`, `embed` 0.77, `gpt2` 0."""
 Config = TypeVar("Config")
@@ -117,9 +121,11 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
     fields = dataclasses.fields(config)  # type: ignore[arg-type]
     flagged = {field.name: getattr(args, field.name) for field in fields if field.name in args}
     from_environ = {
-        field.name: _parse_env(field, environ[env_name(field.name)])
+        field.name: _parse_env(field, environ[name])
         for field in fields
-        if env_name(field.name) in environ and field.name not in flagged
+        if (name := env_name(field.name)) in environ
+        and field.name not in flagged
+        and not _is_of_kubernetes(name, environ[name])
     }
     try:
         return config(**flagged, **from_environ)
@@ -136,19 +142,22 @@ def _named_by_source(error: ConfigError, from_environ: Iterable[str]) -> ConfigE
     return error
 
 
-def refuse_unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str, str]) -> None:
-    """Refuse misspelt `SPECWIRE_*` variables instead of ignoring them.
+def known_variables(configs: Iterable[type[Any]]) -> set[str]:
+    """The variables that these configs are read from."""
+    return {env_name(field.name) for config in configs for field in dataclasses.fields(config)}
 
-    Raises:
-        ConfigError: naming the first unknown variable.
-    """
-    known = {env_name(field.name) for config in configs for field in dataclasses.fields(config)}
-    for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in known:
-            # A longer value may be a secret under a misspelt name.
-            short = len(environ[name]) <= _MAX_VALUE_LEN
-            value = f"={environ[name]!r}" if short else ""
-            raise ConfigError(f"environment variable {name}{value} is not known")
+
+def unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str, str]) -> list[str]:
+    """`SPECWIRE_*` variables that none of these configs reads, sorted, but for those that Kubernetes sets."""
+    known = known_variables(configs)
+    ours = (name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    return sorted(name for name in ours if not _is_of_kubernetes(name, environ[name]))
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    """Whether it describes a Service called `specwire` or `specwire-...`, beside which the process runs:
+    SPECWIRE_SERVICE_HOST, SPECWIRE_PORT=tcp://10.0.0.1:7070, SPECWIRE_PORT_7070_TCP_ADDR."""
+    return bool(_OF_A_SERVICE.fullmatch(name)) or (name.endswith("_PORT") and bool(_URL.match(value)))
 
 
 def _parse_env(field: dataclasses.Field[Any], text: str) -> Any:

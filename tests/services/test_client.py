@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specwire import (
     AsyncClient,
     Client,
+    ContextLengthError,
     Fate,
     InvalidRequestError,
     RequestCancelledError,
@@ -67,7 +68,7 @@ class TestShape:
         calls = {"".join("_" + c.lower() if c.isupper() else c for c in m.name)[1:] for m in service.methods}
         for kind in (Client, AsyncClient):
             public = {name for name in vars(kind) if not name.startswith("_")}
-            assert public == calls | {"stream", "close"}
+            assert public == calls | {"stream", "generate_many", "close"}
 
     def test_sync_and_async_methods_take_the_same_arguments(self) -> None:
         for name in ("get_model_info", "get_status", "close", "__init__"):
@@ -76,6 +77,8 @@ class TestShape:
         for name in ("stream", "generate"):
             parameters = list(inspect.signature(getattr(Client, name)).parameters)
             assert parameters == ["self", "prompt", "params", "options"]
+        parameters = list(inspect.signature(Client.generate_many).parameters)
+        assert parameters == ["self", "prompts", "params", "options"]
 
 
 class TestGenerate:
@@ -148,6 +151,45 @@ class TestGenerate:
         with client.stream(PROMPT, ENDLESS) as stream:
             first_chunk(stream)
             assert client.get_status().num_running == 1
+
+
+class TestMany:
+    PROMPTS = ("The quick brown", [5, 6, 7], "jumps over")
+
+    def test_completions_are_in_order_and_those_of_single_calls(self, client: Client) -> None:
+        each = [SamplingParams(temperature=0.0, max_tokens=n) for n in (24, 3, 12)]
+        got = client.generate_many(self.PROMPTS, each)
+        single = [
+            client.generate(prompt if isinstance(prompt, str) else None, params, prompt_token_ids=ids)
+            for prompt, params in zip(self.PROMPTS, each, strict=True)
+            for ids in [None if isinstance(prompt, str) else prompt]
+        ]
+        assert [done.token_ids for done in got] == [done.token_ids for done in single]
+        assert [len(done.token_ids) for done in got] == [24, 3, 12]
+
+    def test_they_run_at_the_same_time_and_no_more_than_allowed(self, stack: LocalStack) -> None:
+        async def most(num: int, max_concurrent: int) -> int:
+            async with AsyncClient(stack.address) as client:
+                params = SamplingParams(max_tokens=400, ignore_eos=True)
+                many = client.generate_many(["a"] * num, params, max_concurrent=max_concurrent)
+                task, seen = asyncio.create_task(many), 0
+                while not task.done() and seen < min(num, max_concurrent):
+                    seen = max(seen, (await client.get_status()).num_running)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                return seen
+
+        assert asyncio.run(most(3, 256)) == 3
+        assert asyncio.run(most(3, 2)) == 2
+        stack.assert_idle_within(5.0)
+
+    def test_the_first_failure_is_raised_and_cancels_the_others(self, stack: LocalStack) -> None:
+        endless = SamplingParams(max_tokens=400, ignore_eos=True)
+        too_long = SamplingParams(max_tokens=10**6)
+        with pytest.raises(ContextLengthError, match="max_tokens"):
+            stack.client.generate_many(["a", "b"], [endless, too_long])
+        stack.assert_idle_within(5.0)
 
 
 class TestStream:

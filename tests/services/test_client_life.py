@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,10 +102,81 @@ class TestUnreachable:
         with Client(stack.address) as client:
             assert client.get_status().num_running == 0
 
-    @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7070", "localhost:70700", "h:x"])
-    def test_an_address_that_is_none(self, address: str) -> None:
-        with pytest.raises(InvalidRequestError, match=f"address={address}: is not HOST:PORT"):
+    @pytest.mark.parametrize(
+        ("address", "hint"),
+        [
+            ("", ""),
+            ("localhost", "; did you mean localhost:7070?"),
+            ("localhost:", ""),
+            (":7070", ""),
+            ("localhost:70700", ""),
+            ("h:x", ""),
+            (
+                "http://llm:8080/v1",
+                "; this is gRPC, without a scheme: llm:8080 if the coordinator listens there",
+            ),
+            (7070, ""),
+            (("localhost", 7070), "; did you mean localhost:7070?"),
+        ],
+    )
+    def test_an_address_that_is_none(self, address: Any, hint: str) -> None:
+        first = address[0] if isinstance(address, tuple) else address
+        with pytest.raises(InvalidRequestError, match=f"address={first}: is not HOST:PORT{re.escape(hint)}$"):
             Client(address)
+
+
+class TestArguments:
+    """What people pass by habit: a typed error says what to pass instead; nothing is sent."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls) -> Iterator[Client]:
+        with Client("127.0.0.1:1") as client:
+            yield client
+
+    @pytest.mark.parametrize(
+        ("prompt", "problem"),
+        [
+            (
+                ["a", "b"],
+                r"prompt=\['a', 'b'\]: is of type list, and not a text; generate_many takes several",
+            ),
+            ([1, 2], "give token ids as prompt_token_ids="),
+            ([{"role": "user", "content": "a"}], "give messages as messages="),
+            (123, "prompt=123: is of type int, and not a text$"),
+            (b"a", "is of type bytes, and not a text$"),
+        ],
+    )
+    def test_a_prompt_that_is_no_text(self, client: Client, prompt: Any, problem: str) -> None:
+        with pytest.raises(InvalidRequestError, match=problem):
+            client.generate(prompt)
+        with pytest.raises(InvalidRequestError, match=problem), client.stream(prompt):
+            pass
+
+    @pytest.mark.parametrize("params", [{"max_tokens": 3}, 3, "greedy"])
+    def test_parameters_of_another_type(self, client: Client, params: Any) -> None:
+        with pytest.raises(InvalidRequestError, match=rf"^params=.*is of type {type(params).__name__}; give"):
+            client.generate("a", params)
+
+    def test_parameters_as_arguments(self, client: Client) -> None:
+        problem = r"^max_tokens=3: belongs into SamplingParams: generate\(prompt, SamplingParams\(max_tokens"
+        for call in (client.generate, client.generate_many):
+            with pytest.raises(InvalidRequestError, match=problem):
+                call("a", max_tokens=3)
+
+    def test_messages_that_are_none(self, client: Client) -> None:
+        for messages in ("hello", ["hello"], {"role": "user"}):
+            with pytest.raises(InvalidRequestError, match=r"^messages=.*must be a list of"):
+                client.generate(messages=messages)
+
+    def test_several_prompts_that_are_none(self, client: Client) -> None:
+        with pytest.raises(InvalidRequestError, match=r"^prompts=a: is no list of prompts; generate takes"):
+            client.generate_many("a")
+        with pytest.raises(InvalidRequestError, match=r"^params=.*1 for 2 prompts; give one for all"):
+            client.generate_many(["a", "b"], [SamplingParams()])
+        with pytest.raises(InvalidRequestError, match=r"^max_concurrent=0: must be"):
+            client.generate_many(["a"], max_concurrent=0)
+        assert client.generate_many([]) == []
 
 
 class TestLife:

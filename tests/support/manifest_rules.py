@@ -22,7 +22,7 @@ from specwire.cli import main as cli
 from specwire.config import client as client_config
 from specwire.config import services as config
 from specwire.config.environment import ALL_CONFIGS
-from specwire.config.flags import add_flags, env_name, flag_name, read_config, refuse_unknown_variables
+from specwire.config.flags import add_flags, env_name, flag_name, read_config, unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
 from specwire.telemetry.metrics import Metric
@@ -130,7 +130,8 @@ def settings(pod: Pod) -> Any:
     if unknown:
         raise ConfigError(f"unknown flags {' '.join(unknown)}")
     environ = {name: _filled_in(value) for name, value in pod.environ.items()}
-    refuse_unknown_variables(ALL_CONFIGS, environ)
+    if strange := unknown_variables(ALL_CONFIGS, environ):
+        raise ConfigError(f"unknown variables {' '.join(strange)}")
     return read_config(kind, args, environ)
 
 

@@ -75,6 +75,22 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     return named.get(field.name, "org/model")
 
 
+KUBERNETES = {
+    "SPECWIRE_SERVICE_HOST": "10.0.0.1",
+    "SPECWIRE_SERVICE_PORT": "7070",
+    "SPECWIRE_SERVICE_PORT_GRPC": "7070",
+    "SPECWIRE_PORT": "tcp://10.0.0.1:7070",
+    "SPECWIRE_PORT_7070_TCP": "tcp://10.0.0.1:7070",
+    "SPECWIRE_PORT_7070_TCP_PROTO": "tcp",
+    "SPECWIRE_PORT_7070_TCP_PORT": "7070",
+    "SPECWIRE_PORT_7070_TCP_ADDR": "10.0.0.1",
+    "SPECWIRE_DRAFT_SERVICE_HOST": "10.0.0.2",
+    "SPECWIRE_DRAFT_PORT": "tcp://10.0.0.2:7071",
+    "SPECWIRE_DRAFT_PORT_7071_TCP_ADDR": "10.0.0.2",
+}
+"""What Kubernetes sets in a pod beside Services called `specwire` and `specwire-draft`."""
+
+
 class TestSources:
     @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=IDS)
     def test_every_field_has_a_flag_and_a_variable(self, kind: type[Any], field: Any) -> None:
@@ -138,10 +154,29 @@ class TestBooleans:
 
 
 class TestRefusals:
-    def test_a_misspelt_variable(self) -> None:
-        with pytest.raises(ConfigError, match="SPECWIRE_NUM_DRAFT_TOKEN='3' is not known"):
-            check_environment({"SPECWIRE_NUM_DRAFT_TOKEN": "3", "PATH": "/bin"})
+    def test_a_misspelt_variable_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        check_environment({"SPECWIRE_NUM_DRAFT_TOKEN": "sw_secret", "SPECWIRE_QQQ": "", "PATH": "/bin"})
+        assert caplog.messages == [
+            "environment variable SPECWIRE_NUM_DRAFT_TOKEN is not known, and has no effect; "
+            "did you mean SPECWIRE_NUM_DRAFT_TOKENS?",
+            "environment variable SPECWIRE_QQQ is not known, and has no effect",
+        ]
+
+    def test_variables_of_ours_and_of_a_kubernetes_service(self, caplog: pytest.LogCaptureFixture) -> None:
         check_environment({env_name(field.name): "" for _, field in FIELDS} | {"SPECWIREX": "1"})
+        check_environment(KUBERNETES)
+        assert not caplog.messages
+
+    def test_variables_of_a_kubernetes_service_are_not_ours(self) -> None:
+        """Beside a Service called `specwire-listen`, or one called `specwire` for a flag `--port`."""
+
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Listening:
+            port: int = flags.option(8000, "a port")
+            service_host: str = flags.option("", "a host")
+
+        assert read_config(Listening, parse(Listening), KUBERNETES) == Listening()
+        assert read_config(Listening, parse(Listening), {"SPECWIRE_PORT": "81"}).port == 81
 
     @pytest.mark.parametrize(
         ("variable", "text", "problem"),
