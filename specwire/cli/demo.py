@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from specwire.cli import compare
@@ -19,7 +22,7 @@ from specwire.cli.supervisor import Stack
 from specwire.cli.terminal import dim, passes, stream, table
 from specwire.client.client import Client
 from specwire.completion import Completion, Speculation, Stage
-from specwire.config.stack import StackConfig
+from specwire.config.stack import DemoConfig, StackConfig
 from specwire.core import SamplingParams
 
 PROMPT = '''class Stack:
@@ -27,7 +30,7 @@ PROMPT = '''class Stack:
 
     def __init__(self'''
 
-_NEXT = "next: specwire up --http-address 127.0.0.1:8080    a page that races both, and OpenAI's API"
+_PAGE_ADDRESS = "127.0.0.1:8080"
 
 
 def run(
@@ -57,7 +60,7 @@ def run(
             figures, words = compare.to_dict(compared), compare.summary(compared, colour)
         else:
             both = _both(generate, params)
-            figures, words = _to_dict(*both), _summary(*both, colour)
+            figures, words = _to_dict(*both), _summary(*both, _next(config), colour)
         figures["least_pass_ms"] = config.least_pass_ms
     print(json.dumps(figures, ensure_ascii=False, indent=2) if as_json else words)
     return 0
@@ -90,7 +93,28 @@ def _pace(least_pass_ms: float) -> str:
     )
 
 
-def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
+def _next(config: StackConfig) -> str:
+    """The command that serves the same models at a pace that shows the gain, as it can be called here."""
+    defaults = DemoConfig()
+    given = {"least_pass_ms": f"{config.least_pass_ms or defaults.least_pass_ms:g}"}
+    names = ("target", "draft", "speculative_config", "device", "draft_device")
+    given |= {
+        name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)
+    }
+    flags = [f"--{name.replace('_', '-')} {shlex.quote(value)}" for name, value in given.items()]
+    return " ".join([_called(), "up --http-address", _PAGE_ADDRESS, *flags])
+
+
+def _called() -> str:
+    """This command: by its name, or by its path where the shell would not find it."""
+    if shutil.which("specwire"):
+        return "specwire"
+    beside = Path(sys.executable).with_name("specwire")
+    path = os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
+    return shlex.quote(path) if beside.exists() else f"{shlex.quote(sys.executable)} -m specwire.cli"
+
+
+def _summary(speculative: Completion, plain: Completion, following: str, colour: bool) -> str:
     speculation = speculative.speculation
     fast, slow = tokens_per_s(speculative), tokens_per_s(plain)
     rows = [
@@ -104,7 +128,17 @@ def _summary(speculative: Completion, plain: Completion, colour: bool) -> str:
     if speculation.why_plain:
         rows.insert(0, ("decoded plainly", speculation.why_plain))
     figures, stages = table(rows, colour), table(_stages(speculative, plain), colour)
-    return "\n".join(["", *figures, "", dim(_NEXT, colour), "", *stages])
+    return "\n".join(
+        [
+            "",
+            *figures,
+            "",
+            dim("next, a page that races both, and OpenAI's API:", colour),
+            f"  {following}",
+            "",
+            *stages,
+        ]
+    )
 
 
 def _likeness(speculative: Completion, plain: Completion) -> str:

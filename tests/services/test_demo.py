@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from specwire.cli import demo
 from specwire.cli import main as cli
 from specwire.cli.terminal import painted_chunk, passes, printable
 from specwire.completion import Speculation
+from specwire.config.flags import read_config
 from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion
 from tests.support.harness import LocalStack
@@ -98,6 +101,29 @@ class TestDemo(OnOurStack):
             (line,) = [line for line in capsys.readouterr().out.splitlines() if "paced" in line]
             assert line.startswith(expected)
             assert ("--least-pass-ms 0" in line) == (not flags)
+
+    @pytest.mark.parametrize("flags", [[], ["--draft", "ngram,embedded", "--least-pass-ms", "0"]])
+    def test_the_next_step_has_the_same_models_and_a_pace_that_shows_the_gain(
+        self, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+        assert cli.main([*self.ARGV, *flags]) == 0
+        _, _, after = capsys.readouterr().out.partition("next, a page that races both, and OpenAI's API:\n  ")
+        called, *arguments = after.partition("\n")[0].split()
+        up = read_config(UpConfig, cli._parser().parse_args(arguments), {})
+        assert (called, up.least_pass_ms, up.http_address) == ("specwire", 30, "127.0.0.1:8080")
+        assert up.draft == (flags[1] if flags else "embedded")
+
+    def test_the_next_step_is_called_by_its_path_where_the_shell_would_not_find_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+        monkeypatch.chdir(tmp_path)
+        assert demo._called() == f"{tmp_path}/.venv/bin/python -m specwire.cli"
+        (tmp_path / ".venv" / "bin").mkdir(parents=True)
+        (tmp_path / ".venv" / "bin" / "specwire").touch()
+        assert demo._called() == ".venv/bin/specwire"
 
     def test_coloured_on_a_terminal(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal = Terminal()
