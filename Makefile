@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench system setup lock sbom images format lint types proto proto-check unit slow train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -21,6 +21,10 @@ chaos: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Those of the page in docs/pictures.
+pictures: setup system
+	$(BIN)/python -m benchmarks.pictures
 
 setup: $(VENV)/installed
 

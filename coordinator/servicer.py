@@ -37,6 +37,7 @@ from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
+from specwire.config.fields import split_address
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo, Rule
 from specwire.estimate import clock
@@ -390,7 +391,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
         await self._send_headers(context)
-        draft = self._draft.info
+        draft = self._draft_info()
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._target_info()),
             draft=wire.model_info_to_proto(draft) if draft else None,
@@ -401,6 +402,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The target with what clients of a conversation need to know."""
         template = self._tokenizer.tool_template if self._tokenizer else ""
         return replace(self._verify.info, chat_template=template)
+
+    def _draft_info(self) -> ModelInfo | None:
+        """The draft, and whether it is beside the target."""
+        hosts, of_target = (
+            {split_address("address", replica.address)[0] for replica in pool.replicas}
+            for pool in (self._draft, self._verify)
+        )
+        info = self._draft.info
+        return replace(info, shares_machine=not hosts.isdisjoint(of_target)) if info else None
 
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any

@@ -586,6 +586,8 @@ class ModelInfo:
         learning: of a draft that learns while it serves; None for one that does not.
         chat_template: of a coordinator's target, what conversations with tools are rendered with (Jinja);
             empty without one.
+        least_pass_ms: least time of a pass, in milliseconds, where passes are paced; 0 for others.
+        shares_machine: of a coordinator's draft, whether it runs on a machine of the target, by address.
     """
 
     name: str
@@ -613,6 +615,8 @@ class ModelInfo:
     decoder_token_ids: tuple[int, ...] = ()
     learning: Learning | None = None
     chat_template: str = ""
+    least_pass_ms: float = 0.0
+    shares_machine: bool = False
 
     @property
     def has_encoder(self) -> bool:

@@ -190,6 +190,7 @@ def _model_info(config: ModelServiceConfig, source: str, description: dict[str, 
         trees=not config.batch_invariant,
         drafts=config.own.source != "",
         own_source=config.own.source,
+        least_pass_ms=config.least_pass_ms,
         weights_fingerprint="" if is_emulated else weights_fingerprint(model_directory(source)),
         **description,  # type: ignore[arg-type]
     )

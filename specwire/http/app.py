@@ -138,12 +138,18 @@ def _choices(wanted: Body) -> list[Choice]:
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
+    target, draft = model.info, model.draft
     return {
         "id": model.name,
         "object": "model",
         "created": 0,
         "owned_by": "specwire",
-        "max_model_len": model.info.context_len,
+        "max_model_len": target.context_len,
+        "specwire": {
+            "draft": draft.name if draft else target.own_source or None,
+            "least_pass_ms": target.least_pass_ms,
+            "draft_shares_machine": draft is not None and draft.shares_machine,
+        },
     }
 
 

@@ -20,10 +20,11 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The target, under the name that clients ask for."""
+    """The target, under the name that clients ask for, and its draft model, if there is one."""
 
     name: str
     info: ModelInfo
+    draft: ModelInfo | None = None
 
 
 class Models:
@@ -50,8 +51,8 @@ class Models:
         return await self._answers.get(token)
 
     async def _ask(self, token: str) -> ServedModel:
-        info, _ = await self._client.get_model_info(timeout_s=_TIMEOUT_S, token=token)
-        return ServedModel(self._config.model_name or info.name, info)
+        info, draft = await self._client.get_model_info(timeout_s=_TIMEOUT_S, token=token)
+        return ServedModel(self._config.model_name or info.name, info, draft)
 
     async def speller(self, model: ServedModel) -> Spell:
         """Spells the model's tokens. Raises as `tokenizer`."""

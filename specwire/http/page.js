@@ -1,16 +1,8 @@
 "use strict";
-// Speaks the public API only: /v1/models, and /v1/completions with `return_fates`.
-
-const $ = (id) => document.getElementById(id);
-// Every moment of a generation belongs to one of them.
-const STAGES = [
-  "admission", "draft", "draft_queue", "draft_network", "verify", "verify_queue", "verify_network",
-  "rule", "emit", "client_credit", "failover", "coordinator",
-];
-/** Sources of guesses that are no model. */
-const METHODS = new Set(document.body.dataset.methods.split(" "));
+// Runs and races. Speaks the public API only: /v1/models, and /v1/completions with `return_fates`.
 
 let model = "";
+let pace = { least_pass_ms: 0, draft_shares_machine: false };
 let running = null; // AbortController of what runs now
 
 // --- the API -------------------------------------------------------------------------------------
@@ -29,8 +21,20 @@ async function refusal(response) {
 async function findModel() {
   const response = await fetch("v1/models", { headers: headers() });
   if (!response.ok) throw await refusal(response);
-  model = (await response.json()).data[0].id;
+  const served = (await response.json()).data[0];
+  model = served.id;
+  pace = served.specwire;
   $("model").textContent = model;
+  $("draft").textContent = pace.draft ? `draft ${pace.draft}` : "no draft model";
+  $("pace").textContent = paceInWords();
+}
+
+function paceInWords() {
+  if (pace.least_pass_ms) {
+    return `Paced: passes of the target take at least ${pace.least_pass_ms} ms, as of a large model on its own device.`;
+  }
+  const where = pace.draft_shares_machine ? "draft and target share this machine, and " : "";
+  return `Not paced: ${where}a pass takes what it takes.`;
 }
 
 /** The JSON of each server-sent event, until [DONE]. */
@@ -79,7 +83,7 @@ class Lane {
     this.ids = [];
     this.rounds = [];
     this.numWhole = 0;
-    this.record = null;
+    this.record = this.timing = null;
     this.startedMs = this.endedMs = 0;
     this.find(".text").replaceChildren(element("span", { className: "given", textContent: prompt }));
     Object.assign(this.find("progress"), { max: maxTokens, value: 0 });
@@ -97,12 +101,12 @@ class Lane {
   }
 
   /** What a chunk brought: its tokens, and the guesses that were refused before the last of them. */
-  add({ tokens, rejected, tree }) {
+  add({ tokens, rejected, tree, speculation, timing }) {
     const text = this.find(".text");
     const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-    if (tree) this.rounds.push({ tree, spans: [], numEmitted: 0, own: null });
-    const refused = rejected.map((token) => shown({ ...token, text: visible(token.text) }));
-    refused.forEach((span) => this.assign(span, this.rounds.length - 1));
+    this.addRounds(tree, speculation.num_rounds, timing);
+    const refused = rejected.map((token) => this.shown({ ...token, text: visible(token.text) }, this.rounds.length - 1));
+    this.rounds.at(-1)?.rejected.push(...rejected);
     const emitted = tokens.map((token) => this.emit(token));
     text.append(...emitted.slice(0, -1), ...refused, ...emitted.slice(-1));
     this.ids.push(...tokens.map((token) => token.id));
@@ -110,22 +114,31 @@ class Lane {
     if (atEnd) text.scrollTop = text.scrollHeight;
   }
 
-  /** A round emits the path of its tree and a token of the target's own; some may come with a later chunk. */
-  emit(token) {
-    const span = shown(token);
-    const round = this.assign(span, this.numWhole);
-    if (round && ++round.numEmitted > round.tree.path.length) {
-      round.own = token;
-      this.numWhole += 1;
+  /** A chunk is a round, or several where the browser is slower: then it has the tree of the last one. */
+  addRounds(tree, numRounds, timing) {
+    const spent = between(this.timing, timing, Math.max(1, numRounds - this.rounds.length));
+    while (this.rounds.length < numRounds) {
+      this.rounds.push({ tree: null, timing: spent, spans: [], tokens: [], rejected: [] });
     }
+    if (numRounds) this.rounds.at(-1).tree = tree;
+    this.timing = timing;
+  }
+
+  /** A round ends with a token of the target's own; some of its tokens may come with a later chunk. */
+  emit(token) {
+    const span = this.shown(token, this.numWhole);
+    this.rounds[this.numWhole]?.tokens.push(token);
+    this.numWhole += isOwn(token);
     return span;
   }
 
-  assign(span, index) {
-    const round = this.rounds[index];
-    round?.spans.push(span);
-    span.dataset.round = index;
-    return round;
+  shown(token, index) {
+    const span = element("span", { className: "token", textContent: token.text });
+    mark(span, token.fate, token.source);
+    Object.assign(span.dataset, { round: index, source: token.source });
+    span.classList.toggle("rejected", token.fate === "rejected");
+    this.rounds[index]?.spans.push(span);
+    return span;
   }
 
   end(record) {
@@ -147,189 +160,6 @@ class Lane {
     this.find(".clock").textContent = `${this.seconds.toFixed(2)} s`;
     this.find(".speed").textContent = this.ids.length ? `${this.speed.toFixed(1)} tokens/s` : "– tokens/s";
   }
-}
-
-function element(name, properties = {}, children = []) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
-
-function shown(token) {
-  const title = `${token.fate}, ${token.source ? `a guess of ${token.source}` : "the target's own"}`;
-  const span = element("span", { className: "token", textContent: token.text, title });
-  mark(span, token.fate, token.source);
-  if (token.fate === "rejected") span.classList.add("rejected");
-  return span;
-}
-
-function mark(node, fate, source) {
-  node.dataset.fate = fate;
-  node.dataset.from = METHODS.has(source) ? "text" : source ? "model" : "target";
-  return node;
-}
-
-function visible(text) {
-  return text.replaceAll("\n", "⏎") || "∅";
-}
-
-// --- the live view -----------------------------------------------------------------------------------
-
-const live = {
-  reset() {
-    for (const id of ["rounds", "mean-length", "rate", "prepared"]) $(id).textContent = "–";
-    $("positions").replaceChildren(element("li", { className: "empty", textContent: "no guesses yet" }));
-    $("stages").replaceChildren();
-    $("stage-times").replaceChildren();
-    $("sources").replaceChildren();
-    $("strip").replaceChildren();
-    trees.reset();
-  },
-
-  add({ rejected, tree, speculation, timing }) {
-    this.count(speculation);
-    this.sources(speculation);
-    this.positions(speculation);
-    this.stages(timing);
-    if (!tree) return; // a coordinator that does not send it
-    this.round(tree, rejected);
-    trees.follow();
-  },
-
-  count(counts) {
-    const drafts = counts.acceptance_histogram.reduce((sum, n) => sum + n, 0);
-    $("rounds").textContent = counts.num_rounds;
-    if (!drafts) return;
-    $("mean-length").textContent = (1 + counts.num_accepted_tokens / drafts).toFixed(2);
-    $("rate").textContent = percent(counts.num_accepted_tokens, counts.num_draft_tokens);
-    $("prepared").textContent = percent(counts.num_prepared, drafts);
-  },
-
-  sources({ by_source: counts }) {
-    const rows = counts.map(({ source, num_accepted_tokens: accepted, num_draft_tokens: drafted }) => {
-      const name = mark(element("span", { className: "token", textContent: source }), "accepted", source);
-      return element("li", {}, [name, ` ${accepted} of ${drafted}`]);
-    });
-    $("sources").replaceChildren(...rows);
-  },
-
-  positions({ drafted_per_position: drafted, accepted_per_position: accepted }) {
-    if (!drafted.length) return;
-    const columns = drafted.map((num, i) => {
-      const bar = element("i");
-      bar.style.height = `${(100 * accepted[i]) / num}%`;
-      const column = element("div", { className: "column" }, [bar]);
-      const share = element("span", { textContent: percent(accepted[i], num) });
-      const name = element("small", { textContent: `#${i + 1}` });
-      return element("li", { title: `${accepted[i]} of ${num}` }, [column, share, name]);
-    });
-    $("positions").replaceChildren(...columns);
-  },
-
-  stages(timing) {
-    const parts = STAGES.map((name) => [name, timing[`${name}_ms`]]);
-    $("stages").replaceChildren(
-      ...parts.map(([name, ms]) => {
-        const part = stageMark(name);
-        part.style.width = `${(100 * ms) / timing.total_ms}%`;
-        return part;
-      }),
-    );
-    $("stage-times").replaceChildren(
-      ...parts.map(([name, ms]) =>
-        element("div", {}, [
-          element("dt", {}, [stageMark(name), name.replace("_", " ")]),
-          element("dd", { textContent: `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms` }),
-        ]),
-      ),
-    );
-  },
-
-  /** One stack a round: what was kept, what was refused, the target's own token. */
-  round({ path, source }, rejected) {
-    const strip = $("strip");
-    const square = (fate, from) => mark(element("i"), fate, from);
-    const stack = element("div", {}, [
-      ...path.map(() => square("accepted", source)),
-      ...rejected.map(() => square("rejected", source)),
-      square(rejected.length ? "recovered" : "bonus", ""),
-    ]);
-    stack.dataset.round = strip.childElementCount;
-    strip.append(stack);
-    strip.scrollLeft = strip.scrollWidth;
-  },
-};
-
-// --- the guesses of one round: of the latest, or of the one that is pointed at ------------------------
-
-const trees = {
-  reset() {
-    this.index = -1;
-    this.isChosen = false;
-    this.clear("Guesses of a round");
-  },
-
-  clear(title) {
-    $("tree-title").textContent = title;
-    $("tree").replaceChildren();
-  },
-
-  /** The latest round, unless another one was chosen. */
-  follow() {
-    if (!this.isChosen) this.draw(lanes.on.rounds.length - 1);
-  },
-
-  choose(index) {
-    if (!lanes.on.rounds[index]) return;
-    this.release();
-    this.draw(index);
-    this.isChosen = true;
-    lanes.on.rounds[index].spans.forEach((span) => span.classList.add("pointed"));
-  },
-
-  release() {
-    if (this.isChosen) lanes.on.rounds[this.index].spans.forEach((span) => span.classList.remove("pointed"));
-    this.isChosen = false;
-  },
-
-  draw(index) {
-    const { tree, own } = lanes.on.rounds[index];
-    const num = tree.token_ids.length;
-    const guesses = `${num} ${num === 1 ? "guess" : "guesses"} of ${tree.source}, ${tree.path.length} kept`;
-    this.index = index;
-    this.clear(`Round ${index + 1}: ${num ? guesses : "no guesses"}`);
-    const root = element("span", { className: "node", textContent: "…", title: "the text before" });
-    $("tree").append(element("li", {}, [root, branches(tree, own, -1)]));
-  },
-};
-
-/** What follows a guess, or the text before (-1): guesses, and the target's own token where the path ends. */
-function branches(tree, own, parent) {
-  const isEnd = (tree.path.at(-1) ?? -1) === parent;
-  const parents = tree.parents.length ? tree.parents : tree.token_ids.map((_, i) => i - 1);
-  const items = tree.texts.flatMap((text, i) => {
-    if (parents[i] !== parent) return [];
-    const fate = tree.path.includes(i) ? "accepted" : isEnd ? "rejected" : "dropped";
-    return [branch({ text, fate, source: tree.source }, branches(tree, own, i))];
-  });
-  if (isEnd && own) items.unshift(branch(own));
-  return items.length ? element("ul", {}, items) : "";
-}
-
-function branch(token, following = "") {
-  const node = element("span", { className: "node", textContent: visible(token.text).replaceAll(" ", "·") });
-  node.title = token.fate;
-  return mark(element("li", {}, [node, following]), token.fate, token.source);
-}
-
-function percent(part, whole) {
-  return whole ? `${Math.round((100 * part) / whole)} %` : "–";
-}
-
-function stageMark(name) {
-  const square = element("i");
-  square.dataset.stage = name;
-  return square;
 }
 
 // --- run and race --------------------------------------------------------------------------------------
@@ -368,8 +198,9 @@ async function fill(lane, body, watch, signal) {
 async function run(asked, signal) {
   say("Running …");
   await fill(lanes.on, request(asked, asked.speculating), live, signal);
-  const { num_draft_tokens: drafted, num_accepted_tokens: accepted } = lanes.on.record.speculation;
-  say(`Done: ${lanes.on.ids.length} tokens in ${lanes.on.seconds.toFixed(2)} s; ${accepted} of ${drafted} guesses accepted.`);
+  const { num_draft_tokens: drafted, num_accepted_tokens: accepted, why_plain: why } = lanes.on.record.speculation;
+  const guesses = why ? `decoded plainly: ${why}` : `${accepted} of ${drafted} guesses accepted`;
+  say(`Done: ${lanes.on.ids.length} tokens in ${lanes.on.seconds.toFixed(2)} s; ${guesses}.`);
 }
 
 /** The same request twice. First a short one, so that neither pays for what both find: the prompt's cache. */
@@ -394,15 +225,42 @@ function judge(together) {
   const { on, off } = lanes;
   const length = Math.max(on.ids.length, off.ids.length);
   const differs = Array.from({ length }, (_, i) => i).find((i) => on.ids[i] !== off.ids[i]);
-  const speed = `${(off.seconds / on.seconds).toFixed(2)} × as fast as without`;
+  const times = off.seconds / on.seconds;
+  const speed = `${times.toFixed(2)} × as fast as without`;
   const same = `Same text, all ${length} tokens; with speculation ${speed}.`;
   const other = `The texts differ from token ${differs} on: rounding in the model decided otherwise there.`;
   const how = together ? "Run at the same time, sharing the device." : "Run one after the other, same prompt, seed and rule (gumbel).";
+  const lines = [...(times < EVEN[1] ? [whyNotFaster()] : []), `${paceInWords()} ${how}`];
   const verdict = $("verdict");
-  verdict.replaceChildren(differs === undefined ? same : other, element("small", { textContent: how }));
-  verdict.classList.toggle("differs", differs !== undefined);
+  verdict.replaceChildren(
+    element("p", { textContent: differs === undefined ? same : other }),
+    ...lines.map((textContent) => element("small", { textContent })),
+  );
+  verdict.dataset.kind = differs !== undefined ? "differs" : times >= EVEN[1] ? "faster" : times > EVEN[0] ? "even" : "slower";
   verdict.hidden = false;
+  verdict.scrollIntoView({ block: "nearest" });
   say("Race done.");
+}
+
+/** Times of plain decoding that two runs of the same may differ by. */
+const EVEN = [0.98, 1.02];
+
+/** By where the time of a round went: what a proposal costs, what guesses add to a pass, what they bring. */
+function whyNotFaster() {
+  const [counts, plain] = [lanes.on.record.speculation, lanes.off.record.speculation];
+  if (counts.why_plain) return `Decoded plainly: ${counts.why_plain}.`;
+  const [withDrafts, without] = [perRound(lanes.on, counts.num_rounds), perRound(lanes.off, plain.num_rounds)];
+  return (
+    `A round brought ${counts.tokens_per_round.toFixed(2)} tokens and took as long as ` +
+    `${(withDrafts.total / without.total).toFixed(2)} plain ones: ${(withDrafts.draft / without.verify).toFixed(2)} ` +
+    `plain passes for the proposal, ${(withDrafts.verify / without.verify).toFixed(2)} for the pass with guesses.`
+  );
+}
+
+/** Milliseconds a round: in all, until the proposal was there, and until the verdict was. */
+function perRound({ record: { timing } }, numRounds) {
+  const of = (stage) => (timing[`${stage}_ms`] + timing[`${stage}_queue_ms`] + timing[`${stage}_network_ms`]) / numRounds;
+  return { total: timing.total_ms / numRounds, draft: of("draft"), verify: of("verify") };
 }
 
 function say(text) {
@@ -421,6 +279,7 @@ function prepare(asked, racing) {
   lanes.on.reset(asked.prompt, asked.max_tokens);
   lanes.off.reset(asked.prompt, asked.max_tokens);
   lanes.off.root.hidden = !racing;
+  $("lanes").classList.toggle("racing", racing);
   $("verdict").hidden = true;
   $("records").hidden = true;
 }
@@ -431,6 +290,7 @@ async function perform(racing) {
   running = new AbortController();
   prepare(asked, racing);
   become("running");
+  $("status").scrollIntoView({ block: matchMedia("(max-width: 40rem)").matches ? "start" : "nearest" });
   try {
     if (!model) await findModel();
     await (racing ? race(asked, $("together").checked, running.signal) : run(asked, running.signal));
@@ -454,14 +314,13 @@ $("form").addEventListener("submit", (event) => {
 $("race").addEventListener("click", () => perform(true));
 $("stop").addEventListener("click", () => running?.abort());
 $("keep").addEventListener("change", () => document.body.classList.toggle("keep", $("keep").checked));
-for (const shows of [lanes.on.find(".text"), $("strip")]) {
-  shows.addEventListener("mouseover", ({ target }) => trees.choose(Number(target.closest("[data-round]")?.dataset.round)));
-  shows.addEventListener("mouseleave", () => trees.release());
-}
+watchTokens(lanes.on.find(".text"));
+watchStrip($("strip"));
+$("card-close").addEventListener("click", () => card.hide());
 $("tree-before").addEventListener("click", () => trees.choose(trees.index - 1));
 $("tree-after").addEventListener("click", () => trees.choose(trees.index + 1));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key === "Escape") card.span ? card.hide() : running?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) perform(false);
 });
 findModel().catch((error) => {

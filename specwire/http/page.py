@@ -12,11 +12,13 @@ from importlib import resources
 
 from specwire.config.speculative import METHODS
 
+_FILES = {"{css}": "page.css", "{live}": "page_live.js", "{js}": "page.js"}
+
 
 @cache
 def html() -> str:
     """The document."""
-    parts = {"{css}": _source("page.css"), "{js}": _source("page.js"), "{methods}": " ".join(METHODS)}
+    parts = {name: _source(file) for name, file in _FILES.items()} | {"{methods}": " ".join(METHODS)}
     document = _source("page.html")
     for name, part in parts.items():
         document = document.replace(name, part)
@@ -39,7 +41,7 @@ HEADERS = {
             "connect-src 'self'",
             "img-src data:",
             f"style-src {_hash('page.css')}",
-            f"script-src {_hash('page.js')}",
+            f"script-src {_hash('page_live.js')} {_hash('page.js')}",
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 from specwire import Rule, SamplingParams, embedded
-from specwire.completion import Stage
+from specwire.completion import Stage, Timing
 from specwire.http import page
 from specwire.http.answers import fates
 from tests.support.fronts import Fronted, fronted
@@ -37,6 +37,7 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--no-proxy-server", "--window-size=1280,1000"),
+    "--blink-settings=primaryHoverType=2,primaryPointerType=4",  # a mouse
 )
 
 
@@ -159,13 +160,13 @@ def test_a_run_shows_every_token_by_its_fate(here: Fronted, chromium: webdriver.
         for each in counts["by_source"]
     ]
     assert len(shown.tokens("on", "recovered")) == len(shown.tokens("on", "rejected")) > 0
-    own = len(shown.tokens("on", "recovered")) + len(shown.tokens("on", "bonus"))
+    own = sum(len(shown.tokens("on", fate)) for fate in ("recovered", "bonus", "plain"))
     assert own == counts["num_rounds"] == int(shown.text("#rounds"))
     assert len(chromium.find_elements(By.CSS_SELECTOR, "#strip > div")) == counts["num_rounds"]
     assert len(chromium.find_elements(By.CSS_SELECTOR, "#positions .column")) == 4
     rate = 100 * counts["num_accepted_tokens"] / counts["num_draft_tokens"]
     assert abs(int(shown.text("#rate").rstrip(" %")) - rate) <= 0.5
-    assert float(shown.text("#mean-length")) == pytest.approx(counts["mean_acceptance_length"], abs=0.005)
+    assert float(shown.text("#mean-length")) == pytest.approx(48 / counts["num_rounds"], abs=0.005)
     stages = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#stage-times dt")]
     assert stages == [stage.replace("_", " ") for stage in Stage]
     check_bar(shown)
@@ -189,18 +190,20 @@ def check_bar(shown: Page) -> None:
     assert len({colour for *_, colour in found}) == len(Stage)
 
 
-def replay(shown: Page) -> None:
+def replay(shown: Page, *, button: str = "#run", why_plain: str = "") -> None:
     """Run the page on the rounds of `tests/support/rounds.py` instead of the front's answer."""
     chunks = received_chunks(report_progress=True)
     events: list[Any] = [{"choices": [{"text": chunk.text, "specwire": fates(chunk)}]} for chunk in chunks]
     counts = chunks[-1].speculation
     assert counts is not None
-    events.append({"choices": [], "specwire": [{"speculation": asdict(counts)}]})
+    timing = asdict(Timing(total_ms=90, draft_ms=45, verify_ms=45))
+    counts = replace(counts, why_plain=why_plain)
+    events.append({"choices": [], "specwire": [{"speculation": counts.to_dict(), "timing": timing}]})
     lines = [*(json.dumps(event) for event in events), "[DONE]"]
     stream = "".join(f"data: {line}\n\n" for line in lines)
     shown.driver.execute_script("window.fetch = async () => new Response(arguments[0])", stream)
     shown.one("#keep").click()
-    shown.one("#run").click()
+    shown.one(button).click()
     shown.finished()
 
 
@@ -211,7 +214,7 @@ def test_a_rounds_tree_is_drawn_with_the_path_that_was_kept(
     shown = Page(chromium, here.url)
     replay(shown)
     assert shown.text("#tree-title") == "Round 3: no guesses"
-    assert shown.nodes() == [("…", "", 0), ("(", "bonus", 1)]
+    assert shown.nodes() == [("…", "", 0), ("(", "plain", 1)]
     shown.point_at("#lane-on .token")
     assert shown.text("#tree-title") == "Round 1: 5 guesses of small, 2 kept"
     assert shown.nodes() == [
@@ -242,7 +245,7 @@ def test_tokens_from_the_text_are_told_from_the_models(here: Fronted, chromium: 
     shown = Page(chromium, here.url)
     replay(shown)
     script = (
-        "return [...document.querySelectorAll('#lane-on .token')].map((e) => [e.textContent, e.title, "
+        "return [...document.querySelectorAll('#lane-on .token')].map((e) => [e.textContent, about(e), "
         "getComputedStyle(e).borderBottomStyle, getComputedStyle(e).boxShadow !== 'none'])"
     )
     assert chromium.execute_script(script) == [
@@ -252,11 +255,107 @@ def test_tokens_from_the_text_are_told_from_the_models(here: Fronted, chromium: 
         ["def", "accepted, a guess of ngram", "dotted", False],
         [" push", "rejected, a guess of ngram", "dotted", False],
         [" pop", "recovered, the target's own", "none", True],
-        ["(", "bonus, the target's own", "none", True],
+        ["(", "plain, the target's own", "none", True],
     ]
     sources = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#sources li")]
     assert sources == ["small 2 of 5", "ngram 1 of 2"]
+    tiles = [shown.text(selector) for selector in ("#rounds", "#mean-length", "#kinds", "#with-guesses")]
+    assert tiles == ["3", "2.00", "2 with guesses, 1 without", "2.50 with guesses"]
     shown.assert_no_complaints()
+
+
+def test_the_card_of_a_token_has_its_source_and_the_stages_and_guesses_of_its_round(
+    here: Fronted, chromium: webdriver.Chrome
+) -> None:
+    """Under the pointer, by the arrow keys, and by a tap, which stays until it is closed."""
+    shown = Page(chromium, here.url)
+    replay(shown)
+    first = " return · accepted, a guess of small · Round 1: 5 guesses of small, 2 kept"
+    shown.point_at("#lane-on .token")
+    assert shown.text("#card-title") == first
+    nodes = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#card .node")]
+    assert nodes == ["…", "·return", "·self", ".items", "·n", "⏎", "·if"]
+    widths = "return [...document.querySelectorAll('#card-stages i')].map((e) => parseFloat(e.style.width))"
+    assert sum(chromium.execute_script(widths)) == pytest.approx(100, abs=0.1)
+    shown.point_at("#title-on")
+    assert not shown.one("#card").is_displayed()
+    for key, text in ((Keys.ARROW_RIGHT, first), (Keys.ARROW_RIGHT, " n · "), (Keys.ARROW_LEFT, first)):
+        shown.one("#lane-on .text").send_keys(key)
+        assert shown.text("#card-title").startswith(text)
+    shown.one("body").send_keys(Keys.ESCAPE)
+    assert not shown.one("#card").is_displayed()
+    shown.one('#lane-on [data-fate="recovered"]').click()
+    shown.point_at("#title-on")
+    assert shown.text("#card-title").startswith(" pop · recovered, the target's own · Round 2: ")
+    shown.one("#card-close").click()
+    assert not shown.one("#card").is_displayed()
+    shown.assert_no_complaints()
+
+
+@pytest.mark.parametrize(
+    ("off_ms", "why_plain", "kind", "why"),
+    [
+        (3000, "", "faster", ""),
+        (2000, "", "even", "A round brought 2.00 tokens and took as long as 1.00 plain ones: "),
+        (1300, "", "slower", "1.00 plain passes for the proposal, 1.00 for the pass with guesses."),
+        (1300, "does not pay here", "slower", "Decoded plainly: does not pay here."),
+    ],
+)
+def test_the_verdict_says_why_where_speculation_does_not_win(
+    here: Fronted, chromium: webdriver.Chrome, off_ms: int, why_plain: str, kind: str, why: str
+) -> None:
+    """In green where it wins, and only there."""
+    shown = Page(chromium, here.url)
+    replay(shown, button="#race", why_plain=why_plain)
+    script = (
+        "for (const lane of [lanes.on, lanes.off]) lane.startedMs = 1;"
+        "lanes.on.endedMs = 2001; lanes.off.endedMs = 1 + arguments[0]; judge(false);"
+        "const colour = (e) => getComputedStyle(e).borderTopColor;"
+        "return [verdict.dataset.kind, verdict.textContent, colour(verdict) === colour($('lane-on'))]"
+    )
+    found, words, is_neutral = chromium.execute_script(script, off_ms)
+    assert (found, is_neutral) == (kind, kind in ("even", "slower"))
+    assert f"with speculation {off_ms / 2000:.2f} × as fast" in words
+    assert (why or "Not paced: draft and target share this machine") in words
+    assert why != "" or "A round" not in words
+    shown.assert_no_complaints()
+
+
+CONTRASTS = """
+const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const channel = (c) => c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+const behind = (e) => {
+  const colour = parts(getComputedStyle(e).backgroundColor);
+  return colour.length < 4 || colour[3] ? colour : behind(e.parentElement);
+};
+const hasText = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+const isVisible = (e) => e.getClientRects().length && getComputedStyle(e).visibility === "visible";
+const isShown = (e) => isVisible(e) && !e.disabled;
+return [...document.body.querySelectorAll("*")].filter((e) => hasText(e) && isShown(e)).map((e) => {
+  const [dark, light] = [parts(getComputedStyle(e).color), behind(e)].map(luminance).sort((a, b) => a - b);
+  return [(light + 0.05) / (dark + 0.05), e.localName, e.className, e.textContent.slice(0, 20)];
+});
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read(here: Fronted, chromium: webdriver.Chrome, scheme: str) -> None:
+    """At least the contrast that WCAG 2 asks of text (AA), with every fate, a card and a verdict."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        shown = Page(chromium, here.url)
+        replay(shown, button="#race")
+        shown.one('#lane-on [data-fate="recovered"]').click()
+        for kind in ("faster", "slower", "differs"):
+            chromium.execute_script("verdict.dataset.kind = arguments[0]", kind)
+            found = chromium.execute_script(CONTRASTS)
+            assert len(found) > 60
+            assert max(ratio for ratio, *_ in found) > 10
+            assert [each for each in found if each[0] < 4.5] == []
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_rejected_guesses_pass_unless_kept(here: Fronted, chromium: webdriver.Chrome) -> None:

@@ -44,6 +44,9 @@ class TestTokens:
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         models = httpx2.get(here.url + "/v1/models").json()["data"]
         assert answer["max_model_len"] == models[0]["max_model_len"]
+        draft = here.stack.client.get_model_info()[1]
+        about = {"draft": draft.name if draft else None, "draft_shares_machine": draft is not None}
+        assert models[0]["specwire"] == {"least_pass_ms": 0.0, **about}
         assert post(here, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
     def test_a_conversation_is_what_is_generated_from(self, here: Fronted) -> None:

@@ -27,6 +27,7 @@ def test_the_text_is_the_same_and_every_pass_takes_its_time(tmp_path: Path) -> N
         expected = stack.client.generate(params=PARAMS, prompt_token_ids=PROMPT)
     with local_stack(target, verify_options={"least_pass_ms": LEAST_MS}) as stack:
         done = stack.client.generate(params=PARAMS, prompt_token_ids=PROMPT)
+        assert stack.client.get_model_info()[0].least_pass_ms == LEAST_MS
     assert done.token_ids == expected.token_ids
     assert done.speculation.num_rounds == 12
     assert done.timing.verify_ms >= 12 * LEAST_MS
