@@ -36,7 +36,7 @@ class _Words:
 
     special_ids = frozenset[int]()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(WORDS[token_id] for token_id in token_ids)
 
 
