@@ -28,6 +28,9 @@ pictures: setup system
 
 setup: $(VENV)/installed
 
+# Bytecode is part of an installation, also where the environment keeps Python from writing it.
+COMPILING = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
+
 LOCKED = requirements/install.sh $(BIN)/python
 
 # What the demo runs on, and nothing for tests.
@@ -41,11 +44,15 @@ $(VENV)/demo: pyproject.toml requirements/torch-cpu.txt requirements/torch-cuda.
 	@$(LOCKED) requirements/demo.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@requirements/check.sh $(BIN)/python
+	@echo "compiling what the services import ..."
+	@$(COMPILING) -c 'import coordinator.service, draft_service.service, verify_service.service, specwire.engine.models'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/demo requirements/dev.txt
 	@$(LOCKED) requirements/dev.txt
 	@requirements/check.sh $(BIN)/python
+	@echo "compiling the rest ..."
+	@$(COMPILING) -m compileall -q -j 0 $(VENV)/lib
 	@touch $@
 
 # uv and cyclonedx-bom, for the two targets below alone.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # install.sh PYTHON LOCK: installs a lock, and shows which of how many packages pip is at.
 # The locks are complete (docs/security.md): pip resolves nothing, builds none of them, takes no file without its hash.
-# Nothing is compiled ahead: most modules of torch and transformers are never imported.
+# pip compiles nothing, as most modules of torch and transformers are never imported: the Makefile does.
 set -euo pipefail
 
 name=$(basename "$2" .txt) total=$(grep -c == "$2") at=0 end='\n'

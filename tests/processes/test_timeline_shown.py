@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from specwire.cli import main as cli
-from specwire.cli.timeline import layout, page, picture
+from specwire.cli.timeline import layout, page, perfetto, picture
 from specwire.cli.timeline.generation import choose, generations, is_complete
 from specwire.cli.timeline.layout import BarKind
 from specwire.cli.timeline.receiver import Receiver, Store
@@ -147,6 +147,49 @@ class TestPicture:
         assert "needs matplotlib" in one_line_error(2, ["timeline", "x.json", "--out", "x.png"], capsys)
 
 
+def _check_nesting(events: list[dict[str, Any]]) -> None:
+    """Slices of a thread lie within each other or apart; each process has a name."""
+    slices = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
+    named = {e["pid"] for e in events if e["name"] == "process_name"}
+    assert {e["pid"] for e in slices} <= named
+    open_until: dict[tuple[int, int], list[float]] = {}
+    for one in slices:
+        ends = open_until.setdefault((one["pid"], one["tid"]), [])
+        while ends and ends[-1] <= one["ts"] + 1e-6:
+            ends.pop()
+        end = one["ts"] + one["dur"]
+        assert not ends or end <= ends[-1] + 1e-6, one
+        ends.append(end)
+
+
+class TestPerfetto:
+    def test_slices_add_up_to_the_stages(self) -> None:
+        timeline = laid_out(three_rounds(draft_clock_ms=70))
+        found = json.loads(json.dumps(perfetto.document(timeline)))
+        events = found["traceEvents"]
+        _check_nesting(events)
+        spent_ms: dict[str, float] = {}
+        for one in events:
+            if one["ph"] == "X":
+                spent_ms[one["cat"]] = spent_ms.get(one["cat"], 0) + one["dur"] / 1e3
+        stages_ms = timeline.stages_ms
+        assert spent_ms["verify.queue"] == stages_ms[Stage.VERIFY_QUEUE]
+        assert spent_ms["verify.forward"] + spent_ms["verify.handling"] == stages_ms[Stage.VERIFY]
+        assert spent_ms["draft.forward"] == stages_ms[Stage.DRAFT]
+        assert spent_ms["network"] == stages_ms[Stage.VERIFY_NETWORK] + stages_ms[Stage.DRAFT_NETWORK]
+        assert spent_ms["generate"] == spent_ms["round"] == 100
+        assert found["otherData"]["trace_id"] == timeline.trace_id
+
+    def test_overlapping_requests_are_on_several_threads(self) -> None:
+        trace = Trace()
+        root = trace.add("generate", 0, 50)
+        trace.add("draft.prepare", 10, 30, root)
+        trace.add("draft.prepare", 20, 40, root)
+        events = perfetto.document(laid_out(trace.spans))["traceEvents"]
+        _check_nesting(events)
+        assert {e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "draft.prepare"} == {0, 1}
+
+
 class TestReceiver:
     def test_memory_is_bounded(self) -> None:
         request = ExportTraceServiceRequest()
@@ -223,9 +266,12 @@ class TestThroughRealServices:
             str(kept),
             "--out",
             str(tmp_path / "live"),
+            "--perfetto",
+            str(tmp_path / "live.json"),
         ]
         assert cli.main(["timeline", *flags]) == 0
-        assert capsys.readouterr().out.split() == [f"{tmp_path}/live.html", f"{tmp_path}/live.png"]
+        files = [f"{tmp_path}/live.{ending}" for ending in ("html", "png", "json")]
+        assert capsys.readouterr().out.split() == files
         generation = choose(read(kept))
         assert is_complete(generation)
         timeline = layout.make(generation)
@@ -239,6 +285,7 @@ class TestThroughRealServices:
             assert of_rounds_ms == pytest.approx(timeline.stages_ms.get(stage, 0), abs=0.1), stage
         for one in timeline.rounds:
             assert sum(one.stages_ms.values()) <= (one.end_ns - one.start_ns) / MS + 1
+        _check_nesting(json.loads((tmp_path / "live.json").read_text())["traceEvents"])
         assert cli.main(["timeline", str(kept), "--out", str(tmp_path / "again.html")]) == 0
         assert (tmp_path / "again.html").read_text() == (tmp_path / "live.html").read_text()
 

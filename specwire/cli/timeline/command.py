@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.timeline import layout, page, picture
+from specwire.cli.timeline import layout, page, perfetto, picture
 from specwire.cli.timeline import spans as span_files
 from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
 from specwire.cli.timeline.layout import Timeline
@@ -66,6 +66,9 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="NAME.html a page, NAME.png a picture, other names both (default timeline.html)",
     )
+    timeline.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write it for ui.perfetto.dev too (Trace Event JSON)"
+    )
     timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
     add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
     omit = ("rule", "num_draft_tokens", "max_depth", "draft")
@@ -108,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
     generation = _generation(args)
     if args.save:
         _write("--save", args.save, partial(span_files.save, spans=generation.spans))
-    _draw(generation, args.rounds, outs)
+    whole = layout.make(generation, args.rounds)
+    _draw(generation, whole, outs)
+    if args.perfetto:
+        _write("--perfetto", args.perfetto, partial(perfetto.write, timeline=whole))
+        outs.append(args.perfetto)
     print(*outs, sep="\n")
     return 0
 
@@ -121,7 +128,11 @@ def _outs(out: Path) -> list[Path]:
 
 def _check(args: argparse.Namespace, outs: Sequence[Path]) -> None:
     """Check flags now, rather than after the generation."""
-    for flag, path in [("--out", out) for out in outs] + [("--save", args.save)]:
+    for flag, path in [
+        *(("--out", out) for out in outs),
+        ("--perfetto", args.perfetto),
+        ("--save", args.save),
+    ]:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{flag} {path}: cannot be written")
     if any(out.suffix == ".png" for out in outs):
@@ -219,8 +230,7 @@ def _receiver(address: str) -> Receiver:
     return Receiver(address)
 
 
-def _draw(generation: GenerationTrace, numbers: range | None, outs: Sequence[Path]) -> None:
-    whole = layout.make(generation, numbers)
+def _draw(generation: GenerationTrace, whole: Timeline, outs: Sequence[Path]) -> None:
     for out in outs:
         if out.suffix == ".html":
             _write("--out", out, partial(page.write, timeline=whole))
