@@ -115,6 +115,9 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
     if params.grammar is not None and not target.grammars:
         problem = f"{target.name} does not constrain outputs: it has no tokenizer, or no xgrammar"
         raise UnsupportedError("grammar", params.grammar.kind, problem)
+    for name in ("ignore_eos", "min_tokens"):
+        if params.grammar is not None and (value := getattr(params, name)):
+            raise UnsupportedError(name, value, "does not combine with grammar, which says where outputs end")
 
 
 def with_early_ends(params: SamplingParams, target: ModelInfo) -> SamplingParams:

@@ -148,7 +148,15 @@ class DraftJob(Job):
         """How to sample each of them, where the columns of `Rows` are not enough."""
         sequence, base_len = self.sequence, self.committed_len
         return [
-            Row(sequence.params, sequence.prompt_len, history, position, sequence.seed, base_len)
+            Row(
+                sequence.params,
+                sequence.prompt_len,
+                history,
+                position,
+                sequence.seed,
+                base_len,
+                sequence.masks(history),
+            )
             for history, position in zip(self.histories(), self.positions(), strict=True)
         ]
 

@@ -41,6 +41,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
             DraftDecider(config, shared),
             vocab_size=shared.target_size if shared else None,
             hook=hierarchy,
+            target_tokenizer=shared.target.tokenizer if shared else None,
         )
         if hierarchy is not None:
             stack.callback(hierarchy.close)

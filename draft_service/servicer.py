@@ -7,6 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from draft_service.inner.hierarchy import Hierarchy
@@ -21,7 +22,7 @@ from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
-from specwire.engine.streams import Limits, ModelStream
+from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import SpecwireError, UnsupportedError
 from specwire.estimate import clock
 from specwire.estimate.forecast import Forecast, SharedForecast
@@ -198,14 +199,16 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             self.changed()
         for order in draft_wire.orders_from_proto(message):
             sequence = self.of(order.sequence_id)
-            if sequence is None:
-                continue
-            with self.failing(order.sequence_id):
-                state = sequence.state
-                order = self._checked(order, sequence.tokens.params)  # noqa: PLW2901
-                state.last = Request(order, received_ns, state.spans.serving(order.traceparent))
-                sequence.num_unanswered += 1
-                state.lookahead.request(state.last)
+            if sequence is not None:
+                with self.failing(order.sequence_id):
+                    self.when_ready(sequence, partial(self._requested, sequence, order, received_ns))
+
+    def _requested(self, sequence: OpenSequence[_Drafting], order: DraftOrder, received_ns: int) -> None:
+        state = sequence.state
+        order = self._checked(order, sequence.tokens.params)
+        state.last = Request(order, received_ns, state.spans.serving(order.traceparent))
+        sequence.num_unanswered += 1
+        state.lookahead.request(state.last)
 
     def _checked(self, order: DraftOrder, params: SamplingParams) -> DraftOrder:
         """The order, limited to what this service prepares.

@@ -6,16 +6,15 @@ Heterogeneous Vocabularies" (arXiv 2502.05202): token-level intersection, and ma
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.errors import ModelLoadError
 from specwire.support import IntArray
+from specwire.token_texts import BYTE_NAME, token_texts
 from specwire.tokenizer import Tokenizer
 
 MIN_SHARED_TEXT = 0.1
@@ -39,6 +38,7 @@ class Vocabulary:
     """A tokenizer as bytes.
 
     Attributes:
+        tokenizer: itself.
         texts: by token id; None where a token stands for no text: special ones, and ids without a token.
     """
 
@@ -46,7 +46,7 @@ class Vocabulary:
         """Raises:
         UnsupportedError: what its tokens stand for is not known.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.texts = token_texts(tokenizer)
 
     @cached_property
@@ -61,7 +61,7 @@ class Vocabulary:
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
         """Tokens `<0x41>`: used only for bytes that have no other token."""
-        return frozenset(i for name, i in self._tokenizer.table.items() if _BYTE.fullmatch(name))
+        return frozenset(i for name, i in self.tokenizer.table.items() if BYTE_NAME.fullmatch(name))
 
     @cached_property
     def _sorted(self) -> tuple[list[bytes], IntArray]:
@@ -77,22 +77,22 @@ class Vocabulary:
     @cached_property
     def start(self) -> list[int]:
         """What the tokenizer puts before every text, often a begin token."""
-        return self._tokenizer.encode("")
+        return self.tokenizer.encode("")
 
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer."""
-        return self._tokenizer.fingerprint
+        return self.tokenizer.fingerprint
 
     @property
     def special_names(self) -> dict[str, int]:
         """Special tokens by name."""
-        return {self._tokenizer.spell(token_id): token_id for token_id in self._tokenizer.special_ids}
+        return {self.tokenizer.spell(token_id): token_id for token_id in self.tokenizer.special_ids}
 
     @property
     def eos_id(self) -> int | None:
         """The end token; None without one."""
-        return self._tokenizer.eos_id
+        return self.tokenizer.eos_id
 
     def text_of(self, token_ids: Iterable[int]) -> bytes:
         """Their bytes; special tokens have none."""
@@ -115,16 +115,16 @@ class Vocabulary:
 
     def _encode(self, text: str, *, goes_on: bool) -> list[int]:
         if goes_on and self._puts_before:
-            anchor = self._tokenizer.encode(_ANCHOR, add_special_tokens=False)
-            found = self._tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
+            anchor = self.tokenizer.encode(_ANCHOR, add_special_tokens=False)
+            found = self.tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
             if found[: len(anchor)] == anchor:
                 return found[len(anchor) :]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def _puts_before(self) -> bool:
         """Whether the tokenizer changes the beginning of a text."""
-        return self.text_of(self._tokenizer.encode("x", add_special_tokens=False)) != b"x"
+        return self.text_of(self.tokenizer.encode("x", add_special_tokens=False)) != b"x"
 
     def _spell(self, data: bytes) -> list[int]:
         """Part of a character: one token if there is one for it, else one for each byte that has one."""
@@ -222,55 +222,3 @@ class SharedVocabulary:
                 f"{name}: has {self.share:.1%} of the target's tokens, and {self.share_of_text:.1%} of those "
                 f"of a text; at least {MIN_SHARED_TEXT:.0%} of the latter are needed"
             )
-
-
-def token_texts(tokenizer: Tokenizer) -> list[bytes | None]:
-    """The bytes of each token, by id; None for special tokens, and for ids without a token.
-
-    Known are the two kinds that language models have: byte-level tokenizers, which write each byte as one
-    character of an alphabet, and SentencePiece, which writes `▁` for a space and `<0x41>` for a byte.
-
-    Raises:
-        UnsupportedError: the tokenizer is of another kind.
-    """
-    kinds = set(_kinds(tokenizer.decoder))
-    if "ByteLevel" in kinds:
-        write = _of_alphabet
-    elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
-        write = _of_pieces
-    else:
-        raise UnsupportedError(
-            "tokenizer", ", ".join(sorted(kinds)) or "none", "the text of its tokens is not known"
-        )
-    texts: list[bytes | None] = [None] * tokenizer.vocab_size
-    for name, token_id in tokenizer.table.items():
-        if token_id not in tokenizer.special_ids:
-            texts[token_id] = name.encode() if token_id in tokenizer.added_ids else write(name)
-    return texts
-
-
-def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
-    if decoder:
-        yield decoder["type"]
-    for part in decoder.get("decoders", ()):
-        yield from _kinds(part)
-
-
-def _alphabet() -> dict[str, int]:
-    """The character that GPT-2's byte-level tokenizers, and all after them, write for each byte."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES = _alphabet()
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
-
-
-def _of_alphabet(name: str) -> bytes | None:
-    return bytes(_BYTES[char] for char in name) if all(char in _BYTES for char in name) else None
-
-
-def _of_pieces(name: str) -> bytes:
-    byte = _BYTE.fullmatch(name)
-    return bytes.fromhex(byte[1]) if byte else name.replace("▁", " ").encode()

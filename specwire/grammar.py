@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specwire.errors import InvalidRequestError
+from specwire.schema import check_schema
 
 MAX_SOURCE_LEN = 1 << 16
 """Longest source, in characters; of a choice, of all its texts together."""
@@ -23,6 +24,7 @@ class Grammar:
 
     Raises:
         InvalidRequestError: on construction, naming the field.
+        UnsupportedError: the same, for a schema with keywords that are not held exactly (`specwire.schema`).
     """
 
     json_schema: str | Mapping[str, Any] | None = None
@@ -89,5 +91,4 @@ def _check_schema(name: str, text: str) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(name, text, f"is not JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequestError(name, text, "must be an object, true or false")
+    check_schema(name, schema)

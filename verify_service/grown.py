@@ -82,13 +82,15 @@ class Node(NamedTuple):
     def sampled(self) -> Row:
         """How the token after it is sampled."""
         sequence, committed = self.of.sequence, self.of.committed
+        path = self.of.growth.path_to(self.node)
         return Row(
             sequence.params,
             sequence.prompt_len,
-            [*committed, *self.of.growth.path_to(self.node)] if sequence.params.needs_history else (),
+            [*committed, *path] if sequence.params.needs_history else (),
             len(committed) + self.depth,
             sequence.seed,
             len(committed),
+            sequence.masks([*committed, *path]) if sequence.grammar else None,
         )
 
 

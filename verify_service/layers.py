@@ -78,6 +78,7 @@ class _Chain:
             len(committed) + len(self.token_ids),
             sequence.seed,
             len(committed),
+            sequence.masks([*committed, *self.token_ids]) if sequence.grammar else None,
         )
 
     def add(self, token_id: int, confidence: float) -> bool:

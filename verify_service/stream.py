@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         longest_len = self.service.info.longest_len
         if not 0 <= message.end_len <= longest_len:
             raise InvalidRequestError("end_len", message.end_len, f"must lie in [0, {longest_len}]")
+        grammar = tokens.params.grammar
+        if grammar is not None and tokens.grammar is None:
+            raise UnsupportedError("grammar", grammar.kind, "this service does not constrain outputs")
         ahead = Ahead(tokens.params) if message.may_go_on else None
         return _State(spans, ahead, end_len=message.end_len if self.service.info.drafts else 0)
 
@@ -124,28 +128,25 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         if message.HasField("ahead"):
             for ahead in verify_wire.ahead_from_proto(message.ahead, self.service.info.vocab_size):
                 with self.failing(ahead.sequence_id):
-                    self._keep(ahead)
+                    if (sequence := self.of(ahead.sequence_id)) is not None:
+                        self.when_ready(sequence, partial(self._keep, sequence, ahead))
             self._arrived.add(message.ByteSize())
             self.changed()
         for order in verify_wire.orders_from_proto(message):
             with self.failing(order.sequence_id):
-                sequence = self.of(order.sequence_id)
-                if sequence is None:
-                    continue
-                if sequence.num_unanswered:
-                    raise InvalidRequestError(
-                        "sequence_ids", order.sequence_id, "has a request without an answer"
-                    )
-                sequence.state.wanted = _wanted(order)
-                if order.ahead_id:
-                    self._confirm(sequence, order, received_ns)
-                else:
-                    self._submit(sequence, order, received_ns)
+                if (sequence := self.of(order.sequence_id)) is not None:
+                    self.when_ready(sequence, partial(self._requested, sequence, order, received_ns))
 
-    def _keep(self, order: AheadOrder) -> None:
-        sequence = self.of(order.sequence_id)
-        if sequence is None:
-            return
+    def _requested(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
+        if sequence.num_unanswered:
+            raise InvalidRequestError("sequence_ids", order.sequence_id, "has a request without an answer")
+        sequence.state.wanted = _wanted(order)
+        if order.ahead_id:
+            self._confirm(sequence, order, received_ns)
+        else:
+            self._submit(sequence, order, received_ns)
+
+    def _keep(self, sequence: OpenSequence[_State], order: AheadOrder) -> None:
         ahead, params = sequence.state.ahead, sequence.tokens.params
         if ahead is None:
             raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")

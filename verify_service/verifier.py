@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specwire import tree
 from specwire.core import Logprobs, SamplingParams, Verdict
+from specwire.engine.grammars.matcher import PendingMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
@@ -40,6 +41,7 @@ class VerifyJob(Job):
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
     drafting: own.Drafting | None = None
+    masks: PendingMasks | None = None
 
     def start(self) -> None:
         super().start()
@@ -60,7 +62,14 @@ class VerifyJob(Job):
             draft_token_ids=self.draft_token_ids,
             parents=self.parents,
             supports=self.supports,
+            masks=self.masks,
         )
+
+    def start_masks(self) -> None:
+        """Let the masks of its rows be computed, beside the pass."""
+        if self.sequence.grammar is not None:
+            tokens = self.sequence.tokens[: self.committed_len]
+            self.masks = self.sequence.masks(tokens, self.draft_token_ids, self.parents)
 
 
 class Case(NamedTuple):
@@ -71,6 +80,7 @@ class Case(NamedTuple):
         committed_len: position of its first row.
         parents: of the draft tokens in a tree; empty for a chain.
         supports: one for each draft token; empty where tokens are matched.
+        masks: of the rows, where there is a grammar.
     """
 
     params: SamplingParams
@@ -81,6 +91,7 @@ class Case(NamedTuple):
     draft_token_ids: Sequence[int]
     parents: Sequence[int]
     supports: Sequence[IntArray]
+    masks: PendingMasks | None = None
 
     @property
     def num_rows(self) -> int:
@@ -97,8 +108,10 @@ class Case(NamedTuple):
                 position=position,
                 seed=self.seed,
                 base_len=self.committed_len,
+                masks=self.masks,
+                mask_row=i,
             )
-            for position, history in self._paths()
+            for i, (position, history) in enumerate(self._paths())
         ]
 
     def _paths(self) -> Iterator[tuple[int, IntArray]]:
@@ -209,7 +222,10 @@ class VerifyDecider:
     @staticmethod
     def ask(jobs: Sequence[Job]) -> Cases:
         """One case for each job."""
-        return Cases.of([job for job in jobs if isinstance(job, VerifyJob)])
+        verifies = [job for job in jobs if isinstance(job, VerifyJob)]
+        for job in verifies:
+            job.start_masks()
+        return Cases.of(verifies)
 
     def decide(self, cases: Cases, logits: Tensor) -> Judged:
         """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
@@ -260,7 +276,8 @@ class VerifyDecider:
                 sampled += job.num_rows
             logprobs = judged.logprobs.get(i, ())
             verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
-            job.result = verdict if is_finite else _not_finite()
+            error = job.masks.error if job.masks is not None else None
+            job.result = error or (verdict if is_finite else _not_finite())
             start = end
 
 

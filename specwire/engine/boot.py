@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from specwire.config.services import ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
+from specwire.engine.grammars.compiler import Grammars, vocabulary
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine, StepHook
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
+from specwire.tokenizer import Tokenizer
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
@@ -39,6 +42,8 @@ class ModelService:
     runner: Runner
     info: ModelInfo
     max_sequences: int
+    grammars: Grammars | None = None
+    """None where outputs, or drafts, cannot be constrained."""
 
     @contextlib.contextmanager
     def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
@@ -53,6 +58,8 @@ class ModelService:
             raise ResourceExhaustedError(f"{self.max_sequences} sequences are open", _RETRY_AFTER_MS)
         sequence = self.engine.open(params, message.prompt_len, encoder_len)
         try:
+            if params.grammar is not None and self.grammars is not None:
+                sequence.grammar = self.grammars.open(params.grammar)
             yield sequence
         finally:
             self.engine.close_sequence(sequence)
@@ -69,6 +76,8 @@ class ModelService:
         """End the engine after the running step, then its runner."""
         self.engine.close()
         self.runner.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def status(self) -> common_pb2.EngineStatus:
         """Counts now, for the handshake."""
@@ -104,12 +113,14 @@ def start(
     *,
     vocab_size: int | None = None,
     hook: StepHook | None = None,
+    target_tokenizer: Tokenizer | None = None,
 ) -> ModelService:
     """Load the model, check it, and start the engine.
 
     Args:
         vocab_size: token ids of requests are below it; None for the model's own.
         hook: loaded after the model, and called before each step.
+        target_tokenizer: of a draft with another vocabulary.
 
     Raises:
         ModelLoadError: naming the flag, the model and the reason.
@@ -126,7 +137,12 @@ def start(
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
-    info = _model_info(config, source, description)
+    tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
+    info = _model_info(config, source, description, tokenizer)
+    end_ids = info.eos_token_ids
+    if target_tokenizer is not None:
+        tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
+    known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
     engine = Engine(
         runner,
         decider,
@@ -140,7 +156,12 @@ def start(
         hook=hook,
     )
     runner.on_loss = engine.check_device
-    return ModelService(engine, runner, info, config.max_sequences)
+    info = dataclasses.replace(info, grammars=known is not None)
+    return ModelService(engine, runner, info, config.max_sequences, Grammars(known) if known else None)
+
+
+def _end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
 def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:
@@ -177,10 +198,11 @@ def resolve(model: str, role: str) -> str:
     return str(embedded.DRAFT_DIR if role == "draft" else embedded.TARGET_DIR)
 
 
-def _model_info(config: ModelServiceConfig, source: str, description: dict[str, object]) -> ModelInfo:
+def _model_info(
+    config: ModelServiceConfig, source: str, description: dict[str, object], tokenizer: Tokenizer | None
+) -> ModelInfo:
     name = config.model
     is_emulated = source.startswith(EMULATED)
-    tokenizer = None if is_emulated else load_tokenizer(source)
     return ModelInfo(
         name=Path(name).name if Path(name).exists() else name,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",

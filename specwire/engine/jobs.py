@@ -10,6 +10,7 @@ from typing import Any
 from specwire.core import SamplingParams
 from specwire.engine.cache import prefix
 from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.grammars.matcher import GrammarMatcher, PendingMasks
 from specwire.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -36,6 +37,7 @@ class TokenSequence:
     Attributes:
         tree: set while the last tokens, as many as it has nodes, are a tree.
         is_fork: it belongs to the stream of another sequence.
+        grammar: what its output must match; forks share it.
         answered_ns: when its last job ended; 0 before the first one.
         turnaround_ns: time from there to the arrival of the next job, as last measured.
     """
@@ -48,6 +50,7 @@ class TokenSequence:
     tree: TokenTree | None = None
     is_fork: bool = False
     closed: bool = False
+    grammar: GrammarMatcher | None = None
     answered_ns: int = 0
     turnaround_ns: int = 0
 
@@ -61,6 +64,14 @@ class TokenSequence:
     def encoded(self) -> Encoded:
         """Its sampling parameters as columns read them."""
         return Encoded.of(self.params, self.seed)
+
+    def masks(
+        self, tokens: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> PendingMasks | None:
+        """Of the grammar, after these tokens and after each draft token; None without a grammar."""
+        if self.grammar is None:
+            return None
+        return self.grammar.masks(tokens[self.prompt_len :], draft_token_ids, parents)
 
     @property
     def chain(self) -> list[int]:

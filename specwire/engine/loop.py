@@ -151,7 +151,9 @@ class Engine:
         """A new sequence of the same stream, empty until its first job, which names its parent, starts."""
         self._num_forks += 1
         encoder_len = sequence.cache.encoder_len
-        return self._open(sequence.params, sequence.prompt_len, encoder_len, is_fork=True)
+        fork = self._open(sequence.params, sequence.prompt_len, encoder_len, is_fork=True)
+        fork.grammar = sequence.grammar
+        return fork
 
     def _open(
         self, params: SamplingParams, prompt_len: int, encoder_len: int, *, is_fork: bool = False

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +44,7 @@ class OpenSequence(Generic[State]):
         state: what the service keeps for it.
         resources: freed when it is closed.
         num_unanswered: requests that an answer is still to come to.
+        held: requests that wait for its grammar; None once it is compiled.
     """
 
     sequence_id: int
@@ -50,6 +52,7 @@ class OpenSequence(Generic[State]):
     state: State
     resources: contextlib.ExitStack
     num_unanswered: int = 0
+    held: list[Callable[[], None]] | None = None
 
     def close(self) -> None:
         """Free what it holds."""
@@ -199,7 +202,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     @property
     def _is_answered(self) -> bool:
-        return not any(each.num_unanswered for each in self.sequences.values())
+        return not any(each.num_unanswered or each.held for each in self.sequences.values())
 
     # --- what goes back -------------------------------------------------------------------------------
 
@@ -268,7 +271,40 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
                     DeadlineExceededError("the deadline passed"),
                 )
                 stack.callback(timer.cancel)
-            self.sequences[sequence_id] = OpenSequence(sequence_id, tokens, state, stack.pop_all())
+            opened = OpenSequence(sequence_id, tokens, state, stack.pop_all())
+            self.sequences[sequence_id] = opened
+        if tokens.grammar is not None:
+            self._hold_back(opened, tokens.grammar.compiled)
+
+    def _hold_back(self, sequence: OpenSequence[State], compiled: Future[Any]) -> None:
+        """Keep its requests until its grammar is compiled."""
+        if compiled.done() and compiled.exception() is None:
+            return
+        sequence.held = []
+        loop = asyncio.get_running_loop()
+
+        def release(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._release, sequence, compiled)
+
+        compiled.add_done_callback(release)
+
+    def _release(self, sequence: OpenSequence[State], compiled: Future[Any]) -> None:
+        held, sequence.held = sequence.held or (), None
+        if self.sequences.get(sequence.sequence_id) is not sequence:
+            return
+        with self.failing(sequence.sequence_id), self.service.engine.together():
+            compiled.result()
+            for handle in held:
+                handle()
+
+    @staticmethod
+    def when_ready(sequence: OpenSequence[State], handle: Callable[[], None]) -> None:
+        """Handle a request, now or when the grammar of its sequence is compiled."""
+        if sequence.held is None:
+            handle()
+        else:
+            sequence.held.append(handle)
 
     def _slots(self) -> dict[str, int]:
         """The slots of an authenticated caller; others share those of the service."""

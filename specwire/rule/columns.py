@@ -1,7 +1,7 @@
 """What sampling reads of the requests behind the rows of a step, as columns instead of objects. No torch.
 
 A sequence's parameters are encoded once (`Encoded`). A step lists them, and makes a column when it is needed:
-a greedy step needs none. Only rows with penalties or biases are looked at one by one.
+a greedy step needs none. Only rows with penalties, biases or grammars are looked at one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from specwire.core import Rule, SamplingParams
 from specwire.support import IntArray
 
 Doubles = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.uint8]
 Number = TypeVar("Number", bound=np.generic)
 
 GREEDY = 1
@@ -30,7 +31,7 @@ BLOCK = 4
 WARPED = 8
 """Temperature, top-k, top-p or min-p change the distribution; never set with `GREEDY`."""
 EDITED = 16
-"""Biases, penalties or `min_tokens` change the logits."""
+"""Biases, penalties, `min_tokens` or a grammar change the logits."""
 LOGPROBS = 32
 """Log probabilities are reported."""
 MATCHED = GREEDY | GUMBEL
@@ -70,11 +71,24 @@ class Encoded(NamedTuple):
             GUMBEL: params.rule is Rule.GUMBEL and not params.greedy,
             BLOCK: params.rule is Rule.BLOCK,
             WARPED: warps != _NEUTRAL,
-            EDITED: bool(params.logit_bias) or params.needs_history or params.min_tokens > 0,
+            EDITED: bool(params.logit_bias)
+            or params.needs_history
+            or params.min_tokens > 0
+            or params.grammar is not None,
             LOGPROBS: params.logprobs is not None,
         }
         traits = sum(flag for flag, is_set in flags.items() if is_set)
         return cls(traits, seed, warps, params.num_coupled_lists)
+
+
+class Masks(Protocol):
+    """Of the rows of one request: which tokens its grammar allows."""
+
+    def of_row(self, row: int) -> Bits | None:
+        """One bit for each token id, lowest bit first, uint8 [vocab_size / 8]; None for no limits.
+
+        Waits until it is computed. Tokens beyond are not allowed.
+        """
 
 
 class Row(NamedTuple):
@@ -89,6 +103,8 @@ class Row(NamedTuple):
         seed: of the request; with the position it determines every random number.
         base_len: committed length that the row's round or proposal begins at. Random numbers depend on it
             under block verification, and only there.
+        masks: of the request, where it has a grammar.
+        mask_row: this one's among them.
     """
 
     params: SamplingParams
@@ -97,6 +113,8 @@ class Row(NamedTuple):
     position: int
     seed: int
     base_len: int = 0
+    masks: Masks | None = None
+    mask_row: int = 0
 
 
 @dataclass(frozen=True)

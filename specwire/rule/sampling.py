@@ -4,7 +4,7 @@ Every function takes and returns tensors and draws no random numbers of its own.
 of one sequence; the rows of a batch have different parameters, and a feature that no row uses costs nothing.
 Nothing here waits for the device: no value is read back to the host.
 
-The order is that of transformers' `generate`: `apply_history` (logit bias, penalties), `apply_warps`
+The order is that of transformers' `generate`: `apply_history` (logit bias, penalties, grammar), `apply_warps`
 (temperature, top-k, top-p, min-p), then a draw. The draft truncates its distribution *before* it samples
 (`truncate_support`); the target's is reported on that support (`judge_support`).
 """
@@ -29,7 +29,7 @@ from specwire.support import IntArray
 
 
 def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
-    """Add logit biases, apply the repetition, presence and frequency penalties, and exclude early ends.
+    """Add logit biases, apply the penalties, exclude early ends, then what a grammar does not allow.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
     prompt and output; the other two count the output only. Tokens outside the vocabulary, which a padded
@@ -54,6 +54,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     _apply_repetition(scores, edited)
     _apply_counts(scores, edited)
     _exclude_ends(scores, edited)
+    _apply_masks(scores, edited)
     return scores
 
 
@@ -107,6 +108,21 @@ def _exclude_ends(scores: Tensor, rows: Mapping[int, Row]) -> None:
             token_ids = token_ids[token_ids < scores.shape[1]]
             edits.append(_Edit(index, token_ids, np.full(len(token_ids), -np.inf)))
     _edit(scores, edits, torch.add)
+
+
+def _apply_masks(scores: Tensor, rows: Mapping[int, Row]) -> None:
+    """Exclude, in place, what grammars do not allow; all rows in one transfer."""
+    found = {i: row.masks.of_row(row.mask_row) for i, row in rows.items() if row.masks is not None}
+    masks = {i: mask for i, mask in found.items() if mask is not None}
+    if not masks:
+        return
+    bits = to_device(np.stack([*masks.values()]), scores.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = (bits[:, :, None] >> shifts & 1).bool().flatten(1)
+    width = scores.shape[1]
+    allowed = F.pad(allowed, (0, max(0, width - allowed.shape[1])))[:, :width]
+    places = to_device(np.array([*masks], np.int64), scores.device)
+    scores[places] = scores[places].masked_fill(~allowed, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from tests.support.imports import (
 
 ORDER = (
     ("errors", "parent", "v1", "embedded"),
+    ("schema",),
     ("grammar",),
     ("core", "support", "tokenizer"),
-    ("tree", "history"),
+    ("tree", "history", "token_texts"),
     ("chains",),
     ("prepared", "pushes"),
     ("completion",),

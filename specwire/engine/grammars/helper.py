@@ -1,0 +1,196 @@
+"""Compiles grammars in processes of their own: one that does not end, or takes too much memory, is killed.
+
+    service ── grammar ──▶ helper ── fork ──▶ child, with limits
+            ◀─ compiled ──        ◀─ compiled, or it was killed
+
+xgrammar cannot be interrupted, and holds what it has allocated until it ends. The helper imports it once and
+has a single thread, so a fork costs milliseconds and finds no lock held. Messages are pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from specwire import parent
+
+COMPILE_S = 5.0
+"""Processor time of a grammar, in seconds."""
+_WALL_S = 20.0
+"""The same by the clock, which a busy machine stretches."""
+_MAX_MEMORY = 1 << 30
+_MAX_BYTES = 1 << 26
+"""Of a compiled grammar."""
+_NUM_PROBES = 64
+_PROBE_S = 0.02
+"""Processor time of the mask of one position, in seconds: a pass waits for it."""
+_NICENESS = 19
+_TOO_MUCH = f"takes more than {COMPILE_S:g} s or {_MAX_MEMORY >> 20} MiB to compile"
+
+
+class Vocabulary(NamedTuple):
+    """The tokens that grammars are matched along.
+
+    Attributes:
+        texts: by token id; None where a token stands for no text.
+        vocab_size: width of the logits, at least as many.
+        end_ids: tokens that end an output.
+    """
+
+    texts: Sequence[bytes | None]
+    vocab_size: int
+    end_ids: Sequence[int]
+
+
+class Reply(NamedTuple):
+    """What became of a grammar.
+
+    Attributes:
+        compiled: serialised; empty if it was refused.
+        problem: why it was refused.
+    """
+
+    compiled: str = ""
+    problem: str = ""
+
+
+def main() -> None:
+    """Answer grammars until the service closes the pipe."""
+    parent.end_with_it()
+    os.nice(_NICENESS)
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)  # xgrammar logs what it refuses
+    compiler = _compiler(pickle.load(requests))
+    with contextlib.suppress(EOFError):
+        while True:
+            kind, value = pickle.load(requests)
+            pickle.dump(_answer(lambda: _compile(compiler, kind, value)), replies)  # noqa: B023
+            replies.flush()
+
+
+def tokenizer_info(vocabulary: Vocabulary) -> Any:
+    """The vocabulary as xgrammar has it."""
+    import xgrammar
+
+    return xgrammar.TokenizerInfo(
+        [text or b"" for text in vocabulary.texts],  # one without text is never allowed
+        vocab_size=vocabulary.vocab_size,
+        stop_token_ids=list(vocabulary.end_ids),
+    )
+
+
+def _compiler(vocabulary: Vocabulary) -> Any:
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1, cache_enabled=False)
+
+
+def _answer(compile_it: Callable[[], Reply]) -> Reply:
+    """Of a child process; of why it ended, if it did without one."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _run_child(compile_it, writing)
+    os.close(writing)
+    try:
+        data = _read(reading, time.monotonic() + _WALL_S)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, 9)
+        os.waitpid(child, 0)
+    if data is None:
+        return Reply(problem=_TOO_MUCH)
+    reply: Reply = pickle.loads(data)
+    return reply
+
+
+def _run_child(compile_it: Callable[[], Reply], writing: int) -> None:
+    try:
+        size = int(re.findall(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[0]) << 10  # noqa: SIM115
+        resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY,) * 2)
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + int(COMPILE_S),) * 2)
+        with os.fdopen(writing, "wb") as out:
+            pickle.dump(compile_it(), out)
+    finally:
+        os._exit(0)
+
+
+def _read(reading: int, deadline_s: float) -> bytes | None:
+    """All that a child writes; None if it writes nothing whole in time."""
+    parts: list[bytes] = []
+    while select.select([reading], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        part = os.read(reading, 1 << 20)
+        if not part:
+            data = b"".join(parts)
+            return data if data.endswith(b".") else None  # the end of a pickle
+        parts.append(part)
+    return None
+
+
+def _compile(compiler: Any, kind: str, value: Any) -> Reply:
+    try:
+        compiled = _compiled(compiler, kind, value)
+        slowest_s = _slowest_mask_s(compiled)
+        text = compiled.serialize_json()
+    except (MemoryError, RuntimeError, ValueError) as error:
+        is_too_large = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+        return Reply(problem=_TOO_MUCH if is_too_large else _without_place(str(error)))
+    if slowest_s > _PROBE_S:
+        return Reply(problem=f"takes {slowest_s * 1e3:.0f} ms a token to match, over {_PROBE_S * 1e3:.0f}")
+    if len(text) > _MAX_BYTES:
+        return Reply(problem=f"takes {len(text)} bytes when it is compiled, over {_MAX_BYTES}")
+    return Reply(text)
+
+
+def _compiled(compiler: Any, kind: str, value: Any) -> Any:
+    if kind == "json_object":
+        kind, value = "json_schema", '{"type": "object"}'
+    if kind == "json_schema":
+        # On one line: where any space may follow, a small model may write spaces without end.
+        return compiler.compile_json_schema(value, any_whitespace=False)
+    if kind == "regex":
+        return compiler.compile_regex(value)
+    if kind == "choice":
+        value = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+    return compiler.compile_grammar(value)
+
+
+def _slowest_mask_s(compiled: Any) -> float:
+    """The longest that one mask takes along a random text, in seconds of processor time."""
+    import xgrammar
+
+    matcher, rng, slowest_s = xgrammar.GrammarMatcher(compiled), random.Random(0), 0.0
+    mask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+    for _ in range(_NUM_PROBES):
+        started_s = time.process_time()
+        matcher.fill_next_token_bitmask(mask)
+        slowest_s = max(slowest_s, time.process_time() - started_s)
+        words = mask[0].nonzero()[:, 0].tolist()
+        if not words:
+            break
+        word = rng.choice(words)
+        bits = [bit for bit in range(32) if int(mask[0, word]) >> bit & 1]
+        if not matcher.accept_token(word * 32 + rng.choice(bits)) or matcher.is_terminated():
+            break
+    return slowest_s
+
+
+def _without_place(message: str) -> str:
+    """An error of xgrammar without the time and the source line that it begins with."""
+    found = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", message.strip())
+    return f"is refused: {found.splitlines()[0][:300] if found else 'no reason given'}"

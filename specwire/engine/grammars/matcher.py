@@ -1,0 +1,172 @@
+"""Which tokens the grammar of a stream allows after the tokens of its output.
+
+A function of these tokens alone: what a matcher keeps is where it was last, from where it goes back and on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specwire.core import num_in_common
+from specwire.errors import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.estimate import clock
+from specwire.rule.columns import Bits
+
+_MASKS_S = 0.5
+"""Longest wait of a pass for the masks of a sequence, in seconds. They take 10 us a token; a grammar of which
+one takes 20 ms is refused when it is compiled."""
+_WORD = 32
+
+
+class GrammarMatcher:
+    """Of one stream, its forks included. Thread-safe."""
+
+    def __init__(self, compiled: Future[Any], vocab_size: int, pool: Executor) -> None:
+        """Args:
+        compiled: of the grammar; it may not be there yet.
+        vocab_size: width of the masks.
+        pool: that computes them.
+        """
+        self.compiled = compiled
+        self._num_words = -(-vocab_size // _WORD)
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._matcher: Any = None
+        self._output: list[int] = []
+
+    def masks(
+        self, output: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> PendingMasks:
+        """Start to compute the masks after the output, and after each draft token.
+
+        Args:
+            output: all tokens after the prompt.
+            parents: of the draft tokens in a tree; empty for a chain.
+        """
+        work = self._pool.submit(self._masks, list(output), draft_token_ids, parents)
+        return PendingMasks(work, len(draft_token_ids) + 1)
+
+    def _masks(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
+        with self._lock:
+            if self._matcher is None:
+                self._matcher = _matcher(self.compiled.result())
+            if not self._move_to(output):
+                return self._unlimited(1 + len(draft_token_ids))
+            return self._fill(draft_token_ids, parents)
+
+    def _move_to(self, output: list[int]) -> bool:
+        """Go back to what is common, and on from there; returns whether the output is still open.
+
+        Raises:
+            InvalidRequestError: a token of the output that the grammar does not allow.
+        """
+        held = self._output
+        num_common = len(held) if held == output[: len(held)] else num_in_common(held, output)
+        if num_common < len(held):
+            self._matcher.rollback(len(held) - num_common)
+            del held[num_common:]
+        for token_id in output[num_common:]:
+            if self._matcher.is_terminated():
+                return False  # what follows the end is never emitted
+            if not self._matcher.accept_token(token_id):
+                problem = f"does not match the grammar, as token {len(held)} of the output"
+                raise InvalidRequestError("token_ids", token_id, problem)
+            held.append(token_id)
+        return not self._matcher.is_terminated()
+
+    def _fill(self, draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
+        num_nodes = 1 + len(draft_token_ids)
+        words = np.full((num_nodes, self._num_words), -1, np.int32)
+        first, following = _links(parents, num_nodes)
+        tokens = np.array([0, *draft_token_ids], np.int64)
+        if not self._matcher.traverse_draft_tree(first, following, tokens, words, _MASKS_S):
+            raise _too_slow()
+        masks = words.view(np.uint8)
+        is_empty = masks.max(axis=1) == 0
+        if is_empty[0]:
+            raise InvalidRequestError("grammar", "set", "no token of the vocabulary goes on with the output")
+        masks[is_empty] = 255  # after a draft token that the grammar does not allow: it cannot be accepted
+        return masks
+
+    def _unlimited(self, num_rows: int) -> Bits:
+        return np.full((num_rows, self._num_words * _WORD // 8), 255, np.uint8)
+
+
+def _matcher(compiled: Any) -> Any:
+    import xgrammar
+
+    return xgrammar.GrammarMatcher(compiled)
+
+
+def _links(parents: Sequence[int], num_nodes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each node, the prefix first: its first child, and the next child of its parent; -1 for none."""
+    first, following = np.full(num_nodes, -1, np.int64), np.full(num_nodes, -1, np.int64)
+    if not parents:
+        first[:-1] = np.arange(1, num_nodes)
+        return first, following
+    for node in range(num_nodes - 1, 0, -1):
+        parent = parents[node - 1] + 1
+        following[node], first[parent] = first[parent], node
+    return first, following
+
+
+class PendingMasks:
+    """The masks of one sequence, while they are computed beside the pass.
+
+    Attributes:
+        error: why there are none; set when they were waited for.
+    """
+
+    def __init__(self, work: Future[Bits], num_rows: int) -> None:
+        """Args:
+        num_rows: that they are of.
+        """
+        self._work = work
+        self._deadline_ns = clock.stopwatch_ns() + int(_MASKS_S * 1e9)
+        self._found: Bits | None = None
+        self.num_rows = num_rows
+        self.error: SpecwireError | None = None
+
+    def of_row(self, row: int) -> npt.NDArray[np.uint8] | None:
+        """See `columns.Masks`."""
+        if self._found is None and self.error is None:
+            self._wait()
+        return None if self._found is None else self._found[row]
+
+    def _wait(self) -> None:
+        try:
+            left_s = max(0.0, (self._deadline_ns - clock.stopwatch_ns()) / 1e9)
+            self._found = self._work.result(left_s)
+        except TimeoutError:
+            self._work.cancel()
+            self.error = _too_slow()
+        except SpecwireError as error:
+            self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.of_row(0)
+        return KnownMasks, (self._found,)
+
+
+class KnownMasks:
+    """Masks that have been computed, as a process of a group gets them."""
+
+    def __init__(self, found: Bits | None) -> None:
+        """Args:
+        found: uint8 [num_rows, vocab_size / 8]; None for no limits.
+        """
+        self._found = found
+
+    def of_row(self, row: int) -> npt.NDArray[np.uint8] | None:
+        """See `columns.Masks`."""
+        return None if self._found is None else self._found[row]
+
+
+def _too_slow() -> ResourceExhaustedError:
+    return ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s to match")

@@ -1,0 +1,191 @@
+"""Which JSON schemas an output can be constrained by: those whose every keyword is held exactly.
+
+xgrammar ignores keywords that it does not know, and some combinations of those that it knows. An output would
+then not validate, so such a schema is refused here, naming the place. `tests/exactness/test_schemas.py`
+generates random ones of what is left, and validates the outputs.
+
+What is left is held as it stands, or more strictly: an object has no properties but those that are named, in
+the order of their names in the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specwire.errors import InvalidRequestError, UnsupportedError
+
+_ANNOTATIONS = {
+    *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),
+    *("deprecated", "readOnly", "writeOnly"),
+}
+_STRING = {"minLength", "maxLength", "pattern", "format"}
+_INTEGER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_KEYWORDS = {
+    "string": _STRING,
+    "integer": _INTEGER,
+    "number": _INTEGER - {"multipleOf"},
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "boolean": set[str](),
+    "null": set[str](),
+}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "object": (dict,),
+    "array": (list,),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+_ALONE = ("$ref", "anyOf", "enum", "const")
+"""Keywords beside which others would be ignored."""
+_FORMATS = {
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference"),
+    *("uuid", "json-pointer", "relative-json-pointer"),
+}
+_PATTERN = re.compile(r"""\^ (?: [^\\"$^\x00-\x1f] | \[\^ | \\[dDwWS.()\[\]{}*+?|^$/-] )* \$""", re.VERBOSE)
+"""Anchored, and of characters that stand for themselves in a JSON string."""
+
+
+def check_schema(name: str, schema: Any) -> None:
+    """Refuse what an output could not be held to.
+
+    Args:
+        name: of the field that the schema was given in.
+
+    Raises:
+        InvalidRequestError: not a schema.
+        UnsupportedError: a keyword, or a combination, that is not held exactly.
+    """
+    try:
+        _Checker(name, schema).check(schema, "#")
+    except RecursionError:
+        raise UnsupportedError(name, "schema", "is nested too deeply") from None
+
+
+class _Checker:
+    def __init__(self, name: str, root: Any) -> None:
+        self._name, self._root = name, root
+
+    def check(self, schema: Any, where: str) -> None:
+        """One schema, and those in it."""
+        if schema is True:
+            return
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(f"{self._name} at {where}", schema, "must be a schema")
+        for defined in ("$defs", "definitions"):
+            self._check_each(schema.get(defined, {}), f"{where}/{defined}")
+        given = schema.keys() - _ANNOTATIONS
+        alone = next((keyword for keyword in _ALONE if keyword in schema), None)
+        if alone is None:
+            self._check_typed(schema, given, where)
+            return
+        others = given - {alone, *(("type",) if alone in ("enum", "const") else ())}
+        if others:
+            self._refuse(where, min(others), f"is not supported beside {alone}")
+        self._check_alone(alone, schema, where)
+
+    def _check_alone(self, keyword: str, schema: Mapping[str, Any], where: str) -> None:
+        value = schema[keyword]
+        if keyword == "$ref":
+            self._check_ref(value, where)
+        elif keyword == "anyOf":
+            self._check_each(dict(enumerate(self._list(value, where, keyword))), f"{where}/anyOf")
+        else:
+            values = [value] if keyword == "const" else self._list(value, where, keyword)
+            types = self._types(schema, where) if "type" in schema else [*_TYPES]
+            for each in values:
+                if not any(_is_of(each, kind) for kind in types):
+                    self._refuse(where, keyword, f"has {each!r}, which is not of type {schema['type']!r}")
+
+    def _check_ref(self, ref: object, where: str) -> None:
+        found = self._root
+        if not isinstance(ref, str) or not re.fullmatch(r"#(/[^~%]*)?", ref):
+            self._refuse(
+                where, "$ref", f"{ref!r} is not supported: it must be in the schema, as #/$defs/NAME"
+            )
+        for part in str(ref).split("/")[1:]:
+            found = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            self._refuse(where, "$ref", f"{ref!r} is not in the schema")
+
+    def _check_typed(self, schema: Mapping[str, Any], given: set[str], where: str) -> None:
+        types = self._types(schema, where) if "type" in schema else []
+        known = {"type"}.union(*(_KEYWORDS[kind] for kind in types))
+        if others := given - known:
+            needed = [kind for kind, keywords in _KEYWORDS.items() if min(others) in keywords]
+            problem = f"needs type {' or '.join(needed)}" if needed else "is not supported"
+            self._refuse(where, min(others), problem)
+        if "string" in types:
+            self._check_string(schema, where)
+        if "object" in types:
+            self._check_object(schema, where)
+        if "array" in types:
+            self._check_array(schema, where)
+        if "number" in types and "multipleOf" in schema:
+            self._refuse(where, "multipleOf", "is not supported for type number")
+
+    def _check_string(self, schema: Mapping[str, Any], where: str) -> None:
+        kinds = [
+            names for names in ({"pattern"}, {"format"}, {"minLength", "maxLength"}) if names & {*schema}
+        ]
+        if len(kinds) > 1:
+            others = sorted(kinds[1] & {*schema})
+            self._refuse(where, min(kinds[0]), f"is not supported beside {others[0]}")
+        pattern, form = schema.get("pattern"), schema.get("format")
+        if pattern is not None and not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
+            problem = (
+                f"{pattern!r} is not supported: it must be ^...$, without quotes, backslashes and spaces"
+            )
+            self._refuse(where, "pattern", f"{problem} by name")
+        if form is not None and form not in _FORMATS:
+            self._refuse(where, "format", f"{form!r} is not supported")
+
+    def _check_object(self, schema: Mapping[str, Any], where: str) -> None:
+        properties = self._check_each(schema.get("properties", {}), f"{where}/properties")
+        more = schema.get("additionalProperties", False)
+        if more is not False:
+            self.check(more, f"{where}/additionalProperties")
+            if properties:
+                self._refuse(where, "additionalProperties", "is not supported beside properties")
+        for name in self._list(schema.get("required", []), where, "required"):
+            if name not in properties:
+                self._refuse(where, "required", f"{name!r} is not in properties")
+
+    def _check_array(self, schema: Mapping[str, Any], where: str) -> None:
+        first = self._list(schema.get("prefixItems", []), where, "prefixItems")
+        self._check_each(dict(enumerate(first)), f"{where}/prefixItems")
+        if schema.get("items", False) is not False:
+            self.check(schema["items"], f"{where}/items")
+
+    def _check_each(self, schemas: Any, where: str) -> Mapping[Any, Any]:
+        if not isinstance(schemas, dict):
+            raise InvalidRequestError(f"{self._name} at {where}", schemas, "must be an object")
+        for key, schema in schemas.items():
+            self.check(schema, f"{where}/{key}")
+        return schemas
+
+    def _list(self, value: Any, where: str, keyword: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise InvalidRequestError(f"{self._name} at {where}/{keyword}", value, "must be an array")
+        return value
+
+    def _types(self, schema: Mapping[str, Any], where: str) -> list[str]:
+        given = schema["type"]
+        types = given if isinstance(given, list) else [given]
+        for kind in types:
+            if kind not in [*_TYPES]:
+                self._refuse(where, "type", f"{kind!r} is no type")
+        return types
+
+    def _refuse(self, where: str, keyword: str, problem: str) -> None:
+        raise UnsupportedError(f"{self._name} at {where}", keyword, problem)
+
+
+def _is_of(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _TYPES[kind])
