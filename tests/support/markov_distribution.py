@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy import stats
 from transformers import (
@@ -20,23 +22,29 @@ from specwire import Completion, SamplingParams
 from tests.support.pairs import MARKOV_VOCAB_SIZE
 
 PROMPT = [3]
+Allowed = Callable[[Sequence[int]], npt.NDArray[np.bool_]]
 
 
 def fit_p_value(
-    completions: list[Completion], logits: torch.Tensor, params: SamplingParams, num_before: int = 1
+    completions: list[Completion],
+    logits: torch.Tensor,
+    params: SamplingParams,
+    num_before: int = 1,
+    allowed: Allowed | None = None,
 ) -> float:
     """How well the tokens fit the distribution that these parameters make of the target's logits.
 
     Args:
         num_before: tokens before that they are grouped by. With two, three successive tokens are tested for
             their joint distribution; that takes few possible tokens, or many generated ones.
+        allowed: of a grammar, which tokens may follow those of the output.
     """
     size = MARKOV_VOCAB_SIZE
     excess: defaultdict[tuple[int, ...], Any] = defaultdict(lambda: np.zeros(size))
     covariance: defaultdict[tuple[int, ...], Any] = defaultdict(lambda: np.zeros((size, size)))
     for done in completions:
         tokens = [*PROMPT, *done.token_ids]
-        rows = reference_distributions(tokens, logits, params)
+        rows = reference_distributions(tokens, logits, params, allowed)
         for i, (token_id, probs) in enumerate(zip(done.token_ids, rows, strict=True), start=1):
             if probs[token_id] == 0:
                 return 0.0
@@ -54,7 +62,9 @@ def fit_p_value(
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def reference_distributions(tokens: list[int], logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+def reference_distributions(
+    tokens: list[int], logits: torch.Tensor, params: SamplingParams, allowed: Allowed | None = None
+) -> np.ndarray:
     """float64 [len(tokens) - 1, vocab_size]: of each output token, by transformers' own classes."""
     scores = logits[tokens[:-1]].clone()
     for token_id, bias in params.logit_bias.items():
@@ -70,6 +80,9 @@ def reference_distributions(tokens: list[int], logits: torch.Tensor, params: Sam
         counts[i, tokens[i]] += 1  # tokens[i] is output for i >= len(PROMPT) = 1
     scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     scores[: params.min_tokens, list(params.stop_token_ids)] = -torch.inf
+    if allowed is not None:
+        masks = [allowed(tokens[1:i]) for i in range(1, len(tokens))]
+        scores[~torch.from_numpy(np.stack(masks))] = -torch.inf
     warpers = [
         TemperatureLogitsWarper(params.temperature) if params.temperature != 1 else None,
         TopKLogitsWarper(params.top_k) if params.top_k else None,

@@ -1,0 +1,42 @@
+"""A regular language over tokens of several letters, and what may follow each beginning of its words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import regex
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.support.pairs import MARKOV_VOCAB_SIZE
+from tests.support.tiny_models import save
+
+END_ID = 0
+TEXTS = ("", "a", "b", "c", "d", "ab", "ba", "cd", "abc", "dc", "bab", "e", "ca", "aa", "cda", "db")
+"""Of each token, by id; the first one ends a text."""
+REGEX = "(ab|ba|cd?){12,16}"
+"""What follows depends on more than the last token, and ends in several ways."""
+
+
+def allowed(output: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[vocab_size], which tokens may follow these: those with which a regular expression matches in part."""
+    text = "".join(TEXTS[token_id] for token_id in output)
+    fits = [regex.fullmatch(REGEX, text + more, partial=True) is not None for more in TEXTS]
+    fits[END_ID] = regex.fullmatch(REGEX, text) is not None
+    return np.array(fits)
+
+
+def save_speaker(model: PreTrainedModel, directory: Path) -> Path:
+    """A Markov model with these tokens and an end."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = END_ID
+    table = {text or "<end>": token_id for token_id, text in enumerate(TEXTS)}
+    assert len(table) == MARKOV_VOCAB_SIZE
+    backend = Backend(models.BPE(table, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(directory)
+    return save(model, directory)
