@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specwire import tree
 from specwire.core import Logprobs, SamplingParams, Verdict
-from specwire.engine.grammars.matcher import PendingMasks
+from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.rule import sampling
@@ -41,7 +41,7 @@ class VerifyJob(Job):
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
     drafting: own.Drafting | None = None
-    masks: PendingMasks | None = None
+    masks: LazyMasks | None = None
 
     def start(self) -> None:
         super().start()
@@ -65,8 +65,8 @@ class VerifyJob(Job):
             masks=self.masks,
         )
 
-    def start_masks(self) -> None:
-        """Let the masks of its rows be computed, beside the pass."""
+    def ask_masks(self) -> None:
+        """Of its rows."""
         if self.sequence.grammar is not None:
             tokens = self.sequence.tokens[: self.committed_len]
             self.masks = self.sequence.masks(tokens, self.draft_token_ids, self.parents)
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     draft_token_ids: Sequence[int]
     parents: Sequence[int]
     supports: Sequence[IntArray]
-    masks: PendingMasks | None = None
+    masks: LazyMasks | None = None
 
     @property
     def num_rows(self) -> int:
@@ -224,7 +224,7 @@ class VerifyDecider:
         """One case for each job."""
         verifies = [job for job in jobs if isinstance(job, VerifyJob)]
         for job in verifies:
-            job.start_masks()
+            job.ask_masks()
         return Cases.of(verifies)
 
     def decide(self, cases: Cases, logits: Tensor) -> Judged:

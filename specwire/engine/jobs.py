@@ -10,7 +10,7 @@ from typing import Any
 from specwire.core import SamplingParams
 from specwire.engine.cache import prefix
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.grammars.matcher import GrammarMatcher, PendingMasks
+from specwire.engine.grammars.matcher import GrammarMatcher, LazyMasks
 from specwire.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -67,11 +67,11 @@ class TokenSequence:
 
     def masks(
         self, tokens: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()
-    ) -> PendingMasks | None:
+    ) -> LazyMasks | None:
         """Of the grammar, after these tokens and after each draft token; None without a grammar."""
         if self.grammar is None:
             return None
-        return self.grammar.masks(tokens[self.prompt_len :], draft_token_ids, parents)
+        return LazyMasks(self.grammar, list(tokens[self.prompt_len :]), draft_token_ids, parents)
 
     @property
     def chain(self) -> list[int]:

@@ -94,9 +94,9 @@ def test_texts_follow_the_masked_distribution(
 
 def test_another_distribution_does_not_fit(stack: LocalStack, logits: torch.Tensor) -> None:
     """Negative controls: another temperature, and a grammar that excludes one token more."""
-    texts = sampled(stack, {"rule": Rule.REJECTION})
+    texts = sampled(stack, {"rule": Rule.REJECTION}, 2 * NUM_TEXTS)
     assert fit_p_value(texts, logits, SamplingParams(), allowed=allowed) > FALSE_ALARM_RATE
-    assert fit_p_value(texts, logits, SamplingParams(temperature=1.5), allowed=allowed) < CLEARLY_WRONG
+    assert fit_p_value(texts, logits, SamplingParams(temperature=2.0), allowed=allowed) < CLEARLY_WRONG
     assert fit_p_value(texts, logits, SamplingParams(), allowed=without_cd) < CLEARLY_WRONG
 
 
@@ -111,12 +111,12 @@ def test_masks_that_ignore_the_drafts_before_them_are_found_out(
     stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: every position of a round has the mask of its first one."""
-    fill = GrammarMatcher._fill
+    after = GrammarMatcher._after
 
     def of_the_base(matcher: GrammarMatcher, drafts: Any, parents: Any) -> Bits:
-        return np.repeat(fill(matcher, drafts, parents)[:1], len(drafts) + 1, axis=0)
+        return np.repeat(after(matcher, drafts, parents)[:1], len(drafts) + 1, axis=0)
 
-    monkeypatch.setattr(GrammarMatcher, "_fill", of_the_base)
+    monkeypatch.setattr(GrammarMatcher, "_after", of_the_base)
     with pytest.raises(InvalidRequestError, match="does not match the grammar"):
         sampled(stack, {"rule": Rule.GUMBEL}, 20)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from specwire import parent
@@ -31,8 +31,6 @@ _MAX_KEPT_BYTES = 1 << 28
 _RETRY_AFTER_MS = 1000
 _REPLY_S = 120.0
 """After which a helper hangs: importing xgrammar takes 4 s of processor time, and a grammar 20 s at most."""
-_NUM_THREADS = 4
-"""For masks; a grammar that is slow to match holds one of them."""
 
 
 def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary | None:
@@ -55,7 +53,6 @@ class Grammars:
         self._vocabulary = known
         self._wanted: queue.SimpleQueue[tuple[Grammar, Future[Any]] | None] = queue.SimpleQueue()
         self._kept: OrderedDict[Grammar, Future[Any]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar-masks")
         self._thread: threading.Thread | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._info: Any = None
@@ -66,7 +63,7 @@ class Grammars:
         Raises:
             ResourceExhaustedError: too many grammars wait to be compiled.
         """
-        return GrammarMatcher(self._compiled(grammar), self._vocabulary.vocab_size, self._pool)
+        return GrammarMatcher(self._compiled(grammar), self._vocabulary.vocab_size)
 
     def _compiled(self, grammar: Grammar) -> Future[Any]:
         found = self._kept.get(grammar)
@@ -97,9 +94,8 @@ class Grammars:
             total -= size
 
     def close(self) -> None:
-        """End the helper and all threads."""
+        """End the helper."""
         self._wanted.put(None)
-        self._pool.shutdown(wait=False, cancel_futures=True)
         if self._helper is not None:
             self._helper.kill()
             self._helper.wait()

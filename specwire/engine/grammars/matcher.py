@@ -1,13 +1,13 @@
 """Which tokens the grammar of a stream allows after the tokens of its output.
 
 A function of these tokens alone: what a matcher keeps is where it was last, from where it goes back and on.
+Masks are computed when the logits are decided on: on a GPU the pass runs meanwhile.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -15,50 +15,46 @@ import numpy.typing as npt
 
 from specwire.core import num_in_common
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, SpecwireError
-from specwire.estimate import clock
 from specwire.rule.columns import Bits
 
 _MASKS_S = 0.5
-"""Longest wait of a pass for the masks of a sequence, in seconds. They take 10 us a token; a grammar of which
-one takes 20 ms is refused when it is compiled."""
+"""Longest time of the masks of a sequence in a pass, in seconds. One takes some 10 us, and a grammar of which
+one takes over 20 ms is refused when it is compiled."""
 _WORD = 32
 
 
 class GrammarMatcher:
-    """Of one stream, its forks included. Thread-safe."""
+    """Of one stream, its forks included. Engine thread only, and after the grammar was compiled.
 
-    def __init__(self, compiled: Future[Any], vocab_size: int, pool: Executor) -> None:
+    Attributes:
+        compiled: the grammar; it may not be there yet.
+    """
+
+    def __init__(self, compiled: Future[Any], vocab_size: int) -> None:
         """Args:
-        compiled: of the grammar; it may not be there yet.
         vocab_size: width of the masks.
-        pool: that computes them.
         """
         self.compiled = compiled
         self._num_words = -(-vocab_size // _WORD)
-        self._pool = pool
-        self._lock = threading.Lock()
         self._matcher: Any = None
         self._output: list[int] = []
 
-    def masks(
-        self, output: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()
-    ) -> PendingMasks:
-        """Start to compute the masks after the output, and after each draft token.
+    def fill(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
+        """The masks after the output, and after each draft token.
 
         Args:
             output: all tokens after the prompt.
             parents: of the draft tokens in a tree; empty for a chain.
-        """
-        work = self._pool.submit(self._masks, list(output), draft_token_ids, parents)
-        return PendingMasks(work, len(draft_token_ids) + 1)
 
-    def _masks(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
-        with self._lock:
-            if self._matcher is None:
-                self._matcher = _matcher(self.compiled.result())
-            if not self._move_to(output):
-                return self._unlimited(1 + len(draft_token_ids))
-            return self._fill(draft_token_ids, parents)
+        Raises:
+            InvalidRequestError: the grammar does not allow the output.
+            ResourceExhaustedError: it takes too long.
+        """
+        if self._matcher is None:
+            self._matcher = _matcher(self.compiled.result())
+        if not self._move_to(output):
+            return np.full((1 + len(draft_token_ids), self._num_words * _WORD // 8), 255, np.uint8)
+        return self._after(draft_token_ids, parents)
 
     def _move_to(self, output: list[int]) -> bool:
         """Go back to what is common, and on from there; returns whether the output is still open.
@@ -80,22 +76,19 @@ class GrammarMatcher:
             held.append(token_id)
         return not self._matcher.is_terminated()
 
-    def _fill(self, draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
+    def _after(self, draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
         num_nodes = 1 + len(draft_token_ids)
         words = np.full((num_nodes, self._num_words), -1, np.int32)
         first, following = _links(parents, num_nodes)
         tokens = np.array([0, *draft_token_ids], np.int64)
         if not self._matcher.traverse_draft_tree(first, following, tokens, words, _MASKS_S):
-            raise _too_slow()
+            raise ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s to match")
         masks = words.view(np.uint8)
         is_empty = masks.max(axis=1) == 0
         if is_empty[0]:
             raise InvalidRequestError("grammar", "set", "no token of the vocabulary goes on with the output")
         masks[is_empty] = 255  # after a draft token that the grammar does not allow: it cannot be accepted
         return masks
-
-    def _unlimited(self, num_rows: int) -> Bits:
-        return np.full((num_rows, self._num_words * _WORD // 8), 255, np.uint8)
 
 
 def _matcher(compiled: Any) -> Any:
@@ -116,38 +109,34 @@ def _links(parents: Sequence[int], num_nodes: int) -> tuple[npt.NDArray[np.int64
     return first, following
 
 
-class PendingMasks:
-    """The masks of one sequence, while they are computed beside the pass.
+class LazyMasks:
+    """The masks of one sequence in a pass, computed when they are first read.
 
     Attributes:
-        error: why there are none; set when they were waited for.
+        error: why there are none; set when they are read.
     """
 
-    def __init__(self, work: Future[Bits], num_rows: int) -> None:
-        """Args:
-        num_rows: that they are of.
-        """
-        self._work = work
-        self._deadline_ns = clock.stopwatch_ns() + int(_MASKS_S * 1e9)
-        self._found: Bits | None = None
-        self.num_rows = num_rows
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        output: list[int],
+        draft_token_ids: Sequence[int] = (),
+        parents: Sequence[int] = (),
+    ) -> None:
+        """Args: as of `GrammarMatcher.fill`."""
         self.error: SpecwireError | None = None
+        self._asked = matcher, output, draft_token_ids, parents
+        self._found: Bits | None = None
 
-    def of_row(self, row: int) -> npt.NDArray[np.uint8] | None:
+    def of_row(self, row: int) -> Bits | None:
         """See `columns.Masks`."""
         if self._found is None and self.error is None:
-            self._wait()
+            matcher, output, drafts, parents = self._asked
+            try:
+                self._found = matcher.fill(output, drafts, parents)
+            except SpecwireError as error:
+                self.error = error
         return None if self._found is None else self._found[row]
-
-    def _wait(self) -> None:
-        try:
-            left_s = max(0.0, (self._deadline_ns - clock.stopwatch_ns()) / 1e9)
-            self._found = self._work.result(left_s)
-        except TimeoutError:
-            self._work.cancel()
-            self.error = _too_slow()
-        except SpecwireError as error:
-            self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.of_row(0)
@@ -163,10 +152,6 @@ class KnownMasks:
         """
         self._found = found
 
-    def of_row(self, row: int) -> npt.NDArray[np.uint8] | None:
+    def of_row(self, row: int) -> Bits | None:
         """See `columns.Masks`."""
         return None if self._found is None else self._found[row]
-
-
-def _too_slow() -> ResourceExhaustedError:
-    return ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s to match")
