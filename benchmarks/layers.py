@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ import torch
 from benchmarks import early_exit
 from benchmarks.bars import Bar, Part, Report, earlier, machine
 from benchmarks.embedded import corpus
+from benchmarks.heads import rates
 from benchmarks.trees import KINDS, cut_prompts, generate_all, table
-from specwire import Client, SamplingParams, embedded, tokenizer
+from specwire import embedded, tokenizer
 from specwire.cli import search_layers
 from specwire.cli.supervisor import Stack
 from specwire.config.blocks import Block, parse_skip, skip_text
@@ -42,11 +41,10 @@ from specwire.engine.model.runner import ModelRunner
 from verify_service.threshold import FIRST, TARGET_RATE
 
 LENGTHS = (1, 2, 4, 8)
-LEAST_RATIO, LEAST_SHARE_OF_BEST = 0.98, 0.98
+LEAST_SHARE_OF_BEST = 0.98
 PACED_MS = 20.0
 NUM_DRAFT_TOKENS = 8
 FIRSTS, TARGET_RATES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9), (0.7, 0.8, 0.9, 0.95)
-SETTLING_TOKENS = 1500
 _PAGE_SIZE = 16
 
 
@@ -213,55 +211,6 @@ def thresholds(skip: str, num_prompts: int, num_tokens: int) -> Part:
     return Part(bars=[], text=f"## Thresholds\n\n{about}\n\n{table(head, rows)}", data=rows)
 
 
-# --- rates ------------------------------------------------------------------------------------------
-
-
-def rates(skip: str, num_tokens: int, num_runs: int, least_pass_ms: float) -> Part:
-    """Tokens/s of greedy decoding, in turns."""
-    draft = UpConfig(
-        dtype="float32",
-        draft_dtype="float32",
-        address="127.0.0.1:0",
-        num_threads=1,
-        least_pass_ms=least_pass_ms,
-    )
-    configs = {"layers": config(skip, least_pass_ms=least_pass_ms), "embedded draft": draft}
-    params = replace(KINDS["greedy"], max_tokens=num_tokens)
-    found: dict[str, list[float]] = {name: [] for name in ("plain", *configs)}
-    with ExitStack() as running:
-        clients = {
-            name: running.enter_context(Client(running.enter_context(Stack(each)).address))
-            for name, each in configs.items()
-        }
-        for client in clients.values():
-            for prompt in cut_prompts(-(-SETTLING_TOKENS // num_tokens)):
-                _rate(client, params, prompt)
-        for prompt in cut_prompts(num_runs):
-            found["plain"].append(_rate(clients["layers"], replace(params, num_draft_tokens=0), prompt))
-            for name, client in clients.items():
-                found[name].append(_rate(client, params, prompt))
-    ratios = {
-        name: median(one / plain for one, plain in zip(found[name], found["plain"], strict=True))
-        for name in configs
-    }
-    passes = f"passes of {least_pass_ms:g} ms" if least_pass_ms else "the target's own passes"
-    what = f"tokens/s over plain decoding, {passes}"
-    bars = [Bar(what=what, measured=ratios["layers"], limit=LEAST_RATIO, at_least=True)]
-    rows = [[name, median(each), ratios.get(name, 1.0)] for name, each in found.items()]
-    print(*rows, flush=True)
-    about = (
-        f"Without {skip}. One stream, greedy, lengths chosen; {num_runs} runs of {num_tokens} tokens in "
-        f"turns, after {SETTLING_TOKENS} tokens. Medians."
-    )
-    text = f"## Tokens/s, {passes}\n\n{about}\n\n{table(['', 'tokens/s', 'times plain'], rows)}"
-    return Part(bars=bars, text=text, data=found)
-
-
-def _rate(client: Client, params: SamplingParams, prompt: Sequence[int]) -> float:
-    done = client.generate(params=params, prompt_token_ids=prompt)
-    return len(done.token_ids) / done.timing.total_ms * 1e3
-
-
 # --- the report -------------------------------------------------------------------------------------
 
 
@@ -305,8 +254,8 @@ def main() -> None:
         "search": lambda: searched(args.search_prompts, args.num_trials, args.out / "layers.png"),
         "tokens": lambda: tokens(skip(), args.num_prompts, args.num_tokens),
         "thresholds": lambda: thresholds(skip(), args.num_prompts, args.num_tokens),
-        "rates": lambda: rates(skip(), args.num_tokens, args.num_runs, 0.0),
-        "paced": lambda: rates(skip(), args.num_tokens, args.num_runs, PACED_MS),
+        "rates": lambda: rates("layers", config(skip()), args.num_tokens, args.num_runs, 0.0),
+        "paced": lambda: rates("layers", config(skip()), args.num_tokens, args.num_runs, PACED_MS),
         "deeper": deeper,
     }
     for part in args.parts or measure:
