@@ -98,8 +98,8 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
 
     Raises:
         InvalidRequestError: a token id outside the vocabulary, or no token left that does not end the output.
-        UnsupportedError: stop strings without a tokenizer, a grammar where the target has none, or a grammar
-            with `min_tokens`.
+        UnsupportedError: stop strings without a tokenizer, a grammar where the target has none or with
+            `min_tokens`, log probabilities of a prompt that an encoder reads.
     """
     check_vocabulary("stop_token_ids", params.stop_token_ids, target)
     for token_id in params.logit_bias:
@@ -110,6 +110,9 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
     if params.min_tokens and params.grammar is not None:
         problem = "does not combine with a grammar, which may allow the end alone"
         raise UnsupportedError("min_tokens", params.min_tokens, problem)
+    if params.prompt_logprobs is not None and target.has_encoder:
+        problem = f"{target.name} is an encoder-decoder: it has no distribution over its input"
+        raise UnsupportedError("prompt_logprobs", params.prompt_logprobs, problem)
     if params.stop and tokenizer is None:
         raise UnsupportedError("stop", list(params.stop), "the target has no tokenizer; use stop_token_ids")
     if params.grammar is not None and not target.grammars:
@@ -160,11 +163,12 @@ def fitted(
         raise ContextLengthError("prompt", f"{prompt_len} tokens", f"the encoder reads {target.encoder_len}")
     num_before = len(target.decoder_token_ids) if target.has_encoder else prompt_len
     room = target.context_len - num_before
-    if (params.max_tokens or 1) > room or params.min_tokens > room:
+    if (1 if params.max_tokens is None else params.max_tokens) > room or params.min_tokens > room:
         problem = f"after {num_before} tokens is over the context of {target.context_len}"
         if not target.has_encoder:
             problem = f"with a prompt of {prompt_len} tokens is over the context of {target.context_len}"
-        raise ContextLengthError("max_tokens", params.max_tokens or "unset", problem)
+        given = "unset" if params.max_tokens is None else params.max_tokens
+        raise ContextLengthError("max_tokens", given, problem)
     if params.max_tokens is not None:
         return params
     return dataclasses.replace(params, max_tokens=room if most_tokens is None else min(room, most_tokens))

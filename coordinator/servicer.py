@@ -33,6 +33,7 @@ from coordinator.peers.verifier import RemoteVerifier
 from coordinator.plain import DefaultRequests
 from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
+from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
@@ -197,6 +198,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Any,
         call: CallRecord,
     ) -> None:
+        await self._score_prompt(request, reader, slot, context, call)
         with self._peers(request, planner, context.time_remaining, call.span) as (drafter, verifier):
             generation = Generation(
                 request,
@@ -234,6 +236,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
         reader.send(lambda: last)
         call.ledger.switch(Stage.CLIENT_CREDIT)
+
+    async def _score_prompt(
+        self,
+        request: GenerationRequest,
+        reader: CreditReader,
+        slot: AdmissionSlot,
+        context: Any,
+        call: CallRecord,
+    ) -> None:
+        """Report the prompt's log probabilities, if they are asked for; a stream that is resumed has them."""
+        if request.params.prompt_logprobs is None or request.generated_token_ids:
+            return
+        verifier = RemoteVerifier(
+            self._verify,
+            scoring(request),
+            remaining_s=context.time_remaining,
+            timeout_s=self._config.failover_timeout_s,
+            tracer=self._tracer,
+            parent=call.span,
+        )
+        with contextlib.closing(verifier):
+            scores = PromptScores(
+                request,
+                verifier,
+                tokenizer=self._tokenizer,
+                ledger=call.ledger,
+                parent=call.span,
+                turns=_Turns(reader, slot, call.ledger, (verifier,)),
+            )
+            async with contextlib.aclosing(scores.messages()) as messages:
+                async for message in messages:
+                    reader.send(partial(lambda ready: ready, message))
 
     async def _search(
         self,

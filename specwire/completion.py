@@ -72,6 +72,8 @@ class Chunk:
         speculation, timing: of the generation so far, if progress was requested.
         held: tokens of the round whose text is incomplete; a later chunk has them in `tokens`.
         tree: draft tokens of the last round, if progress was requested.
+        prompt: the next tokens of the prompt, if their log probabilities were requested; all of these come
+            before the first of `tokens`, and the first one has no log probability.
     """
 
     text: str
@@ -82,6 +84,7 @@ class Chunk:
     timing: Timing | None = None
     held: tuple[Token, ...] = ()
     tree: DraftTree | None = None
+    prompt: tuple[Token, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -336,6 +339,7 @@ class Completion:
         tokens: the emitted tokens with their fates and log probabilities.
         num_resumes: how often it was resumed, at another coordinator or the same one.
         hypotheses: of a beam search, the best texts, best first; the first one is the completion's own.
+        prompt: the tokens of the prompt with their log probabilities, if these were requested.
     """
 
     text: str
@@ -353,6 +357,7 @@ class Completion:
     reproducible: bool = False
     num_lists: int = 1
     hypotheses: tuple[Hypothesis, ...] = ()
+    prompt: tuple[Token, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
@@ -369,7 +374,8 @@ class Completion:
             "usage": _fields(self.usage),
             "speculation": self.speculation.to_dict(),
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
-            "logprobs": _logprob_dicts(self.tokens),
+            "logprobs": _logprob_dicts(self.tokens) if _has_logprobs(self.tokens) else None,
+            "prompt_logprobs": _logprob_dicts(self.prompt) if self.prompt else None,
             "num_resumes": self.num_resumes,
             "hypotheses": [_fields(each) for each in self.hypotheses],
         }
@@ -379,9 +385,11 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(record).items()}
 
 
-def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]] | None:
-    if not tokens or tokens[0].logprob is None:
-        return None
+def _has_logprobs(tokens: tuple[Token, ...]) -> bool:
+    return bool(tokens) and tokens[0].logprob is not None
+
+
+def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]]:
     return [
         {
             "token_id": token.token_id,

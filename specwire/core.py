@@ -75,7 +75,7 @@ class Fate(enum.StrEnum):
     RECOVERED = "recovered"
     BONUS = "bonus"
     GIVEN = "given"
-    """Part of the request of a resumed generation; clients report its previous fate."""
+    """Part of the request: of its prompt, or of a resumed generation; clients report its previous fate."""
     PLAIN = "plain"
     """The target's own, in a round without draft tokens."""
 
@@ -177,6 +177,9 @@ class SamplingParams:
     server. The completion counts tokens by what made them."""
     logprobs: int | None = None
     """Report each emitted token's log probability under the target, and those of the n likeliest."""
+    prompt_logprobs: int | None = None
+    """Report each prompt token's log probability under the target, and those of the n likeliest at its
+    position; `max_tokens` may be 0 then. The target runs the whole prompt for it, cached or not."""
     num_beams: int = 1
     """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs
     temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities."""
@@ -216,11 +219,12 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         most_tokens = self.max_tokens
+        least = 1 if self.prompt_logprobs is None else 0
         _check(
-            most_tokens is None or (_is_count(most_tokens) and most_tokens >= 1),
+            most_tokens is None or (_is_count(most_tokens) and most_tokens >= least),
             "max_tokens",
             most_tokens,
-            "must lie in [1, 2**31)",
+            f"must lie in [{least}, 2**31)",
         )
         self._check_min_tokens()
         for name in ("num_draft_tokens", "max_depth"):
@@ -228,13 +232,10 @@ class SamplingParams:
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_NUM_DRAFT_TOKENS)
             _check(ok, name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
         self._check_draft()
-        logprobs = self.logprobs
-        _check(
-            logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= MAX_LOGPROBS),
-            "logprobs",
-            logprobs,
-            f"must lie in [0, {MAX_LOGPROBS}]",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _check(ok, name, value, f"must lie in [0, {MAX_LOGPROBS}]")
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
             "seed",

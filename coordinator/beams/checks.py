@@ -19,6 +19,7 @@ _WITHOUT = {
     "logit_bias": {},
     "grammar": None,
     "min_tokens": 0,
+    "prompt_logprobs": None,
     "stop": (),
     "rule": None,
     "num_lists": None,

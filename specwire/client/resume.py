@@ -161,6 +161,7 @@ class ReceivedTokens:
 
     Attributes:
         tokens: received, in order, with their texts.
+        prompt: those of the prompt, if their log probabilities were requested.
     """
 
     def __init__(self, request: generation_pb2.GenerateRequest) -> None:
@@ -168,6 +169,7 @@ class ReceivedTokens:
         self._info: ResumeInfo | None = None
         self._held: list[Token] = []
         self.tokens: list[Token] = []
+        self.prompt: list[Token] = []
 
     def take(self, response: generation_pb2.GenerateResponse) -> Chunk:
         """The chunk of a response; tokens held back before keep their first fate and log probabilities.
@@ -184,7 +186,10 @@ class ReceivedTokens:
         tokens = [*map(_restored, self._held, chunk.tokens), *chunk.tokens[num_held:]]
         self._held = [*self._held[len(tokens) :], *chunk.held]
         self.tokens += tokens
-        return replace(chunk, tokens=tuple(tokens))
+        # A coordinator that begins again sends the prompt again.
+        prompt = chunk.prompt[max(0, len(self.prompt) - response.chunk.first_prompt_index) :]
+        self.prompt += prompt
+        return replace(chunk, tokens=tuple(tokens), prompt=prompt)
 
     def request(self) -> generation_pb2.GenerateRequest:
         """The request to the next coordinator."""

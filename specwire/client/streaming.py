@@ -7,6 +7,7 @@ import contextlib
 import enum
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import grpc
@@ -202,11 +203,12 @@ class AsyncStream:
             response = await self._read()
             if response.WhichOneof("event") == "completion":
                 tokens, num_resumes = self._progress.tokens, self._num_resumes
-                self._completion = completion_from_proto(response.completion, tokens, num_resumes)
+                done = completion_from_proto(response.completion, tokens, num_resumes)
+                self._completion = replace(done, prompt=tuple(self._progress.prompt))
                 self._span.completed(self._completion)
                 break
             chunk = self._progress.take(response)
-            if chunk.tokens or chunk.rejected:  # else all of its tokens are held back
+            if chunk.tokens or chunk.rejected or chunk.prompt:  # else all of its tokens are held back
                 return chunk
         return None
 

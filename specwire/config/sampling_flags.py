@@ -141,6 +141,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "report log probabilities, and those of the N likeliest",
     },
+    "prompt_logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "report log probabilities of the prompt's tokens, and those of the N likeliest",
+    },
     "num_beams": {"type": int, "metavar": "N", "help": "beam search with N beams, at temperature 0"},
     "length_penalty": {"type": float, "metavar": "X", "help": "of beam search: over 0 favours long texts"},
     "early_stopping": {

@@ -11,6 +11,7 @@ from typing import Any
 
 from specwire.completion import Chunk, Completion, Timing, Token
 from specwire.http import logprobs
+from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
 
@@ -45,10 +46,12 @@ class Answer(ABC):
 
     def chunk(self, index: int, chunk: Chunk) -> Json | None:
         """A chunk as it is sent; None for nothing."""
-        if not chunk.tokens and not self._body.return_fates:
+        shown = (*chunk.prompt, *chunk.tokens)
+        if not shown and not self._body.return_fates:
             return None
-        choice = self._part(chunk.text) | {"index": index, "finish_reason": None}
-        choice["logprobs"] = self._logprobs(index, chunk.tokens)
+        text = "".join(token.text for token in shown)
+        choice = self._part(text) | {"index": index, "finish_reason": None}
+        choice["logprobs"] = self._logprobs(index, shown)
         if self._body.return_fates:
             choice["specwire"] = fates(chunk)
         return self._piece([choice])
@@ -75,9 +78,10 @@ class Answer(ABC):
         return whole | self._counts(completions)
 
     def _choice(self, index: int, completion: Completion) -> Json:
-        choice = self._whole_text(completion.text)
+        echoed = "".join(token.text for token in completion.prompt)
+        choice = self._whole_text(index, echoed + completion.text)
         choice |= {"index": index, "finish_reason": completion.finish_reason.value}
-        choice["logprobs"] = self._logprobs(index, completion.tokens)
+        choice["logprobs"] = self._logprobs(index, (*completion.prompt, *completion.tokens))
         if self._body.return_fates:
             choice["specwire"] = {"tokens": [_token(token) for token in completion.tokens]}
         return choice
@@ -101,7 +105,7 @@ class Answer(ABC):
     def _part(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _whole_text(self, text: str) -> Json: ...
+    def _whole_text(self, index: int, text: str) -> Json: ...
 
     @abstractmethod
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json: ...
@@ -110,15 +114,22 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     """Of `/v1/completions`."""
 
+    _body: CompletionBody
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_name = "text_completion"
 
+    def first(self, index: int) -> Json | None:
+        if not (echoed := self._body.echoed(index)):
+            return None
+        choice = {"text": echoed, "index": index, "logprobs": None, "finish_reason": None}
+        return self._piece([choice])
+
     def _part(self, text: str) -> Json:
         return {"text": text}
 
-    def _whole_text(self, text: str) -> Json:
-        return {"text": text}
+    def _whole_text(self, index: int, text: str) -> Json:
+        return {"text": self._body.echoed(index) + text}
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
         return logprobs.of_completion(tokens, spell, start)
@@ -138,7 +149,7 @@ class ChatAnswer(Answer):
     def _part(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _whole_text(self, text: str) -> Json:
+    def _whole_text(self, index: int, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:

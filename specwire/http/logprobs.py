@@ -13,7 +13,7 @@ _LEAST = -9999.0
 
 
 def of_completion(tokens: Sequence[Token], spell: Spell, start: int) -> dict[str, Any]:
-    """Four lists over the tokens.
+    """Four lists over the tokens; the first token of a prompt has no log probability.
 
     Args:
         spell: text of a token.
@@ -25,8 +25,8 @@ def of_completion(tokens: Sequence[Token], spell: Spell, start: int) -> dict[str
         start += len(token.text)
     return {
         "tokens": [spell(token.token_id) for token in tokens],
-        "token_logprobs": [_value(token.logprob) for token in tokens],
-        "top_logprobs": [_alternatives(token, spell) for token in tokens],
+        "token_logprobs": [None if token.logprob is None else _value(token.logprob) for token in tokens],
+        "top_logprobs": [None if token.logprob is None else _alternatives(token, spell) for token in tokens],
         "text_offset": offsets,
     }
 

@@ -46,7 +46,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "max_depth", "draft", "beam_search", "keep_special_tokens", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
+    __slots__ = ("text", "token_ids", "messages", "sampling", "stop_conditions", "num_draft_tokens", "max_depth", "draft", "beam_search", "keep_special_tokens", "prompt_logprobs", "prompt_only", "credit_tokens", "report_progress", "generated_token_ids", "cache_salt", "context_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,8 @@ class GenerateRequest(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
     CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -72,12 +74,14 @@ class GenerateRequest(_message.Message):
     draft: str
     beam_search: BeamSearch
     keep_special_tokens: bool
+    prompt_logprobs: int
+    prompt_only: bool
     credit_tokens: int
     report_progress: bool
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     context_digest: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ..., draft: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_conditions: _Optional[_Union[StopConditions, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_depth: _Optional[int] = ..., draft: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., prompt_only: _Optional[bool] = ..., credit_tokens: _Optional[int] = ..., report_progress: _Optional[bool] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
     __slots__ = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
@@ -190,7 +194,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing", "held", "sources", "tree")
+    __slots__ = ("first_index", "tokens", "rejected", "speculation", "timing", "held", "sources", "tree", "prompt", "first_prompt_index")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +203,8 @@ class Chunk(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     rejected: _containers.RepeatedCompositeFieldContainer[Token]
@@ -207,7 +213,9 @@ class Chunk(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[Token]
     sources: _containers.RepeatedScalarFieldContainer[str]
     tree: DraftTree
-    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., sources: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
+    prompt: _containers.RepeatedCompositeFieldContainer[Token]
+    first_prompt_index: int
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., held: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., sources: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., first_prompt_index: _Optional[int] = ...) -> None: ...
 
 class DraftTree(_message.Message):
     __slots__ = ("source", "token_ids", "texts", "parents", "path")

@@ -77,6 +77,8 @@ def generate_request(
             ignore_eos=params.ignore_eos,
         ),
         keep_special_tokens=not params.skip_special_tokens,
+        prompt_logprobs=params.prompt_logprobs,
+        prompt_only=params.max_tokens == 0,
         num_draft_tokens=params.num_draft_tokens,
         max_depth=params.max_depth,
         credit_tokens=credit_tokens,
@@ -260,7 +262,9 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     fields = sampling_from_proto(request.sampling)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
-    for name in ("num_draft_tokens", "max_depth", "draft"):
+    if request.prompt_only:
+        fields["max_tokens"] = 0
+    for name in ("num_draft_tokens", "max_depth", "draft", "prompt_logprobs"):
         if request.HasField(name):
             fields[name] = getattr(request, name)
     return SamplingParams(
@@ -344,6 +348,7 @@ def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
         tree=generation_pb2.DraftTree(**_fields(chunk.tree)) if chunk.tree else None,
     )
     message.sources.extend([*numbers][1:])
+    message.prompt.extend(_token_to_proto(token, numbers) for token in chunk.prompt)
     return message
 
 
@@ -378,10 +383,7 @@ class OpenChunk:
         token: dict[str, Any] = {"id": token_id, "fate": _FATES[fate]}
         if source:
             token["source"] = self._number(source)
-        if logprobs is not None:
-            token["logprob"] = logprobs.of(token_id)
-            token["top_logprobs"] = [{"token_id": t, "logprob": v} for t, v in logprobs.top()]
-        return token
+        return token | _reported(token_id, logprobs)
 
     def add(self, item: Mapping[str, Any], text: str) -> None:
         """A token whose text is certain."""
@@ -451,7 +453,35 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
         timing=_noun(Timing, message.timing) if message.HasField("timing") else None,
         held=tuple(_token_from_proto(token, sources) for token in message.held),
         tree=_noun(DraftTree, message.tree) if message.HasField("tree") else None,
+        prompt=tuple(_token_from_proto(token, sources) for token in message.prompt),
     )
+
+
+def prompt_chunk(
+    first_index: int, tokens: Iterable[tuple[int, str, Logprobs | None]]
+) -> generation_pb2.GenerateResponse:
+    """The message with some tokens of the prompt: each with its text and log probabilities.
+
+    Args:
+        first_index: of the first of them in the prompt.
+    """
+    chunk = generation_pb2.Chunk(
+        first_prompt_index=first_index,
+        prompt=[
+            generation_pb2.Token(
+                id=token_id, text=text, fate=_FATES[Fate.GIVEN], **_reported(token_id, logprobs)
+            )
+            for token_id, text, logprobs in tokens
+        ],
+    )
+    return generation_pb2.GenerateResponse(chunk=chunk)
+
+
+def _reported(token_id: int, logprobs: Logprobs | None) -> dict[str, Any]:
+    if logprobs is None:
+        return {}
+    top = [{"token_id": t, "logprob": v} for t, v in logprobs.top()]
+    return {"logprob": logprobs.of(token_id), "top_logprobs": top}
 
 
 def completion_to_proto(completion: Completion) -> generation_pb2.Completion:

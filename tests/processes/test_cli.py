@@ -239,6 +239,7 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "max_depth": (["0"], 0),
     "draft": (["suffix"], "suffix"),
     "logprobs": (["0"], 0),
+    "prompt_logprobs": (["2"], 2),
     "num_beams": (["4"], 4),
     "length_penalty": (["2"], 2.0),
     "early_stopping": (["never"], "never"),

@@ -307,6 +307,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {3: 1.0}},
     "grammar": {"grammar": Grammar(regex="a+")},
     "min_tokens": {"min_tokens": 2},
+    "prompt_logprobs": {"prompt_logprobs": 2},
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},

@@ -81,7 +81,7 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
         ({"max_depth": 65}, "max_depth", "invalid_value"),
         ({"max_depth": 4, "rule": "rejection"}, "max_depth", "invalid_value"),
         ({"max_depth": 4, "rule": "block"}, "max_depth", "invalid_value"),
-        ({"echo": True}, "echo", "unsupported_value"),
+        ({"echo": True, "n": 2, "use_beam_search": True}, "echo", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_value"),
         ({"suffix": "x"}, "suffix", "unsupported_value"),
         ({"store": True}, "store", "unsupported_value"),

@@ -206,6 +206,8 @@ RANGES: dict[str, tuple[Any, str]] = {
     "SamplingParams.seed": (sampled(seed=-1), "seed"),
     "SamplingParams.rule": (sampled(rule=77), "rule"),
     "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
+    "GenerateRequest.prompt_logprobs": (generation(prompt_logprobs=21), "prompt_logprobs"),
+    "GenerateRequest.prompt_only": (generation(prompt_only=True), "max_tokens"),
     "SamplingParams.min_tokens": (sampled(min_tokens=-1), "min_tokens"),
     "SamplingParams.num_lists": (sampled(rule=common_pb2.RULE_GUMBEL, num_lists=9), "num_lists"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),

@@ -61,6 +61,7 @@ EVERYTHING = SamplingParams(
     stop_token_ids=(4, 5),
     ignore_eos=True,
     min_tokens=2,
+    prompt_logprobs=3,
     skip_special_tokens=False,
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
@@ -123,6 +124,7 @@ class TestSamplingParams:
             "length_penalty",
             "early_stopping",
             "num_return_sequences",
+            "prompt_logprobs",
         }
         assert opened.max_tokens is None
         for field in dataclasses.fields(SamplingParams):

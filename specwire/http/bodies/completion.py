@@ -22,7 +22,7 @@ class CompletionBody(Body):
 
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
 
@@ -50,8 +50,24 @@ class CompletionBody(Body):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """None without `echo`, or where the text of the prompt is known and nothing else is asked for."""
+        if not self.echo:
+            return None
+        is_text = "prompt" in self.prompts[0]
+        return None if self.logprobs is None and is_text and self.max_tokens != 0 else self.logprobs or 0
+
+    def echoed(self, index: int) -> str:
+        """The prompt of a choice as text; empty without `echo`, and where the answer has its tokens."""
+        if not self.echo or self.num_prompt_logprobs is not None:
+            return ""
+        return str(self.prompts[index // self.num_choices]["prompt"])
+
     def check(self) -> None:
         super().check()
+        if self.echo and self.use_beam_search:
+            raise invalid("echo", "must be false with use_beam_search=true")
         num_choices = len(self.prompts) * self.num_choices
         if num_choices > MAX_CHOICES:
             raise invalid("n", f"with these prompts makes {num_choices} choices, over {MAX_CHOICES}")

@@ -105,6 +105,11 @@ class Body(Request):
         """Alternatives to report at each position; None for no log probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt."""
+        return None
+
     def params(self) -> SamplingParams:
         """Sampling parameters of the first choice.
 
@@ -120,6 +125,7 @@ class Body(Request):
             top_k=max(0, self.top_k or 0),
             logit_bias=_biases(self.logit_bias or {}),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
     def _beams(self) -> dict[str, Any]:
