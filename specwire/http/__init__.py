@@ -10,6 +10,8 @@ A process of its own, which uses the coordinator through the public SDK. Needs `
     tokens.py    /tokenize, /detokenize           metrics.py: /metrics
     choices.py   the generations of one request   n at once, as fast as the client reads
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs
+    responses.py the same in the form of /v1/responses
+    openapi.py   what is served, as a document    docs.py: as a page
     exchange.py  one request on the wire          JSON or SSE, cancelled when the client disconnects
     model.py     the model and its tokenizer; answer_cache.py: cached answers of the coordinator
     app.py       routes                           server.py: the process; connections.py: limits

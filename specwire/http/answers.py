@@ -37,6 +37,7 @@ class Answer(ABC):
     id_prefix: str
     object_name: str
     chunk_name: str
+    end = b"data: [DONE]\n\n"
 
     # --- streamed
 
@@ -68,6 +69,10 @@ class Answer(ABC):
     def _piece(self, choices: list[Json]) -> Json:
         piece = self._head | {"object": self.chunk_name, "model": self._model, "choices": choices}
         return piece | {"usage": None} if self._body.includes_usage else piece
+
+    def error(self, told: Json) -> Json:
+        """The event of an error that ends the stream."""
+        return told
 
     # --- at once
 

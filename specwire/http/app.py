@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,24 +16,29 @@ from starlette.types import ASGIApp
 from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
-from specwire.http import page, spans
+from specwire.http import docs, openapi, page, spans
 from specwire.http.answer_cache import AnswerCache
-from specwire.http.answers import Answer, ChatAnswer, CompletionAnswer
+from specwire.http.answers import ChatAnswer, CompletionAnswer
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
-from specwire.http.bodies.generating import Body
+from specwire.http.bodies.generating import Sampled
+from specwire.http.bodies.responses import ResponsesBody
+from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.http.choices import Choice
 from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
-from specwire.http.exchange import Exchange, refusal
+from specwire.http.exchange import Answered, Exchange, refusal
 from specwire.http.headers import Guarded, Labelled
 from specwire.http.metrics import MetricsEndpoint
-from specwire.http.model import Models, ServedModel
+from specwire.http.model import Models, ServedModel, Spell
+from specwire.http.openapi import Operation
+from specwire.http.responses import ResponsesAnswer
 from specwire.http.spans import Traced
 from specwire.http.tokens import TokenEndpoints
 from specwire.telemetry.tracing import Tracing
 
 _HEALTH_TIMEOUT_S = 2.0
+Wanted = TypeVar("Wanted", bound=Sampled)
 
 
 class Front:
@@ -54,20 +60,39 @@ class Front:
         traced = Traced(Guarded(routes, self._config), self._tracer, routes.routes)
         return Labelled(traced, is_lenient=self._config.lenient)
 
+    def _operations(self) -> list[Operation]:
+        """All that is served, in the order of the documentation."""
+        tokens, get, post = self._tokens, "GET", "POST"
+        return [
+            Operation(
+                post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION, may_stream=True
+            ),
+            Operation(
+                post,
+                "/v1/chat/completions",
+                self.chat_completions,
+                ChatBody,
+                openapi.COMPLETION,
+                may_stream=True,
+            ),
+            Operation(
+                post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE, may_stream=True
+            ),
+            Operation(get, "/v1/models", self.list_models, answer=openapi.MODELS),
+            Operation(get, "/v1/models/{name:path}", self.get_model, answer=openapi.MODEL),
+            Operation(post, "/tokenize", tokens.tokenize, TokenizeBody, openapi.TOKENS),
+            Operation(post, "/detokenize", tokens.detokenize, DetokenizeBody, openapi.TEXT),
+            Operation(get, "/health", self.health, answer=openapi.HEALTH, is_open=True),
+            Operation(get, "/version", self.version, answer=openapi.VERSION),
+            Operation(get, "/metrics", self._metrics.metrics, content="text/plain"),
+            Operation(get, "/openapi.json", self.openapi, answer=openapi.DOCUMENT),
+            Operation(get, "/docs", self.docs, content="text/html"),
+            Operation(get, "/", self.page, content="text/html", is_open=True),
+        ]
+
     def _routes(self) -> Starlette:
         return Starlette(
-            routes=[
-                Route("/", self.page, methods=["GET"]),
-                Route("/health", self.health, methods=["GET"]),
-                Route("/version", self.version, methods=["GET"]),
-                Route("/metrics", self._metrics.serve, methods=["GET"]),
-                Route("/v1/models", self.list_models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self.get_model, methods=["GET"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-                Route("/tokenize", self._tokens.tokenize, methods=["POST"]),
-                Route("/detokenize", self._tokens.detokenize, methods=["POST"]),
-            ],
+            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
             exception_handlers={
                 ApiError: _refuse,
                 SpecwireError: _refuse,
@@ -99,6 +124,17 @@ class Front:
         await self._entry.model(request)
         return JSONResponse({"version": __version__})
 
+    async def openapi(self, request: Request) -> Response:
+        """This API as an OpenAPI document."""
+        model = await self._entry.model(request)
+        return JSONResponse(openapi.described(self._operations(), model.name))
+
+    async def docs(self, request: Request) -> Response:
+        """The same as a page."""
+        model = await self._entry.model(request)
+        text = docs.page(openapi.described(self._operations(), model.name))
+        return HTMLResponse(text, headers=docs.HEADERS)
+
     async def list_models(self, request: Request) -> Response:
         """The one model that is served."""
         model = await self._entry.model(request)
@@ -118,7 +154,16 @@ class Front:
         """Continue a conversation."""
         return await self._generate(request, ChatBody, ChatAnswer)
 
-    async def _generate(self, request: Request, kind: type[Body], answer_kind: type[Answer]) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """Continue a conversation, in the newer API."""
+        return await self._generate(request, ResponsesBody, ResponsesAnswer)
+
+    async def _generate(
+        self,
+        request: Request,
+        kind: type[Wanted],
+        answer_kind: Callable[[Wanted, str, Spell | None], Answered],
+    ) -> Response:
         """Checks the token before it reads the body."""
         model = await self._entry.model(request)
         body = await self._entry.body(request, kind, model)
@@ -127,12 +172,10 @@ class Front:
         return Exchange(self._client, _choices(body), caller_of(request), answer, body)
 
 
-def _choices(wanted: Body) -> list[Choice]:
+def _choices(wanted: Sampled) -> list[Choice]:
     """The choices of each prompt in turn; the seed of choice i is the given one plus i."""
     params = wanted.params()
-    if wanted.use_beam_search:  # one search has all choices of its prompt
-        return [Choice(prompt, params) for prompt in wanted.prompts]
-    seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_choices)]
+    seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_runs)]
     each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
     return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
 

@@ -7,16 +7,15 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.completion import Completion
+from specwire.completion import Chunk, Completion
 from specwire.http import beams, spans
-from specwire.http.answers import Answer
-from specwire.http.bodies.generating import Body
+from specwire.http.bodies.generating import Sampled
 from specwire.http.choices import Caller, Choice, Event, running
 from specwire.http.errors import api_error
 
@@ -33,6 +32,45 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
+Json = dict[str, Any]
+Events = Json | Sequence[Json] | None
+"""To be sent: one, several or none. One with a `type` is sent under its name."""
+
+
+class Answered(Protocol):
+    """One response in the form of its API, such as an `answers.Answer`.
+
+    Attributes:
+        end: of a stream that ends well.
+    """
+
+    end: bytes
+
+    def first(self, index: int) -> Events:
+        """What precedes a choice's first chunk."""
+        ...
+
+    def chunk(self, index: int, chunk: Chunk) -> Events:
+        """A chunk of a choice."""
+        ...
+
+    def finish(self, index: int, completion: Completion) -> Events:
+        """The end of a choice."""
+        ...
+
+    def usage(self, completions: Sequence[Completion]) -> Events:
+        """The end of a stream that includes usage."""
+        ...
+
+    def error(self, told: Json) -> Json:
+        """The end of a stream that fails, given the body of the error's response."""
+        ...
+
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        """The response that is not streamed."""
+        ...
+
+
 class Exchange(Response):
     """The response of a generating request, streamed or at once.
 
@@ -45,8 +83,8 @@ class Exchange(Response):
         client: AsyncClient,
         choices: Sequence[Choice],
         caller: Caller,
-        answer: Answer,
-        body: Body,
+        answer: Answered,
+        body: Sampled,
     ) -> None:
         super().__init__()
         self._client = client
@@ -85,24 +123,24 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
             for index in range(len(self._choices)):
-                await _send_event(send, self._answer.first(index))
+                await _send_events(send, self._answer.first(index))
             await self._send_event_of(send, *first)
             async for index, event in events:
                 await self._send_event_of(send, index, event)
             if self._body.includes_usage:
-                await _send_event(send, self._answer.usage(self._in_order()))
-            await send(_body(b"data: [DONE]\n\n"))
+                await _send_events(send, self._answer.usage(self._in_order()))
+            await send(_body(self._answer.end))
         except Exception as error:
             spans.mark(self._caller.span, error)
-            await _send_event(send, api_error(error).body())
+            await _send_events(send, self._answer.error(api_error(error).body()))
         await send(_body(b"", more=False))
 
     async def _send_event_of(self, send: Send, index: int, event: Any) -> None:
         if isinstance(event, Completion):
             self._completions[index] = event
-            await _send_event(send, self._answer.finish(index, event))
+            await _send_events(send, self._answer.finish(index, event))
         else:
-            await _send_event(send, self._answer.chunk(index, event))
+            await _send_events(send, self._answer.chunk(index, event))
 
     def _in_order(self) -> list[Completion]:
         return [self._completions[index] for index in range(len(self._choices))]
@@ -116,11 +154,12 @@ async def _completions(first: Event, events: AsyncIterator[Event]) -> AsyncItera
             yield index, event
 
 
-async def _send_event(send: Send, data: dict[str, Any] | None) -> None:
-    """Send one server-sent event; returns when the connection has room for more."""
-    if data is not None:
+async def _send_events(send: Send, events: Events) -> None:
+    """Send server-sent events; returns when the connection has room for more."""
+    for data in [events] if isinstance(events, dict) else events or ():
+        name = f"event: {data['type']}\n" if "type" in data else ""
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        await send(_body(b"data: " + text.encode() + b"\n\n"))
+        await send(_body(f"{name}data: {text}\n\n".encode()))
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class MetricsEndpoint:
         self._entry = entry
         self._address = config.metrics_from
 
-    async def serve(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """The coordinator's metrics."""
         await self._entry.model(request)
         if not self._address:

@@ -371,7 +371,7 @@ async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest
             ), None
 
     class Spelled:
-        def __init__(self, source: str) -> None:
+        def __init__(self, source: str, template: str) -> None:
             loaded.append(source)
             self.source = source
 

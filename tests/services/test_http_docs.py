@@ -14,6 +14,7 @@ import pytest
 
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
+from specwire.http.bodies.responses import ResponsesBody
 from tests.support.fronts import Fronted, fronted
 
 TEXT = (Path(__file__).parents[2] / "docs/openai.md").read_text()
@@ -55,5 +56,5 @@ def test_curl(here: Fronted) -> None:
 
 def test_every_parameter_is_documented() -> None:
     named = set(re.findall(r"\w+", TEXT))
-    fields = {name for kind in (CompletionBody, ChatBody) for name in kind.model_fields}
+    fields = {name for kind in (CompletionBody, ChatBody, ResponsesBody) for name in kind.model_fields}
     assert fields <= named, fields - named

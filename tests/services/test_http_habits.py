@@ -11,6 +11,10 @@ import httpx2
 import pytest
 
 from specwire import SamplingParams, __version__, embedded, tokenizer
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.bodies.completion import CompletionBody
+from specwire.http.bodies.responses import ResponsesBody
+from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted
 
 ELSEWHERE = "https://app.example"
@@ -112,6 +116,29 @@ class TestAboutTheServer:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "metrics_off")
         with front(here.stack.address, metrics_from="127.0.0.1:1") as address:
             assert httpx2.get(f"http://{address}/metrics").status_code == 503
+
+
+class TestDescription:
+    def test_it_is_made_of_what_checks_the_bodies(self, here: Fronted) -> None:
+        document = httpx2.get(here.url + "/openapi.json").json()
+        schemas = document["components"]["schemas"]
+        for kind in (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody):
+            described = schemas[kind.__name__]
+            assert described["properties"].keys() == kind.model_fields.keys()
+            assert described["additionalProperties"] is False
+            assert described["properties"]["model"]["enum"] == [here.model]
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                assert operation["summary"], path
+                answer = httpx2.request(method, here.url + path.replace("{name}", here.model))
+                assert answer.status_code != 404 or answer.json()["error"]["code"] != "unknown_url"
+
+    def test_the_page_has_every_parameter_and_loads_nothing(self, here: Fronted) -> None:
+        answer = httpx2.get(here.url + "/docs")
+        assert answer.headers["content-type"].startswith("text/html")
+        for name in (*CompletionBody.model_fields, *ChatBody.model_fields, *ResponsesBody.model_fields):
+            assert f"<code>{name}</code>" in answer.text
+        assert not re.findall(r"<script|<link|src=|@import|url\(", answer.text)
 
 
 class TestUnknownParameters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,8 +21,6 @@ class ResponseFormat(Part):
 
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
-
-    object_name: ClassVar[str] = "chat.completion"
 
     messages: Annotated[List[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None

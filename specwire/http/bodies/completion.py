@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,8 +17,6 @@ _DEFAULT_TOKENS = 16
 
 class CompletionBody(Body):
     """`POST /v1/completions`."""
-
-    object_name: ClassVar[str] = "text_completion"
 
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

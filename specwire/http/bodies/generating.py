@@ -1,4 +1,4 @@
-"""What the bodies of both generating APIs share.
+"""What the bodies of generating APIs share.
 
 A parameter without effect here is accepted if OpenAI's clients usually send it and it does not change the
 output; one of an unsupported feature is accepted only at the value that disables the feature.
@@ -6,7 +6,7 @@ output; one of an unsupported feature is accepted only at the value that disable
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,29 +25,13 @@ _SAMPLING = (
 _MAX_ID_LEN = 10
 
 
-class StreamOptions(Part):
-    """Options of a streamed response."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class Body(Request):
-    """Fields of both APIs."""
-
-    object_name: ClassVar[str]
+class Sampled(Request):
+    """How to generate, in every API."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    stop: str | List[str] | None = None
     seed: int | None = None
     # extensions with vLLM's names
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -58,16 +42,12 @@ class Body(Request):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
     # our extensions
     rule: Rule | None = Field(default=None, strict=False)
     num_lists: int | None = None
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     draft: str | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    return_fates: bool | None = None
     # without effect on the output
     user: Any = None
     metadata: Any = None
@@ -83,17 +63,18 @@ class Body(Request):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        """Whether a stream ends with a chunk for the usage."""
+        return False
 
     @property
     def reports_progress(self) -> bool:
         """Whether each chunk of a stream reports the round's draft tokens, speculation and timing."""
-        return self.streams and bool(self.return_fates)
+        return False
 
     @property
-    def num_choices(self) -> int:
-        return self.n or 1
+    def num_runs(self) -> int:
+        """Generations to run for each prompt."""
+        return 1
 
     @property
     def token_limit(self) -> int | None:
@@ -103,7 +84,7 @@ class Body(Request):
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report at each position; None for no log probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -116,17 +97,62 @@ class Body(Request):
         Raises:
             InvalidRequestError: names the parameter and its value.
         """
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         return SamplingParams(
             **given,
-            **self._beams(),
+            **self.more_params(),
             max_tokens=self.token_limit,
             seed=self.seed,
             top_k=max(0, self.top_k or 0),
-            logit_bias=_biases(self.logit_bias or {}),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
         )
+
+    def more_params(self) -> dict[str, Any]:
+        """What one API has more of `SamplingParams`."""
+        return {}
+
+
+class StreamOptions(Part):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Body(Sampled):
+    """Fields of completions, of a prompt or a conversation."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | List[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    return_fates: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def reports_progress(self) -> bool:
+        return self.streams and bool(self.return_fates)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_runs(self) -> int:
+        return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
+
+    def more_params(self) -> dict[str, Any]:
+        return self._beams() | {"logit_bias": _biases(self.logit_bias or {})}
 
     def _beams(self) -> dict[str, Any]:
         """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""

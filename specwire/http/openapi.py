@@ -1,0 +1,115 @@
+"""The API as an OpenAPI document, made from the models that check the bodies. No I/O."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specwire import __version__
+from specwire.http.bodies import part
+
+Json = dict[str, Any]
+_REF = "#/components/schemas/"
+_HTML = {"text/html": {"schema": {"type": "string"}}}
+
+
+class Operation(NamedTuple):
+    """One method of one path.
+
+    Attributes:
+        handler: its docstring is the summary.
+        body: what it reads; None without one.
+        answer: the fields that its JSON always has, with their types; None if it answers with something else.
+        content: the media type of that.
+        may_stream: whether `stream` has it answer with server-sent events.
+        is_open: whether it needs no token.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    body: type[part.Request] | None = None
+    answer: Json | None = None
+    content: str = "application/json"
+    may_stream: bool = False
+    is_open: bool = False
+
+
+def described(operations: Sequence[Operation], model: str) -> Json:
+    """The document.
+
+    Args:
+        model: the name of the one that is served.
+    """
+    bodies = [operation.body for operation in operations if operation.body is not None]
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
+    components = schemas["$defs"]
+    for body in bodies:
+        components[body.__name__]["properties"]["model"] = {"type": "string", "enum": [model]}
+    components["Error"] = _object({"error": _object(dict.fromkeys(("message", "type"), _STRING))})
+    paths: dict[str, Json] = {}
+    for operation in operations:
+        path = operation.path.replace(":path}", "}")
+        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "specwire", "version": __version__, "description": _ABOUT},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_ABOUT = "OpenAI's API with vLLM's extensions. Unknown parameters are refused by name."
+_STRING: Json = {"type": "string"}
+_INTEGER: Json = {"type": "integer"}
+_LIST: Json = {"type": "array"}
+
+
+def _object(fields: Json) -> Json:
+    return {"type": "object", "properties": fields, "required": [*fields]}
+
+
+COMPLETION = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
+COMPLETION |= {"choices": _LIST, "usage": {"type": "object"}, "specwire": _LIST}
+RESPONSE = {"id": _STRING, "object": _STRING, "created_at": _INTEGER, "model": _STRING}
+RESPONSE |= {"status": _STRING, "output": _LIST, "usage": {"type": "object"}}
+MODEL = {
+    "id": _STRING,
+    "object": _STRING,
+    "created": _INTEGER,
+    "owned_by": _STRING,
+    "max_model_len": _INTEGER,
+}
+MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
+TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}
+TEXT = {"prompt": _STRING}
+VERSION = {"version": _STRING}
+HEALTH = {"status": _STRING}
+DOCUMENT = {"openapi": _STRING, "paths": {"type": "object"}}
+
+
+def _operation(operation: Operation) -> Json:
+    schema = _STRING if operation.answer is None else _object(operation.answer)
+    answers = {operation.content: {"schema": schema}}
+    if operation.may_stream:
+        answers["text/event-stream"] = {"schema": _STRING}
+    error = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
+    told: Json = {
+        "summary": inspect.getdoc(operation.handler),
+        "operationId": operation.handler.__name__,
+        "responses": {"200": {"description": "the answer", "content": answers}, "default": error},
+    }
+    if operation.body is not None:
+        content = {"application/json": {"schema": {"$ref": _REF + operation.body.__name__}}}
+        told["requestBody"] = {"required": True, "content": content}
+    if "{" in operation.path:
+        told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
+    return told if operation.is_open else told | {"security": [{}, {"bearer": []}]}
