@@ -16,6 +16,7 @@ from specwire.telemetry import logs
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, connect to the model services, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
+    flags.add_config_file(parser)
     flags.add_flags(parser, config.CoordinatorConfig)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))

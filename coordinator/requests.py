@@ -9,6 +9,7 @@ works for admitted requests.
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted, with_early_ends
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
-from specwire.config.services import CoordinatorConfig
+from specwire.config.services import NO_SEED, CoordinatorConfig
 from specwire.config.speculative import CHAINS_ONLY
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
@@ -140,6 +141,8 @@ class RequestParser:
         self._drafts = drafts
         self._draft_is_far = draft_is_far
         self._draft_learns = draft_learns
+        self._has_seed = config.seed != NO_SEED
+        self._seeds = random.Random(config.seed) if self._has_seed else secrets.SystemRandom()
 
     def check(self, message: generation_pb2.GenerateRequest, caller: Principal) -> CheckedRequest:
         """Parse a first message, and choose what it leaves open.
@@ -247,20 +250,20 @@ class RequestParser:
         return "" if self._config.suffix_shared else checked.params.cache_salt or None
 
     def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
-        """A client that gives a seed expects the same text again, whatever the load.
+        """Where a client or the server gives a seed, the same text is expected again, whatever the load.
 
         A target that drafts for itself is coupled: without noise that is shared, only the likeliest tokens
         could be proposed, and no trees.
         """
         rule = params.rule or self._config.fixed_rule
         if rule is None:
-            asks = params.seed is not None or bool(params.max_depth) or draft.uses_own
+            asks = params.seed is not None or self._has_seed or bool(params.max_depth) or draft.uses_own
             asks = asks or (params.num_lists or self._config.num_lists) > 1
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
                 rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         num_lists = params.num_lists
         if num_lists is None:
             num_lists = self._config.num_lists if rule is Rule.GUMBEL and not params.greedy else 1

@@ -16,6 +16,7 @@ from specwire.telemetry import logs
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire draft", description="Run one draft service.")
+    flags.add_config_file(parser)
     flags.add_flags(parser, config.DraftConfig)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))

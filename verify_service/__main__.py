@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="specwire verify", description="Run one verify service, or several."
     )
+    flags.add_config_file(parser)
     flags.add_flags(parser, config.VerifyConfig)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))

@@ -38,7 +38,13 @@ def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
     source = boot.resolve(config.inner, "draft")
     _check_tokenizers(config, source)
     own = dataclasses.replace(
-        config, model=config.inner, inner="", batch_invariant=False, kv_cache_memory=0.0, least_pass_ms=0.0
+        config,
+        model=config.inner,
+        inner="",
+        batch_invariant=False,
+        kv_cache_memory=0.0,
+        gpu_memory_utilization=0.0,
+        least_pass_ms=0.0,
     )
     from specwire.engine import models  # takes seconds to import, and text needs none of it
 

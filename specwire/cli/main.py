@@ -14,19 +14,20 @@ from importlib import metadata
 from typing import Any
 
 from specwire import parent, preflight
-from specwire.cli import fronts
+from specwire.cli import fronts, serve
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
 from specwire.config import extras
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
-from specwire.config.flags import add_flags, read_config
+from specwire.config.flags import add_config_file, add_flags, read_config
 from specwire.config.heads import TrainHeadsConfig
 from specwire.config.layers import SearchLayersConfig
 from specwire.config.link import ProxyConfig
 from specwire.config.sampling_flags import add_sampling_flags, token_ids
 from specwire.config.sampling_flags import sampling_params as _sampling_params
+from specwire.config.serve import ServeConfig
 from specwire.config.stack import DemoConfig, UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
 from specwire.telemetry import logs, stacks
@@ -47,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
-    args = _parser().parse_args(argv)
     try:
-        if args.run not in (_up, _http):  # whose log has a form of its own
+        args = _parser().parse_args(argv)
+        if args.run not in (_serve, _up, _http):  # whose log has a form of its own
             check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 _EXAMPLES = """\
 examples:
   specwire demo                                         everything in one go, with a small built-in pair
-  specwire up --target DIR --draft DIR                  serve two models on this machine
+  specwire serve DIR --draft DIR                        serve a model with a draft over OpenAI's API
+  specwire up --target DIR --draft DIR                  its three services on this machine, over gRPC
   specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
   specwire bench serve --rate 4                         measure a running server under load
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        emulate a network in front of a service
@@ -77,7 +79,8 @@ examples:
   specwire search-layers --text FILE                    find layers without which a target drafts for itself
   specwire drafts                                       what drafts there are, and what they have brought
 
-Every flag that names a variable can be set through it; the flag wins.
+Every flag that names a variable can be set through it; the flag wins. Services, serve, up, demo and http read
+flags from a YAML file too (--config), over which both win.
 """
 
 
@@ -91,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"specwire {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve.add_command(commands).set_defaults(run=_serve)
     _add_up(commands)
     _add_demo(commands)
     _add_health(commands)
@@ -125,12 +129,15 @@ def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> arg
 
 def _add_up(commands: Any) -> None:
     about = "run the three services on this machine until Ctrl-C"
-    _add_command(commands, "up", about, UpConfig).set_defaults(run=_up)
+    up = _add_command(commands, "up", about, UpConfig)
+    add_config_file(up)
+    up.set_defaults(run=_up)
 
 
 def _add_demo(commands: Any) -> None:
     about = "start everything, continue a prompt, show what happened"
     demo = _add_command(commands, "demo", about, DemoConfig)
+    add_config_file(demo)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
     omit = ("rule", "num_draft_tokens", "max_depth", "draft")
     add_sampling_flags(demo, omit=omit, max_tokens=192, temperature=0.7, seed=7)
@@ -179,7 +186,9 @@ def _add_token(commands: Any) -> None:
 
 def _add_http(commands: Any) -> None:
     about = "serve OpenAI's API and a page in front of a coordinator"
-    _add_command(commands, "http", about, HttpConfig).set_defaults(run=_http)
+    http = _add_command(commands, "http", about, HttpConfig)
+    add_config_file(http)
+    http.set_defaults(run=_http)
 
 
 def _add_train_heads(commands: Any) -> None:
@@ -206,7 +215,18 @@ def _up(args: argparse.Namespace) -> int:
     extras.require("specwire up", "serve")
     if settings.http_address:
         extras.require("--http-address", "http")
-    logs.set_up(settings.log_level, settings.log_format, "up")
+    return _run_stack(settings, "up")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    settings = read_config(ServeConfig, args, os.environ)
+    extras.require("specwire serve", "serve")
+    extras.require("specwire serve", "http")
+    return _run_stack(settings, "serve", serve.about_draft(settings))
+
+
+def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
+    logs.set_up(settings.log_level, settings.log_format, name)
     check_environment(os.environ)
     _end_on_signals()
     try:
@@ -214,6 +234,8 @@ def _up(args: argparse.Namespace) -> int:
             print(f"ready {stack.address}", flush=True)
             if stack.http:
                 print(f"page http://{stack.http.address}/", flush=True)
+            if about:
+                print(about, flush=True)
             return _supervise(stack)
     except KeyboardInterrupt:
         return 0

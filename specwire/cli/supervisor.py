@@ -27,10 +27,11 @@ from specwire.config.environment import ALL_CONFIGS
 from specwire.config.fields import next_address
 from specwire.config.flags import flag_words, known_variables, unknown_variables
 from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.serve import ServeConfig
 from specwire.config.services import ListenConfig, VerifyConfig
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.security.bearer import make_token
+from specwire.security.bearer import make_token, token_line
 from specwire.telemetry import logs, stacks
 
 log = logging.getLogger(__name__)
@@ -57,21 +58,23 @@ class Service:
         *,
         model_flag: str = "--model",
         pass_fds: Sequence[int] = (),
+        owner: type[StackConfig] = UpConfig,
     ) -> None:
         """Start `python -m module flags`; wait with `ready`.
 
         Args:
             module: draft_service, verify_service or coordinator.
-            environ: added to this process's environment, without the variables of `specwire up`'s flags.
+            environ: added to this process's environment, without the variables of `owner`.
             model_flag: the user's name of the service's `--model`, for errors.
             pass_fds: descriptors that it inherits, under the same numbers.
+            owner: the config of this process, whose variables are not the service's.
         """
         self.module = module
         self.address = ""
         self._model_flag = model_flag
         self._error = ""
         self._is_terminated = False
-        variables = _waiting(module) | _inherited() | parent.environment() | dict(environ or {})
+        variables = _waiting(module) | _inherited(owner) | parent.environment() | dict(environ or {})
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
             stdin=subprocess.DEVNULL,
@@ -186,6 +189,8 @@ class Stack:
         self.services: list[Service] = []
         self.http: Service | None = None
         self._grace_s = config.grace_s
+        self._front_options = config.front_options
+        self._owner = UpConfig if not isinstance(config, UpConfig) else type(config)
         self._metrics_from = metrics_address(config, "coordinator")
         self._log_flags = _flags(log_level=config.log_level, log_format=config.log_format)
         self._environ = environ
@@ -255,6 +260,7 @@ class Stack:
             server=self.address,
             metrics_from=self._metrics_from,
             grace_s=self._grace_s,
+            **self._front_options,
         )
         return self._service("specwire.cli", ["http", *flags, *self._log_flags], self._environ)
 
@@ -283,7 +289,7 @@ class Stack:
         flags = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
         fds = [file.fd for file in files.values()]
         with _uninterrupted():
-            service = Service(module, flags, environ, model_flag=model_flag, pass_fds=fds)
+            service = Service(module, flags, environ, model_flag=model_flag, pass_fds=fds, owner=self._owner)
             self.services.append(service)
         return service
 
@@ -355,10 +361,13 @@ class _UnnamedFile:
 def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
     """Flags of the model services and of the coordinator: where clients need a token, the model services
     require one as well, which only the coordinator has."""
-    if not (isinstance(config, UpConfig) and config.tokens):
+    if not config.requires_tokens:
         return {}, {}
     token, line = make_token("coordinator")
-    return {"tokens": _UnnamedFile(line)}, {"peer_token_file": _UnnamedFile(token)}
+    files = {"peer_token_file": _UnnamedFile(token)}
+    if isinstance(config, ServeConfig) and config.api_key:
+        files["tokens"] = _UnnamedFile(token_line("api-key", config.api_key))
+    return {"tokens": _UnnamedFile(line)}, files
 
 
 @contextlib.contextmanager
@@ -396,6 +405,7 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
         ray_address=config.ray_address,
         least_pass_ms=config.least_pass_ms,
         **_own_flag(config),
+        **config.verify_options,
         metrics_address=metrics_address(config, "verify"),
         **_shared(config),
     )
@@ -456,6 +466,7 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
         verify_address=verify_address,
         draft_address=draft_address,
         **_listen_settings(config),
+        **config.coordinator_options,
     )
 
 
@@ -487,9 +498,9 @@ def _waiting(module: str) -> dict[str, str]:
     return {} if module == "verify_service" else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _inherited() -> dict[str, str]:
+def _inherited(owner: type[StackConfig]) -> dict[str, str]:
     """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
     not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services, but for those that no
     process knows, of which each would warn."""
-    dropped = known_variables([UpConfig]).union(unknown_variables(ALL_CONFIGS, os.environ))
+    dropped = known_variables([owner]).union(unknown_variables(ALL_CONFIGS, os.environ))
     return {name: value for name, value in os.environ.items() if name not in dropped}

@@ -94,7 +94,9 @@ class HttpConfig(ConnectionConfig):
     tls_cert: str = file_option(TLS_CERT_HELP)
     tls_key: str = file_option(TLS_KEY_HELP)
     workers: int = option(1, WORKERS_HELP, check=between(1, MAX_WORKERS))
-    model_name: str = option("", "name that clients ask for; empty is the target's own")
+    model_name: str = option(
+        "", "name that clients ask for; empty is the target's own", alias="served_model_name"
+    )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
     timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
     max_body_bytes: int = option(

@@ -9,6 +9,7 @@ from typing import Any
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.flags import did_you_mean, known_variables, unknown_variables
 from specwire.config.link import ProxyConfig
+from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 
@@ -19,6 +20,7 @@ ALL_CONFIGS: tuple[type[Any], ...] = (
     VerifyConfig,
     CoordinatorConfig,
     UpConfig,
+    ServeConfig,
     ClientConfig,
     HttpConfig,
     ProxyConfig,

@@ -1,7 +1,8 @@
 """Command line flags and `SPECWIRE_*` variables, both read off frozen config dataclasses.
 
 A field `num_draft_tokens: int = option(4, "...")` becomes `--num-draft-tokens N` and
-`SPECWIRE_NUM_DRAFT_TOKENS`. A flag beats its variable, and the variable beats the default.
+`SPECWIRE_NUM_DRAFT_TOKENS`. A flag beats its variable, the variable the file of `--config` (`files.py`), and
+that the default.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import argparse
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from specwire.config.groups import TITLES, title_of
+from specwire.config.yaml_file import of_type, read_yaml
 from specwire.errors import ConfigError
 
 ENV_PREFIX = "SPECWIRE_"
@@ -27,14 +30,34 @@ Check = Callable[[str, Any], object]
 """Raises ConfigError unless a field, given by name and value, is valid."""
 
 
-def option(default: Any, doc: str, *, metavar: str = "", check: Check | None = None) -> Any:
-    """A config field with its default, the sentence that documents it, and the check of its value."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "metavar": metavar, "check": check})
+def option(
+    default: Any,
+    doc: str,
+    *,
+    metavar: str = "",
+    check: Check | None = None,
+    alias: str = "",
+    is_positional: bool = False,
+) -> Any:
+    """A config field with its default, the sentence that documents it, and the check of its value.
+
+    Args:
+        alias: a second name, as other servers have it.
+        is_positional: given without a flag.
+    """
+    metadata = {"doc": doc, "metavar": metavar, "check": check, "alias": alias, "positional": is_positional}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def secret(doc: str) -> Any:
-    """A text that is set by its variable alone: every user of the machine can read a command line."""
-    return dataclasses.field(default="", repr=False, metadata={"doc": doc, "secret": True})
+def same(config: type[Any], name: str) -> Any:
+    """The field of another config: its default, documentation and check."""
+    [field] = [field for field in dataclasses.fields(config) if field.name == name]
+    return dataclasses.field(default=field.default, repr=field.repr, metadata=field.metadata)
+
+
+def secret(doc: str, *, has_flag: bool = False) -> Any:
+    """A text that is never shown. Every user of the machine can read a command line, so most have no flag."""
+    return dataclasses.field(default="", repr=False, metadata={"doc": doc, "secret": True, "flag": has_flag})
 
 
 class CheckedConfig:
@@ -63,25 +86,6 @@ def env_name(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
-    """Add one flag for each field; a flag that is not given is absent from the namespace."""
-    for field in dataclasses.fields(config):
-        if "secret" in field.metadata:
-            continue
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
-        if isinstance(field.default, bool):
-            kwargs["action"] = argparse.BooleanOptionalAction
-        else:
-            kwargs["type"] = type(field.default)
-            kwargs["metavar"] = _metavar(field)
-        parser.add_argument(flag_name(field.name), **kwargs)
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    default = "" if field.default == "" else f"default {field.default}; "
-    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
-
-
 def did_you_mean(value: str, known: Iterable[str]) -> str:
     """`; did you mean X?` with the nearest of these, or nothing if none is near.
 
@@ -92,9 +96,56 @@ def did_you_mean(value: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def settings_of(config: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields that can be set; others follow from them."""
+    return tuple(field for field in dataclasses.fields(config) if field.init)
+
+
+def names_of(field: dataclasses.Field[Any]) -> list[str]:
+    """The field's own name, and its alias if it has one."""
+    return [name for name in (field.name, field.metadata.get("alias")) if name]
+
+
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
+    """Add one flag for each field, in groups; a flag that is not given is absent from the namespace."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in sorted(settings_of(config), key=lambda field: TITLES.index(title_of(field.name))):
+        title = title_of(field.name)
+        if field.metadata.get("flag", "secret" not in field.metadata):
+            if isinstance(parser, argparse.ArgumentParser) and title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            _add_flag(groups.get(title, parser), field)
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, field: dataclasses.Field[Any]
+) -> None:
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+    if field.metadata.get("positional"):
+        parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), **kwargs)
+        return
+    if isinstance(field.default, bool):
+        kwargs["action"] = argparse.BooleanOptionalAction
+    else:
+        kwargs["type"] = type(field.default)
+        kwargs["metavar"] = _metavar(field)
+    parser.add_argument(*map(flag_name, names_of(field)), dest=field.name, **kwargs)
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Add `--config`, which `read_config` reads."""
+    about = "YAML file with flags, as num_draft_tokens: 4; flags and variables win over it"
+    parser.add_argument("--config", metavar="FILE.yaml", help=about)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    default = "" if field.default == "" else f"default {field.default}; "
+    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
+
+
 def _metavar(field: dataclasses.Field[Any]) -> str:
     """The placeholder of the value in the help, by its type or by how the name ends."""
-    if field.metadata["metavar"]:
+    if field.metadata.get("metavar"):
         return str(field.metadata["metavar"])
     if not isinstance(field.default, str):
         return {int: "N", float: "X"}[type(field.default)]
@@ -103,22 +154,25 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
         "server": "HOST:PORT",
         "listen": "HOST:PORT",
         "to": "HOST:PORT",
+        "host": "HOST",
         "dtype": "DTYPE",
         "device": "DEVICE",
         "tokens": "N|auto",
         "outcomes": "N|auto",
+        "depth": "N|auto",
+        "key": "KEY",
     }
     endings |= dict.fromkeys(("model", "target", "draft", "tokenizer"), "DIR_OR_ID")
     return endings.get(field.name.rpartition("_")[2], "NAME")
 
 
 def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The config from flags, variables and defaults.
+    """The config from flags, variables, the file of `--config` and defaults, in this order.
 
     Raises:
-        ConfigError: naming the flag or the variable, and its value.
+        ConfigError: naming the flag, the variable or the key of the file, and its value.
     """
-    fields = dataclasses.fields(config)  # type: ignore[arg-type]
+    fields = settings_of(config)
     flagged = {field.name: getattr(args, field.name) for field in fields if field.name in args}
     from_environ = {
         field.name: _parse_env(field, environ[name])
@@ -127,24 +181,48 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         and field.name not in flagged
         and not _is_of_kubernetes(name, environ[name])
     }
+    path = getattr(args, "config", None)
+    from_file = parse_file(path, fields) if path else {}
+    labels = {f.name: f"{f.name.upper()} " for f in fields if f.metadata.get("positional")}
+    labels |= {name: f"{path}: {name}: " for name in from_file if name not in flagged}
+    labels |= {name: f"environment variable {env_name(name)}=" for name in from_environ}
     try:
-        return config(**flagged, **from_environ)
+        return config(**from_file | from_environ | flagged)
     except ConfigError as error:
-        raise _named_by_source(error, from_environ) from None
+        raise _named_by_source(error, labels) from None
 
 
-def _named_by_source(error: ConfigError, from_environ: Iterable[str]) -> ConfigError:
-    """A config's own checks name flags; a value that a variable set is reported under the variable."""
+def parse_file(path: str, fields: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Values of fields from a YAML file, whose keys are the names of flags, with - or _.
+
+    Raises:
+        ConfigError: naming the file, and the key that is unknown, given twice or of another type.
+    """
+    known = {name: field for field in fields for name in names_of(field)}
+    values: dict[str, Any] = {}
+    for key, value in read_yaml(path).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: {key}: is not known{did_you_mean(name, known)}")
+        field = known[name]
+        if field.name in values:
+            raise ConfigError(f"{path}: {key}: is given twice")
+        values[field.name] = of_type(f"{path}: {key}", type(field.default), value)
+    return values
+
+
+def _named_by_source(error: ConfigError, labels: Mapping[str, str]) -> ConfigError:
+    """A config's own checks name flags; a value from elsewhere is reported as it was given there."""
     flag, _, rest = str(error).partition(" ")
-    for name in from_environ:
+    for name, label in labels.items():
         if flag == flag_name(name):
-            return ConfigError(f"environment variable {env_name(name)}={rest}")
+            return ConfigError(label + rest)
     return error
 
 
 def known_variables(configs: Iterable[type[Any]]) -> set[str]:
     """The variables that these configs are read from."""
-    return {env_name(field.name) for config in configs for field in dataclasses.fields(config)}
+    return {env_name(field.name) for config in configs for field in settings_of(config)}
 
 
 def unknown_variables(configs: Iterable[type[Any]], environ: Mapping[str, str]) -> list[str]:

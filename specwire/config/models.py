@@ -159,6 +159,12 @@ def check_device(name: str, device: str) -> None:
     check(_DEVICE.fullmatch(device) is not None, name, device, "is neither cpu nor cuda nor cuda:N")
 
 
+def prefix_sharing_option() -> Any:
+    """The field `prefix_sharing`."""
+    doc = "share KV cache pages of equal prefixes between sequences"
+    return option(True, doc, alias="enable_prefix_caching")
+
+
 def metrics_names_option() -> Any:
     """The field `metrics_names`."""
     doc = "names of the metrics: specwire's own, or vLLM's for those that it has too"

@@ -62,6 +62,7 @@ from specwire.config.models import (
     parse_max_depth,
     parse_num_draft_tokens,
     parse_num_outcomes,
+    prefix_sharing_option,
     speculative_config_option,
 )
 from specwire.config.speculative import (
@@ -111,6 +112,16 @@ DRAFT_TIMEOUT_HELP = (
 )
 STEP_TIMEOUT_HELP = (
     "longest forward pass of several devices, or before anything is known of what passes cost, in seconds"
+)
+MAX_MODEL_LEN_HELP = "most tokens of a prompt and its output together; 0 for the model's own context"
+GPU_MEMORY_HELP = (
+    "fraction of the device's memory that may be in use with the KV cache, instead of "
+    "--num-kv-tokens; 0 for that"
+)
+NO_SEED = -1
+SEED_HELP = (
+    "seed of the seeds of requests without one, in order of arrival, so that a run can be repeated; "
+    f"{NO_SEED} draws them at random"
 )
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
@@ -179,11 +190,19 @@ class ModelServiceConfig(ServiceConfig):
         0.0, "fraction of the device's free memory for the KV cache, instead of --num-kv-tokens; 0 for none"
     )
     page_size: int = option(
-        0, "tokens in a page of the KV cache; 0 for 16, and 256 on CUDA for its kernels", check=at_least(0)
+        0,
+        "tokens in a page of the KV cache; 0 for 16, and 256 on CUDA for its kernels",
+        check=at_least(0),
+        alias="block_size",
     )
-    prefix_sharing: bool = option(True, "share KV cache pages of equal prefixes between sequences")
+    gpu_memory_utilization: float = option(0.0, GPU_MEMORY_HELP)
+    prefix_sharing: bool = prefix_sharing_option()
+    max_model_len: int = option(0, MAX_MODEL_LEN_HELP, check=at_least(0))
     max_num_tokens: int = option(
-        2048, "most tokens in one forward pass", check=at_least(MAX_NUM_DRAFT_TOKENS + 1)
+        2048,
+        "most tokens in one forward pass",
+        check=at_least(MAX_NUM_DRAFT_TOKENS + 1),
+        alias="max_num_batched_tokens",
     )
     max_prefill_tokens: int = option(
         256, "most tokens of prompts in a pass that running streams wait for", check=at_least(1)
@@ -202,8 +221,12 @@ class ModelServiceConfig(ServiceConfig):
         check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
         num_kv_tokens = self.num_kv_tokens
         check(num_kv_tokens >= self.page_len, "num_kv_tokens", num_kv_tokens, "is less than a page")
-        fraction = self.kv_cache_memory
-        check(0 <= fraction < 1, "kv_cache_memory", fraction, "must lie in [0, 1)")
+        for name in ("kv_cache_memory", "gpu_memory_utilization"):
+            fraction = getattr(self, name)
+            check(0 <= fraction < 1, name, fraction, "must lie in [0, 1)")
+        one = not (self.kv_cache_memory and self.gpu_memory_utilization)
+        value = self.gpu_memory_utilization
+        check(one, "gpu_memory_utilization", value, "does not go together with --kv-cache-memory")
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -219,6 +242,11 @@ class ModelServiceConfig(ServiceConfig):
     def num_pages(self) -> int:
         """Pages for `num_kv_tokens` tokens."""
         return self.num_kv_tokens // self.page_len
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the KV cache takes what the device has left, instead of `num_kv_tokens`."""
+        return bool(self.kv_cache_memory or self.gpu_memory_utilization)
 
     @property
     def shows_states(self) -> bool:
@@ -345,9 +373,10 @@ class CoordinatorConfig(ServiceConfig):
     speculative_config: str = speculative_config_option()
     suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
     rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
+    seed: int = option(NO_SEED, SEED_HELP, check=at_least(NO_SEED))
     draft_timeout_ms: float = option(1000.0, DRAFT_TIMEOUT_HELP, check=check_duration)
     workers: int = option(1, WORKERS_HELP, check=between(1, MAX_WORKERS))
-    max_running: int = option(256, "most generations at a time; others wait")
+    max_running: int = option(256, "most generations at a time; others wait", alias="max_num_seqs")
     max_waiting: int = option(1024, "most generations that wait; others are told when to retry")
     idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP, check=check_duration)
     max_prompt_bytes: int = option(1 << 20, MAX_PROMPT_HELP, check=at_least(1))
@@ -378,6 +407,8 @@ class CoordinatorConfig(ServiceConfig):
         given = own_draft(self.speculative_config)
         model, flag = (given.model, given.source) if given else ("", "")
         check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
+        alone = self.seed == NO_SEED or self.workers == 1
+        check(alone, "seed", self.seed, "does not go together with several --workers, whose order is open")
         self._check_peers()
 
     @property

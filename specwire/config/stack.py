@@ -48,6 +48,7 @@ from specwire.config.models import (
     check_said_once,
     check_share,
     metrics_names_option,
+    prefix_sharing_option,
     speculative_config_option,
 )
 from specwire.config.services import ListenConfig
@@ -116,7 +117,7 @@ class StackConfig(CheckedConfig):
     num_kv_tokens: int = option(
         65536, "size of each KV cache, in tokens over all sequences", check=at_least(1)
     )
-    prefix_sharing: bool = option(True, "share KV cache pages of equal prefixes between sequences")
+    prefix_sharing: bool = prefix_sharing_option()
     least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
     num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch", check=at_least(0))
     draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch", check=at_least(0))
@@ -192,6 +193,36 @@ class StackConfig(CheckedConfig):
         check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
+    def http_flag(self) -> str:
+        """The name of the flag that sets `http_address`."""
+        return "http_address"
+
+    @property
+    def requires_tokens(self) -> bool:
+        """Whether clients must send a bearer token."""
+        return False
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the target's KV cache takes what its device has left, instead of `num_kv_tokens`."""
+        return False
+
+    @property
+    def verify_options(self) -> dict[str, object]:
+        """Further flags of the verify service."""
+        return {}
+
+    @property
+    def coordinator_options(self) -> dict[str, object]:
+        """Further flags of the coordinator."""
+        return {}
+
+    @property
+    def front_options(self) -> dict[str, object]:
+        """Further flags of the HTTP front."""
+        return {}
+
+    @property
     def own(self) -> Own:
         """What the target drafts with by itself."""
         named, given = named_own(self.draft), own_draft(self.speculative_config)
@@ -246,6 +277,11 @@ class UpConfig(StackConfig, ListenConfig):
             check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
             check(not self.tls_cert, "http_address", self.http_address, problem)
+
+    @property
+    def requires_tokens(self) -> bool:
+        """See `StackConfig`."""
+        return self.tokens != ""
 
 
 @dataclass(frozen=True, kw_only=True)

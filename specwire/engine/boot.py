@@ -136,6 +136,7 @@ def start(
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
+    _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     info = _model_info(config, source, description, tokenizer)
@@ -164,6 +165,14 @@ def _end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
+def _limit_context(description: dict[str, Any], config: ModelServiceConfig, source: str) -> None:
+    """To `max_model_len`."""
+    most = description["context_len"]
+    if config.max_model_len > most:
+        raise ModelLoadError(f"--max-model-len {config.max_model_len}: {source} has a context of {most}")
+    description["context_len"] = config.max_model_len or most
+
+
 def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:
     """To what the cache can hold; of an encoder-decoder, input and output together."""
     if encoder_len := description.get("encoder_len", 0):
@@ -184,8 +193,9 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
 def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     model = emulated.EmulatedModel.parse(source)
     torch.set_num_threads(1)  # waking sleeping worker threads to sample would take milliseconds
-    if config.kv_cache_memory:
-        raise ModelLoadError(f"{source}: has no memory for --kv-cache-memory to be a fraction of")
+    if config.fills_memory:
+        flag = "--kv-cache-memory" if config.kv_cache_memory else "--gpu-memory-utilization"
+        raise ModelLoadError(f"{source}: has no memory for {flag} to be a fraction of")
     num_pages, page_size = config.num_pages, config.page_len
     runner = emulated.EmulatedRunner(model, num_pages=num_pages, page_size=page_size)
     return runner, model.describe()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +11,12 @@ from specwire.config.models import EMBEDDED
 from specwire.config.services import DraftConfig, ModelServiceConfig
 from specwire.config.speculative import DFLASH, MTP
 from specwire.engine.device import Runner
-from specwire.engine.model import block, encoder_decoder, mtp
+from specwire.engine.model import block, encoder_decoder, memory, mtp
 from specwire.engine.model.block import BlockRunner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
-from specwire.engine.model.memory import pages_in_memory
 from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
@@ -44,9 +41,7 @@ def _share_our_log() -> None:
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     device = select_device(config.device)
-    num_pages: int | Callable[[int], int] = config.num_pages
-    if config.kv_cache_memory:
-        num_pages = functools.partial(pages_in_memory, config.kv_cache_memory, device)
+    num_pages = memory.num_pages(config, device)
     if _has_encoder(source):
         _check_encoder_decoder(config, source)
         halves = encoder_decoder.load(source, dtype=_dtype(config), device=str(device))

@@ -88,14 +88,24 @@ def gigabytes(num_bytes: int) -> str:
 
 def free_host_bytes() -> int:
     """Bytes that can still be allocated on this machine, within the limit of a container."""
-    return min(_available_bytes(), _cgroup_bytes(_CGROUP))
+    return min(_meminfo("MemAvailable"), _cgroup_bytes(_CGROUP))
 
 
-def _available_bytes() -> int:
+def total_host_bytes() -> int:
+    """Bytes of this machine, within the limit of a container."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    there = _meminfo("MemTotal")
+    return there if limit == "max" else min(there, int(limit))
+
+
+def _meminfo(name: str) -> int:
     for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{_MEMINFO} does not say what memory is available")
+    raise OSError(f"{_MEMINFO} does not say {name}")
 
 
 def _cgroup_bytes(directory: Path) -> int:

@@ -101,7 +101,6 @@ def plan_of(config: Any) -> Plan:
 @plan_of.register
 def _(config: StackConfig) -> Plan:
     is_here = config.tensor_parallel_size == 1
-    shared: dict[str, Any] = {"num_kv_tokens": config.num_kv_tokens}
     target = Model(
         name="target",
         source=config.target,
@@ -109,7 +108,7 @@ def _(config: StackConfig) -> Plan:
         device=config.device,
         num_devices=config.replicas,
         is_here=is_here,
-        **shared,
+        num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
     )
     draft = Model(
         name="draft",
@@ -118,14 +117,14 @@ def _(config: StackConfig) -> Plan:
         dtype=config.draft_dtype,
         device_name="draft_device",
         device=config.draft_device,
-        **shared,
+        num_kv_tokens=config.num_kv_tokens,
     )
     has_draft = config.draft_model != NO_DRAFT
     metrics = config.metrics_address
     return Plan(
         addresses=[
             ("address", config.address),
-            ("http_address", config.http_address),
+            (config.http_flag, config.http_address),
             *(("metrics_address", next_address("metrics_address", metrics, n)) for n in range(3) if metrics),
         ],
         models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
@@ -177,7 +176,7 @@ def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
         device=config.device,
         num_devices=num_devices,
         is_here=config.tensor_parallel_size == 1,
-        num_kv_tokens=0 if config.kv_cache_memory else config.num_kv_tokens,
+        num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
     )
 
 

@@ -127,10 +127,15 @@ def make_token(name: str, **limits: Any) -> tuple[str, str]:
         ConfigError: an invalid name or limit.
     """
     token = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    return token, token_line(name, token, **limits)
+
+
+def token_line(name: str, token: str, **limits: Any) -> str:
+    """The line of a token for a tokens file. Arguments and errors as for `make_token`."""
     given = {key: value for key, value in limits.items() if value is not None}
     line = {"name": name, "sha256": _digest(token).hex(), **given}
     _parse(line)
-    return token, json.dumps(line)
+    return json.dumps(line)
 
 
 def add_line(path: str, line: str) -> None:

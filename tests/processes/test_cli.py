@@ -172,7 +172,7 @@ class TestUsage:
     ) -> None:
         monkeypatch.setenv("SPECWIRE_PAGE_SIZE", "4")
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
-        inherited = supervisor._inherited()
+        inherited = supervisor._inherited(UpConfig)
         assert inherited["SPECWIRE_PAGE_SIZE"] == "4"
         assert "SPECWIRE_ADDRESS" not in inherited
         assert inherited["PATH"] == os.environ["PATH"]

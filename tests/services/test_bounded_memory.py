@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
+from specwire.config.flags import flag_name
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
-from specwire.engine.model.memory import free_bytes
+from specwire.engine.model import memory
+from specwire.engine.model.memory import free_bytes, total_bytes
 from specwire.engine.model.runner import ModelRunner
 from specwire.preflight.memory import _cgroup_bytes
 from tests.support.harness import local_stack, started_services
@@ -85,10 +87,36 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair: tuple[Path, Path], 
         service.engine.close()
 
 
-def test_a_fraction_too_small_for_a_page_is_refused(pair: tuple[Path, Path]) -> None:
-    config = VerifyConfig(model=str(pair[0]), kv_cache_memory=1e-12)
-    with pytest.raises(ModelLoadError, match=r"--kv-cache-memory 1e-12 is 0 bytes on cpu, less than a page"):
+def test_the_cache_takes_what_is_left_of_a_share_of_all_memory(pair: tuple[Path, Path]) -> None:
+    """What is in use counts, the model's and everybody's: a hundredth more is the cache's."""
+    cpu = torch.device("cpu")
+    total = total_bytes(cpu)
+    share = 1 - free_bytes(cpu) / total + 0.01
+    config = VerifyConfig(model=str(pair[0]), gpu_memory_utilization=share, page_size=PAGE_SIZE)
+    num_pages = memory.num_pages(config, cpu)
+    assert callable(num_pages)
+    assert num_pages(1000) * 1000 == pytest.approx(0.01 * total, rel=0.2)
+    shared = memory.num_pages(config, cpu, num_sharing=2)
+    assert callable(shared)
+    assert shared(1000) * 1000 == pytest.approx(0.005 * total, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["kv_cache_memory", "gpu_memory_utilization"])
+def test_a_fraction_too_small_for_a_page_is_refused(pair: tuple[Path, Path], name: str) -> None:
+    given: dict[str, Any] = {name: 1e-12}
+    config = VerifyConfig(model=str(pair[0]), **given)
+    with pytest.raises(
+        ModelLoadError, match=f"{flag_name(name)} 1e-12 leaves 0 bytes on cpu, less than a page"
+    ):
         boot.start(config, "verify", VerifyDecider())
+
+
+def test_a_context_is_limited_and_not_extended(pair: tuple[Path, Path]) -> None:
+    service = boot.start(VerifyConfig(model=str(pair[0]), max_model_len=40), "verify", VerifyDecider())
+    service.close()
+    assert service.info.context_len == 40
+    with pytest.raises(ModelLoadError, match=r"--max-model-len 999999: .* has a context of \d+"):
+        boot.start(VerifyConfig(model=str(pair[0]), max_model_len=999999), "verify", VerifyDecider())
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:

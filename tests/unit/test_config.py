@@ -11,25 +11,34 @@ from typing import Any
 
 import pytest
 
+from specwire.cli.serve import about_draft, add_command
 from specwire.config import flags
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
 from specwire.config.fields import split_address
-from specwire.config.flags import add_flags, env_name, flag_name, flag_words, read_config
+from specwire.config.flags import (
+    add_config_file,
+    add_flags,
+    env_name,
+    flag_name,
+    flag_words,
+    read_config,
+    settings_of,
+)
+from specwire.config.groups import OTHER, title_of
 from specwire.config.link import Link, ProxyConfig
+from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import SpeculativeConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError
 
 FIELDS = [
-    (kind, field)
-    for kind in ALL_CONFIGS
-    for field in dataclasses.fields(kind)
-    if "secret" not in field.metadata
+    (kind, field) for kind in ALL_CONFIGS for field in settings_of(kind) if "secret" not in field.metadata
 ]
 IDS = [f"{kind.__name__}.{field.name}" for kind, field in FIELDS]
 
+SHARES = ("support_mass", "kv_cache_memory", "gpu_memory_utilization", "learn_share", "draft_learn_share")
 GO_TOGETHER = {
     "tls_cert": ["tls_key"],
     "tls_key": ["tls_cert"],
@@ -44,13 +53,18 @@ GO_TOGETHER = {
 
 def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_file(parser)
     add_flags(parser, kind)
     return parser.parse_args(argv)
 
 
+def words(kind: type[Any], name: str, value: Any) -> tuple[str, ...]:
+    return (value,) if (kind, name) == (ServeConfig, "target") else flag_words(name, value)
+
+
 def another_value(field: dataclasses.Field[Any]) -> Any:
     """Valid, and not the default."""
-    if field.name in ("support_mass", "kv_cache_memory", "learn_share", "draft_learn_share"):
+    if field.name in SHARES:
         return 0.5
     if isinstance(field.default, bool):
         return not field.default
@@ -64,7 +78,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     named = {"log_level": "error", "log_format": "json", "metrics_names": "vllm"}
     named |= {"rule": "gumbel", "draft": "none", "layers": "a3"} | numbers
     named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
-    named |= {"cors_origin": "https://app.example", "metrics_from": "localhost:81"}
+    named |= {"host": "localhost", "cors_origin": "https://app.example", "metrics_from": "localhost:81"}
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"
@@ -93,7 +107,9 @@ KUBERNETES = {
 
 class TestSources:
     @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=IDS)
-    def test_every_field_has_a_flag_and_a_variable(self, kind: type[Any], field: Any) -> None:
+    def test_every_field_has_a_flag_a_variable_and_a_key(
+        self, kind: type[Any], field: Any, tmp_path: Path
+    ) -> None:
         value = another_value(field)
         needed: dict[Any, dict[str, Any]] = {
             (UpConfig, "target"): {"draft": "none"},
@@ -108,11 +124,15 @@ class TestSources:
             },
         }
         extra = needed.get((kind, field.name), {})
+        if kind is ServeConfig and field.name != "target":
+            extra = {"target": "embedded"} | needed.get((UpConfig, field.name), extra)
         expected = kind(**extra | {field.name: value})
-        fixed = [part for name, text in extra.items() for part in flag_words(name, text)]
-        by_flag = read_config(kind, parse(kind, *fixed, *flag_words(field.name, value)), {})
+        fixed = [part for name, text in extra.items() for part in words(kind, name, text)]
+        by_flag = read_config(kind, parse(kind, *fixed, *words(kind, field.name, value)), {})
         by_variable = read_config(kind, parse(kind, *fixed), {env_name(field.name): str(value)})
-        assert by_flag == by_variable == expected
+        (path := tmp_path / "flags.yaml").write_text(json.dumps({field.name: value}))  # which is YAML too
+        by_file = read_config(kind, parse(kind, "--config", str(path), *fixed), {})
+        assert by_flag == by_variable == by_file == expected
         assert getattr(expected, field.name) != field.default
         assert field.metadata["doc"]
 
@@ -133,6 +153,105 @@ class TestSources:
     def test_configs_are_frozen(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             ClientConfig().timeout_s = 3.0  # type: ignore[misc]
+
+
+def written(directory: Path, text: str) -> argparse.Namespace:
+    (path := directory / "flags.yaml").write_text(text)
+    return argparse.Namespace(config=str(path))
+
+
+class TestFiles:
+    def test_flags_and_variables_win_over_a_file(self, tmp_path: Path) -> None:
+        args = written(tmp_path, "num-draft-tokens: 4\nrule: gumbel\ndraft: none\n")
+        args.rule = "block"
+        read = read_config(UpConfig, args, {"SPECWIRE_DRAFT": "ngram"})
+        assert (read.num_draft_tokens, read.rule, read.draft) == ("4", "block", "ngram")
+
+    def test_other_names_and_values_that_are_no_text(self, tmp_path: Path) -> None:
+        text = "model: embedded\nmax-num-seqs: 8\ngpu_memory_utilization: 0\nenable_prefix_caching: false\n"
+        text += (
+            "speculative_config: {method: ngram}\ncors_origin: ['https://a.example', 'https://b.example']\n"
+        )
+        read = read_config(ServeConfig, written(tmp_path, text), {})
+        assert (read.target, read.max_running, read.prefix_sharing) == ("embedded", 8, False)
+        assert read.speculative_config == '{"method": "ngram"}'
+        assert read.cors_origin == "https://a.example,https://b.example"
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("num_draft_token: 4", ": num_draft_token: is not known; did you mean num_draft_tokens"),
+            ("num_draft_tokens: 99999", "flags.yaml: num_draft_tokens: 99999: must lie in"),
+            ("replicas: many", ": replicas: must be a whole number"),
+            ("replicas: true", ": replicas: must be a whole number"),
+            ("suffix_shared: 1", ": suffix_shared: must be true or false"),
+            ("grace_s: soon", ": grace_s: must be a number"),
+            ("draft: no", ": draft: must be text; quote it"),
+            ("rule: block\nrule-: x", ": rule-: is not known"),
+            ("http-address: ''\nhttp_address: ''", ": http_address: is given twice"),
+            ("[a]", "is no mapping"),
+            ("a: [", "is not YAML in line 1"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path: Path, text: str, problem: str) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            read_config(UpConfig, written(tmp_path, text), {})
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"--config .*: cannot be read"):
+            read_config(UpConfig, argparse.Namespace(config=str(tmp_path / "none.yaml")), {})
+
+
+class TestServe:
+    def serve(self, **options: Any) -> ServeConfig:
+        return ServeConfig(**{"target": "embedded"} | options)
+
+    def test_what_drafts_by_default(self) -> None:
+        assert self.serve().draft_model == "embedded"
+        other = self.serve(target="org/model")
+        assert (other.draft_model, other.coordinator_speculation) == ("none", '{"method": "ngram"}')
+        assert about_draft(other) == "draft ngram, the default; --draft none serves the target alone"
+        assert about_draft(self.serve(draft="suffix")) == "draft suffix"
+        given = self.serve(target="org/model", speculative_config='{"method": "suffix"}')
+        assert given.coordinator_speculation == '{"method": "suffix"}'
+        assert "the default" not in about_draft(given)
+
+    def test_the_target_alone(self) -> None:
+        alone = self.serve(draft="none")
+        assert (alone.draft_model, alone.coordinator_speculation) == ("none", "")
+        assert about_draft(alone) == "draft none: the target alone, served plainly"
+
+    def test_the_target_is_required(self) -> None:
+        with pytest.raises(ConfigError, match="TARGET missing: give a directory"):
+            read_config(ServeConfig, parse(ServeConfig), {})
+
+    def test_where_the_api_listens(self) -> None:
+        assert self.serve().http_address == "127.0.0.1:8000"
+        assert self.serve(host="::1", port=0).http_address == "[::1]:0"
+        with pytest.raises(ConfigError, match="would be plaintext beyond this machine"):
+            self.serve(host="0.0.0.0")
+
+    def test_the_key_is_not_shown(self) -> None:
+        assert "hunter2" not in repr(self.serve(api_key="hunter2"))
+        with pytest.raises(ConfigError, match=r"--api-key .not shown.: --tokens does not go together"):
+            self.serve(api_key="hunter2", tokens=__file__)
+
+    def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
+        commands = argparse.ArgumentParser().add_subparsers()
+        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: merge the adapter"):
+            add_command(commands).parse_args(["embedded", "--enable-lora"])
+
+    def test_flags_have_titles(self) -> None:
+        shown = [
+            ServeConfig,
+            UpConfig,
+            DraftConfig,
+            VerifyConfig,
+            CoordinatorConfig,
+            HttpConfig,
+            ClientConfig,
+        ]
+        assert {f.name for kind in shown for f in settings_of(kind) if title_of(f.name) == OTHER} == set()
 
 
 class TestBooleans:

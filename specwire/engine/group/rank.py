@@ -19,8 +19,8 @@ from specwire.engine.group.control import RankConnection
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
+from specwire.engine.model import memory
 from specwire.engine.model.graphs import CudaReplay
-from specwire.engine.model.memory import pages_in_memory
 from specwire.engine.model.runner import ModelRunner
 
 
@@ -117,12 +117,12 @@ def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:
 
 def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
     """The number of pages that fits on every rank."""
-    if not config.kv_cache_memory:
-        return config.num_pages
+    fitting = memory.num_pages(config, model.device, _num_sharing(model.device))
+    if isinstance(fitting, int):
+        return fitting
 
     def agreed(page_bytes: int) -> int:
-        share = config.kv_cache_memory / _num_sharing(model.device)
-        least = torch.tensor(pages_in_memory(share, model.device, page_bytes), device=model.device)
+        least = torch.tensor(fitting(page_bytes), device=model.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 

@@ -68,7 +68,12 @@ class GroupRunner:
             raise
         loaded = self._group.loaded
         # A restarted group must have as many pages as this one.
-        self._config = replace(config, num_kv_tokens=loaded.num_pages * config.page_len, kv_cache_memory=0.0)
+        self._config = replace(
+            config,
+            num_kv_tokens=loaded.num_pages * config.page_len,
+            kv_cache_memory=0.0,
+            gpu_memory_utilization=0.0,
+        )
         self.pool = PagePool(loaded.num_pages, config.page_len)
         self._packer = Packer(self.pool, loaded.num_embeddings, loaded.context_len)
         self.vocab_size = loaded.vocab_size

@@ -1,0 +1,108 @@
+"""Configuration of `specwire serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specwire.config.client import HttpConfig
+from specwire.config.fields import AUTO, between, check, check_plaintext
+from specwire.config.flags import option, same, secret
+from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
+from specwire.config.services import CoordinatorConfig, VerifyConfig
+from specwire.config.speculative import NGRAM
+from specwire.config.stack import DRAFT_HELP, UpConfig
+
+_FOR_VERIFY = ("max_model_len", "gpu_memory_utilization", "max_num_tokens", "page_size", "cuda_graphs")
+_FOR_COORDINATOR = ("max_running", "seed")
+_FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient")
+
+
+def _check_target(name: str, source: str) -> None:
+    check(source != "", name, "missing", f"give a directory or hub id of a model, or {EMBEDDED}")
+    check_model(name, source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(UpConfig):
+    """`specwire serve`: the services and OpenAI's API, with vLLM's names where it has them.
+
+    Attributes:
+        names_draft: whether what drafts was given, and not left to the default.
+    """
+
+    target: str = option(
+        "",
+        f"directory or hub id of the model, or {EMBEDDED}",
+        check=_check_target,
+        alias="model",
+        is_positional=True,
+    )
+    draft: str = option(AUTO, f"{DRAFT_HELP}; auto is the embedded target's own draft, else {NGRAM}")
+    host: str = option("127.0.0.1", "host that OpenAI's API listens on")
+    port: int = option(8000, "port of OpenAI's API; 0 picks a free one", check=between(0, 65535))
+    http_address: str = field(init=False, default="")
+    names_draft: bool = field(init=False, default=True)
+    tls_cert: str = field(init=False, default="")
+    tls_key: str = field(init=False, default="")
+    tls_client_ca: str = field(init=False, default="")
+    api_key: str = secret("bearer token that clients must send; --tokens is for several", has_flag=True)
+    model_name: str = same(HttpConfig, "model_name")
+    cors_origin: str = same(HttpConfig, "cors_origin")
+    allowed_hosts: str = same(HttpConfig, "allowed_hosts")
+    lenient: bool = same(HttpConfig, "lenient")
+    max_model_len: int = same(VerifyConfig, "max_model_len")
+    gpu_memory_utilization: float = same(VerifyConfig, "gpu_memory_utilization")
+    max_num_tokens: int = same(VerifyConfig, "max_num_tokens")
+    page_size: int = same(VerifyConfig, "page_size")
+    cuda_graphs: bool = same(VerifyConfig, "cuda_graphs")
+    max_running: int = same(CoordinatorConfig, "max_running")
+    seed: int = same(CoordinatorConfig, "seed")
+
+    def __post_init__(self) -> None:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self._set("http_address", f"{host}:{self.port}")
+        check_plaintext("host", self.http_address, allowed=self.allow_plaintext)
+        if self.draft == AUTO:
+            self._set("names_draft", self.speculative_config != "")
+            otherwise = NO_DRAFT if self.names_draft else NGRAM
+            self._set("draft", EMBEDDED if self.target == EMBEDDED else otherwise)
+        super().__post_init__()
+        problem = "--tokens does not go together with it; add a line to that file with specwire token"
+        check(not (self.api_key and self.tokens), "api_key", "(not shown)", problem)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def http_flag(self) -> str:
+        """See `StackConfig`."""
+        return "port"
+
+    @property
+    def requires_tokens(self) -> bool:
+        """See `StackConfig`."""
+        return bool(self.api_key) or super().requires_tokens
+
+    @property
+    def fills_memory(self) -> bool:
+        """See `StackConfig`."""
+        return self.gpu_memory_utilization > 0
+
+    @property
+    def verify_options(self) -> dict[str, object]:
+        """See `StackConfig`."""
+        return self._values(_FOR_VERIFY)
+
+    @property
+    def coordinator_options(self) -> dict[str, object]:
+        """See `StackConfig`."""
+        return self._values(_FOR_COORDINATOR)
+
+    @property
+    def front_options(self) -> dict[str, object]:
+        """See `StackConfig`."""
+        return self._values(_FOR_FRONT)
+
+    def _values(self, names: tuple[str, ...]) -> dict[str, object]:
+        return {name: getattr(self, name) for name in names}

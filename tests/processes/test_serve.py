@@ -1,0 +1,122 @@
+"""`specwire serve` as a user starts it: one command, a YAML file, and OpenAI's client."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+KEY = "a-key-that-no-process-shows"
+SAID: Any = [{"role": "user", "content": "Return the lines of a file."}]
+FILE = f"""\
+model: embedded
+served-model-name: tiny
+max_model_len: 256
+max-num-seqs: 4
+api_key: {KEY}
+"""
+
+
+@dataclass
+class Served:
+    """What it said at the start, and a client."""
+
+    process: subprocess.Popen[str]
+    said: dict[str, str]
+    client: openai.OpenAI
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("serve") / "serve.yaml"
+    path.write_text(FILE)
+    command = [sys.executable, "-m", "specwire.cli", "serve", "--config", str(path)]
+    command += ["--port", "0", "--address", "127.0.0.1:0", "--seed", "5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = dict(process.stdout.readline().strip().split(" ", 1) for _ in range(3))
+            with openai.OpenAI(
+                base_url=f"{said['page']}v1", api_key=KEY, max_retries=0, timeout=60
+            ) as client:
+                yield Served(process, said, client)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def test_the_draft_is_said_to_be_the_default(served: Served) -> None:
+    assert served.said["draft"] == "embedded, the default; --draft none serves the target alone"
+
+
+def test_a_chat_is_drafted_and_repeated_by_its_seed(served: Served) -> None:
+    """Seeds of requests without one are drawn from the server's."""
+    request: Any = {"model": "tiny", "messages": SAID, "max_tokens": 24, "temperature": 0.7}
+    request["extra_body"] = {"num_draft_tokens": 4}
+    first = served.client.chat.completions.create(**request)
+    expected = random.Random(5).getrandbits(63)
+    assert first.model_extra is not None
+    assert first.model_extra["specwire"][0]["seed"] == expected
+    assert first.model_extra["specwire"][0]["speculation"]["num_draft_tokens"] > 0
+    again = served.client.chat.completions.create(**request, seed=expected)
+    assert first.choices[0].message.content
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_limits_and_names_of_the_file(served: Served) -> None:
+    [model] = served.client.models.list().data
+    assert model.id == "tiny"
+    assert model.model_extra is not None
+    assert model.model_extra["max_model_len"] == 256
+    with pytest.raises(openai.BadRequestError, match="256"):
+        served.client.completions.create(model="tiny", prompt="x " * 300, max_tokens=1)
+
+
+def test_the_key_is_required_and_shown_nowhere(served: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="another").models.list()
+    tree = subprocess.run(
+        ["ps", "-e", "-o", "ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    children = [line for line in tree.splitlines() if line.split()[0] == str(served.process.pid)]
+    assert len(children) == 4
+    assert KEY not in tree
+    for pid in os.listdir("/proc"):
+        if pid.isdecimal() and _parent(pid) == served.process.pid:
+            assert KEY not in Path("/proc", pid, "environ").read_text()
+
+
+def _parent(pid: str) -> int:
+    try:
+        return int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # ended meanwhile
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "error: TARGET missing: give a directory or hub id of a model, or embedded\n"),
+        (["embeded"], "error: TARGET embeded: no such model"),
+        (
+            ["embedded", "--quantization", "awq"],
+            "error: --quantization: is vLLM's, not ours: it is read from",
+        ),
+        (["embedded", "--config", "/none.yaml"], "error: --config /none.yaml: cannot be read"),
+        (["embedded", "--max-model-len", "-1"], "error: --max-model-len -1: must be at least 0"),
+    ],
+)
+def test_bad_starts(words: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from specwire.cli import main as cli
+
+    assert cli.main(["serve", *words]) == 2
+    assert problem in capfd.readouterr().err
