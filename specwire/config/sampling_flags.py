@@ -56,8 +56,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """One for each kind; at most one of them may be given."""
-    group = parser.add_argument_group("what the output must match").add_mutually_exclusive_group()
+    """One for each kind; `Grammar` refuses two of them."""
+    group = parser.add_argument_group("what the output must match")
     for kind, (flag, kwargs) in _GRAMMARS.items():
         group.add_argument(flag, dest=f"grammar_{kind}", default=argparse.SUPPRESS, **kwargs)
 

@@ -5,6 +5,7 @@ Nothing is downloaded: packages are copied from this environment, by what their 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -45,8 +46,11 @@ class Installed:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """In a folder without this repository's packages."""
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd="/")
+    """In a folder, and with a path, without this repository's packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60, cwd="/", env=environment
+    )
 
 
 def build(into: Path) -> Path:

@@ -87,12 +87,13 @@ def announced() -> Iterator[list[str]]:
     """The addresses of the metrics of services that start meanwhile, in the order of their start."""
     handler, log = Addresses(), logging.getLogger("specwire.telemetry.endpoint")
     log.addHandler(handler)
-    level, log.level = log.level, logging.INFO
+    level = log.level
+    log.setLevel(logging.INFO)
     try:
         yield handler.found
     finally:
         log.removeHandler(handler)
-        log.level = level
+        log.setLevel(level)
 
 
 class Observed:

@@ -57,6 +57,7 @@ def test_a_command_names_what_to_install(main: str, command: list[str], module: 
 
 
 def test_a_package_without_its_parent_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.sdk", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"receiving spans needs .*\(opentelemetry.sdk is missing\)"):
         extras.require("receiving spans", "tracing")
