@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 1 the generation failed or a service was lost, 2 invalid flags, variables or
-        models, 130 interrupted. Ctrl-C is the normal end of `up` and `proxy`: 0.
+        models, 130 interrupted by Ctrl-C. SIGTERM is the normal end of what serves: 0.
     """
     parent.end_with_it()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -228,17 +228,14 @@ def _serve(args: argparse.Namespace) -> int:
 def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
     logs.set_up(settings.log_level, settings.log_format, name)
     check_environment(os.environ)
-    _end_on_signals()
-    try:
-        with Stack(settings) as stack:
-            print(f"ready {stack.address}", flush=True)
-            if stack.http:
-                print(f"page http://{stack.http.address}/", flush=True)
-            if about:
-                print(about, flush=True)
-            return _supervise(stack)
-    except KeyboardInterrupt:
-        return 0
+    _end_on_signals(terminated=0)
+    with Stack(settings) as stack:
+        print(f"ready {stack.address}", flush=True)
+        if stack.http:
+            print(f"page http://{stack.http.address}/", flush=True)
+        if about:
+            print(about, flush=True)
+        return _supervise(stack)
 
 
 def _supervise(stack: Stack) -> int:
@@ -254,15 +251,15 @@ def _supervise(stack: Stack) -> int:
     return 1
 
 
-def _end_on_signals() -> None:
-    """Handle SIGINT explicitly too, as shells start background commands with it ignored."""
+def _end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:
+    """Handle SIGINT explicitly too, as shells start background commands with it ignored.
+
+    Args:
+        terminated: the exit status after SIGTERM.
+    """
     stacks.show_on_signal()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(terminated))
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -330,9 +327,11 @@ def _token(args: argparse.Namespace) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
+    from specwire.rpc import process
     from specwire.testing import delay_proxy
 
-    asyncio.run(delay_proxy.run_until_signal(read_config(ProxyConfig, args, os.environ)))
+    serving = delay_proxy.serving(read_config(ProxyConfig, args, os.environ))
+    asyncio.run(process.run_until_signal(serving))
     return 0
 
 

@@ -22,7 +22,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Self
 
-from specwire import parent, preflight
+from specwire import interrupts, parent, preflight
 from specwire.config.environment import ALL_CONFIGS
 from specwire.config.fields import next_address
 from specwire.config.flags import flag_words, known_variables, unknown_variables
@@ -40,6 +40,10 @@ READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Roles in the order of their ports."""
 _STOP_MARGIN_S = 5.0
+_CANCEL_S = 1.0
+"""For a service to cancel by itself what exceeds its grace period."""
+_INTERRUPT_MARGIN_S = 0.75
+"""After a grace period of 1 s, twice: Ctrl-C ends within 3 s."""
 _STACKS_S = 0.5
 _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -128,6 +132,11 @@ class Service:
         self.process.send_signal(stacks.SIGNAL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STACKS_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it ends, or for as long as the timeout."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
 
     def kill(self) -> int:
         """Kill it, if it runs; returns the exit status."""
@@ -302,17 +311,18 @@ class Stack:
             self._restart_front_if_due()
             time.sleep(_POLL_S)
 
-    def stop(self) -> None:
-        """Stop the coordinator first: requests that finish within the grace period need the models."""
+    def stop(self, *, interrupted: bool = False) -> None:
+        """Stop what clients use first: requests that finish within the grace period need the models.
+
+        Args:
+            interrupted: by someone who waits for the end: the grace period is short.
+        """
+        margin_s = _INTERRUPT_MARGIN_S if interrupted else _STOP_MARGIN_S
         try:
-            for service in reversed(self.services):
-                if service.module != "coordinator":
-                    service.terminate()
-                else:
-                    service.stop(self._grace_s + _STOP_MARGIN_S)
-            ends_s = time.monotonic() + self._grace_s + _STOP_MARGIN_S
-            for service in self.services:
-                service.stop(max(0.0, ends_s - time.monotonic()))
+            used = [each for each in self.services if each is self.http or each.module == "coordinator"]
+            # The front first: its clients are told that it ends, and not that it has lost its coordinator.
+            _end(used[::-1], interrupts.GRACE_S if interrupted else self._grace_s + _CANCEL_S, margin_s)
+            _end([each for each in self.services if each not in used], margin_s, 0.0)
         finally:
             self._kill()
 
@@ -323,8 +333,25 @@ class Stack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if interrupted:
+            log.warning(interrupts.SAID)
+        self.stop(interrupted=interrupted)
+
+
+def _end(services: Sequence[Service], grace_s: float, margin_s: float) -> None:
+    """Ask them to end; cancel what runs there after the grace period, and kill them after the margin."""
+    for service in services:
+        service.terminate()
+    ends_s = time.monotonic() + grace_s
+    for service in services:
+        service.wait(max(0.0, ends_s - time.monotonic()))
+    for service in services:
+        service.terminate()
+    ends_s += margin_s
+    for service in services:
+        service.stop(max(0.0, ends_s - time.monotonic()))
 
 
 class Pauses:

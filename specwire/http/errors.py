@@ -10,6 +10,7 @@ from typing import Any
 from specwire.errors import (
     ContextLengthError,
     InvalidRequestError,
+    RequestCancelledError,
     ResourceExhaustedError,
     SpecwireError,
     UnsupportedError,
@@ -91,7 +92,9 @@ def api_error(error: Exception) -> ApiError:
     status, kind, code = _BY_STATUS[error.status]
     code = next((known for type_, known in _CODES if isinstance(error, type_)), code)
     param = _param(error.field) if isinstance(error, InvalidRequestError) else None
-    return ApiError(status, str(error), kind=kind, param=param, code=code, headers=_headers(error))
+    is_ending = isinstance(error, RequestCancelledError)  # a client that cancels is no longer there
+    message = "the server is shutting down" if is_ending else str(error)
+    return ApiError(status, message, kind=kind, param=param, code=code, headers=_headers(error))
 
 
 def _param(field: str) -> str:

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 _SEND_BUFFER_BYTES = 64 << 10
 """Of a connection, in the kernel; small, so that a client that stops reading pauses its generation soon."""
 
+_LAST_EVENTS_S = 0.5
+"""For the errors of cancelled generations to be sent."""
+
 
 @contextlib.asynccontextmanager
 async def serving(config: HttpConfig, listening: ListeningSocket | None = None) -> AsyncIterator[str]:
@@ -57,8 +60,23 @@ async def serving(config: HttpConfig, listening: ListeningSocket | None = None) 
             yield f"{host}:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
-            await running
+            await _drain(server, running, client, config.grace_s)
             await asyncio.to_thread(tracer.shutdown)
+
+
+async def _drain(
+    server: uvicorn.Server, running: asyncio.Task[None], client: AsyncClient, grace_s: float
+) -> None:
+    """Wait for running requests. At the end of the grace period, or when cancelled, their generations are
+    cancelled: each response ends with its error."""
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        async with asyncio.timeout(grace_s):
+            await asyncio.shield(running)
+    if not running.done():
+        await client.close()
+        await asyncio.wait([running], timeout=_LAST_EVENTS_S)
+        server.force_exit = True  # clients that read nothing
+    await running
 
 
 class _Server(uvicorn.Server):
@@ -80,7 +98,6 @@ def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=max(1, round(config.grace_s)),
     )
     settings.load()
     settings.ssl = tls

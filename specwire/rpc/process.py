@@ -4,53 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from specwire import parent
+from specwire import interrupts, parent
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, private
 from specwire.telemetry import logs, stacks
+
+log = logging.getLogger(__name__)
+
+
+class _Ending:
+    """What signals have said so far.
+
+    Attributes:
+        begun: set by the first.
+        number: of the first.
+        is_forced: whether what the first lets finish was cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.number: signal.Signals | None = None
+        self.is_forced = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+
+    def handle(self, number: signal.Signals) -> None:
+        """A signal came."""
+        if self.begun.is_set():
+            self._force()
+            return
+        self.number = number
+        self.begun.set()
+        if number == signal.SIGINT:
+            log.warning(interrupts.SAID)
+            asyncio.get_running_loop().call_later(interrupts.GRACE_S, self._force)
+
+    def _force(self) -> None:
+        self.is_forced = True
+        self._task.cancel()
 
 
 async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
     """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
 
-    A second signal cancels what the first one lets finish.
+    A second signal cancels what the first one lets finish, and so does a second after SIGINT.
+
+    Raises:
+        KeyboardInterrupt: it was SIGINT.
     """
     descriptors.set_up()
-    stopping, is_forced = asyncio.Event(), False
-    task = asyncio.current_task()
-    assert task is not None
-
-    def stop() -> None:
-        nonlocal is_forced
-        if stopping.is_set():
-            is_forced = True
-            task.cancel()
-        stopping.set()
-
+    ending = _Ending()
     try:
-        await _serve_until(serving, stopping, stop)
+        await _serve_until(serving, ending)
     except asyncio.CancelledError:
-        if not is_forced:
+        if not ending.is_forced:
             raise
+    if ending.number == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
-async def _serve_until(
-    serving: AbstractAsyncContextManager[str], stopping: asyncio.Event, stop: Callable[[], None]
-) -> None:
+async def _serve_until(serving: AbstractAsyncContextManager[str], ending: _Ending) -> None:
     async with serving as address:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+            asyncio.get_running_loop().add_signal_handler(number, ending.handle, number)
         # What is loaded lives as long as the process: traversing it in every full collection would stop the
         # service for over 100 ms.
         gc.collect()
         gc.freeze()
         print(f"ready {address}", flush=True)
-        await stopping.wait()
+        await ending.begun.wait()
 
 
 def end_at_once_by_signals() -> None:

@@ -16,19 +16,17 @@ import contextlib
 import enum
 import itertools
 import logging
-import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from specwire.config.fields import split_address
 from specwire.config.link import Link, ProxyConfig
 from specwire.errors import ConfigError
-from specwire.rpc import descriptors
 from specwire.testing.alarm import Alarm
 from specwire.testing.delay_line import DelayLine, LinkDirection, Signal
 
-__all__ = ["DelayProxy", "Direction", "Link", "run_until_signal"]
+__all__ = ["DelayProxy", "Direction", "Link", "serving"]
 
 log = logging.getLogger(__name__)
 
@@ -313,18 +311,14 @@ class _End(asyncio.Protocol):
             self._transport.close()
 
 
-async def run_until_signal(config: ProxyConfig) -> None:
-    """`specwire proxy`: print the address, and serve until SIGINT or SIGTERM.
+@contextlib.asynccontextmanager
+async def serving(config: ProxyConfig) -> AsyncIterator[str]:
+    """`specwire proxy`: yields its address and what it does.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
-    descriptors.set_up()
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with DelayProxy(config.to, config, listen=config.listen) as address:
         limit = f"{config.bandwidth_mbps:g} Mbit/s" if config.bandwidth_mbps else "any bandwidth"
         added = f"{config.rtt_ms:g} ms round trip, ±{config.jitter_ms:g} ms and {limit} each way"
-        print(f"ready {address} to {config.to}: {added}", flush=True)
-        await stopping.wait()
+        yield f"{address} to {config.to}: {added}"

@@ -144,7 +144,7 @@ def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: sign
     with running(*up_argv(pair)) as up:
         wait_until(lambda: len(up.services) == 2, START_S)
         os.killpg(up.process.pid, number)
-        assert up.ended() == 0
+        assert up.ended() == (130 if number == signal.SIGINT else 0)
         assert up.errors() == ""
         up.assert_all_gone(1.0)
 
