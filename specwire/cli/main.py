@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from specwire import parent, preflight
-from specwire.cli import fronts, serve
+from specwire.cli import fronts, generate, serve
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
@@ -25,7 +24,7 @@ from specwire.config.flags import add_config_file, add_flags, read_config
 from specwire.config.heads import TrainHeadsConfig
 from specwire.config.layers import SearchLayersConfig
 from specwire.config.link import ProxyConfig
-from specwire.config.sampling_flags import add_sampling_flags, token_ids
+from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
 from specwire.config.stack import DemoConfig, UpConfig
@@ -70,7 +69,8 @@ examples:
   specwire demo                                         everything in one go, with a small built-in pair
   specwire serve DIR --draft DIR                        serve a model with a draft over OpenAI's API
   specwire up --target DIR --draft DIR                  its three services on this machine, over gRPC
-  specwire generate "def f(x):" --temperature 0         continue a prompt on a running server
+  specwire chat                                         chat with a running server
+  specwire generate "def f(x):" --temperature 0         continue a prompt on it; - reads standard input
   specwire bench serve --rate 4                         measure a running server under load
   specwire proxy --to 127.0.0.1:7071 --rtt-ms 20        emulate a network in front of a service
   specwire token alice --tokens tokens.txt              make a bearer token for a client
@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_demo(commands)
     _add_health(commands)
-    _add_generate(commands)
+    _add_chat(commands)
+    generate.add_command(commands).set_defaults(run=generate.run)
     bench.add_command(commands)
     _add_proxy(commands)
     _add_token(commands)
@@ -154,15 +155,12 @@ def _add_health(commands: Any) -> None:
     health.set_defaults(run=_health)
 
 
-def _add_generate(commands: Any) -> None:
-    about = "continue a prompt on a running coordinator"
-    generate = _add_command(commands, "generate", about, ClientConfig)
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("prompt", nargs="?", help="text to continue")
-    prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
-    add_sampling_flags(generate)
-    _add_json(generate)
-    generate.set_defaults(run=_generate)
+def _add_chat(commands: Any) -> None:
+    about = "chat with the model of a running coordinator, in colours by the fate of each token"
+    chat = _add_command(commands, "chat", about, ClientConfig)
+    chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the chat")
+    add_sampling_flags(chat, max_tokens=512)
+    chat.set_defaults(run=_chat)
 
 
 def _add_proxy(commands: Any) -> None:
@@ -285,32 +283,10 @@ def _health(args: argparse.Namespace) -> int:
     return 0 if status == health.SERVING else 1
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from specwire.cli.terminal import printable, say_why_plain
-    from specwire.client.client import Client
+def _chat(args: argparse.Namespace) -> int:
+    from specwire.cli import chat
 
-    settings = read_config(ClientConfig, args, os.environ)
-    params = _sampling_params(args)
-    with (
-        Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client,
-        client.stream(args.prompt, params, prompt_token_ids=args.token_ids) as stream,
-    ):
-        for chunk in stream:
-            if not args.json:
-                print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
-        completion = stream.completion
-    if args.json:
-        print(json.dumps(completion.to_dict(), ensure_ascii=False, indent=2))
-    elif completion.text:
-        print()
-    else:
-        print(*completion.token_ids)
-    if not args.json:
-        say_why_plain(completion, params)
-        for each in completion.hypotheses[1:]:
-            text = printable(each.text) if sys.stdout.isatty() else each.text
-            print(f"--- score {each.score:.4f}", text or " ".join(map(str, each.token_ids)), sep="\n")
-    return 0
+    return chat.run(read_config(ClientConfig, args, os.environ), args, _sampling_params(args))
 
 
 def _token(args: argparse.Namespace) -> int:

@@ -44,11 +44,15 @@ def dim(text: str, colour: bool) -> str:
     return _paint(text, _DIM, colour)
 
 
+def legend() -> list[str]:
+    """What each colour says, in that colour."""
+    return [_paint(words, code, True) for words, code in _LEGEND.items()]
+
+
 def stream(client: Client, prompt: str, params: SamplingParams, title: str, colour: bool) -> Completion:
     """Generate, and write the text under a title as it comes."""
     by_fate = colour and params.num_draft_tokens != 0
-    legend = [_paint(words, code, True) for words, code in _LEGEND.items()] if by_fate else []
-    print("\n" + " ".join([dim(title, colour), *legend]))
+    print("\n" + " ".join([dim(title, colour), *(legend() if by_fate else [])]))
     print(_paint(printable(prompt), _BOLD, colour), end="", flush=True)
     with client.stream(prompt, params) as running:
         for chunk in running:
