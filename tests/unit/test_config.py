@@ -221,6 +221,20 @@ class TestServe:
         assert (alone.draft_model, alone.coordinator_speculation) == ("none", "")
         assert about_draft(alone) == "draft none: the target alone, served plainly"
 
+    def test_every_flag_of_its_own_reaches_a_service(self) -> None:
+        here = {"target", "draft", "host", "port", "api_key"}
+        own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
+        config = self.serve(max_model_len=7, max_running=5, lenient=True)
+        passed = config.verify_options | config.coordinator_options | config.front_options
+        assert passed.keys() == own - here
+        assert {name: getattr(config, name) for name in passed} == passed
+        for kind, options in (
+            (VerifyConfig, config.verify_options),
+            (CoordinatorConfig, config.coordinator_options),
+            (HttpConfig, config.front_options),
+        ):
+            assert options.keys() <= {f.name for f in settings_of(kind)}
+
     def test_the_target_is_required(self) -> None:
         with pytest.raises(ConfigError, match="TARGET missing: give a directory"):
             read_config(ServeConfig, parse(ServeConfig), {})
