@@ -87,6 +87,7 @@ MODEL = {
     "created": _INTEGER,
     "owned_by": _STRING,
     "max_model_len": _INTEGER,
+    "specwire": {"type": "object"},
 }
 MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
 TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}

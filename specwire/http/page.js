@@ -33,8 +33,8 @@ function paceInWords() {
   if (pace.least_pass_ms) {
     return `Paced: passes of the target take at least ${pace.least_pass_ms} ms, as of a large model on its own device.`;
   }
-  const where = pace.draft_shares_machine ? "draft and target share this machine, and " : "";
-  return `Not paced: ${where}a pass takes what it takes.`;
+  if (!pace.draft_shares_machine) return "Not paced: a pass takes what it takes.";
+  return "Not paced: draft and target share this machine; --least-pass-ms 30 is like a large target on its own.";
 }
 
 /** The JSON of each server-sent event, until [DONE]. */

@@ -241,9 +241,14 @@ const card = {
     trees.release();
   },
 
-  /** Below the token, or above it where there is no room; on a phone the style sheet puts it at the bottom. */
+  /** Below the token, or above it where there is no room; on a phone the style sheet puts it at the bottom, and a
+   * token that it would cover moves up. */
   place() {
     const [at, { width, height }] = [this.span.getBoundingClientRect(), $("card").getBoundingClientRect()];
+    if (width >= document.documentElement.clientWidth) {
+      scrollBy(0, Math.max(0, at.bottom + 16 - (innerHeight - height)));
+      return;
+    }
     const top = at.bottom + 8 + height < innerHeight ? at.bottom + 8 : Math.max(8, at.top - 8 - height);
     const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - width - 8));
     Object.assign($("card").style, { top: `${top}px`, left: `${left}px` });

@@ -321,6 +321,26 @@ def test_the_verdict_says_why_where_speculation_does_not_win(
     shown.assert_no_complaints()
 
 
+def test_on_a_phone_verdict_and_chosen_token_are_in_view(here: Fronted, chromium: webdriver.Chrome) -> None:
+    """The card is a sheet at the bottom; a token that it would cover moves up."""
+    narrow = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        shown = Page(chromium, here.url)
+        replay(shown, button="#race")
+        place = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
+        verdict = chromium.execute_script(place, "#verdict")
+        assert 0 <= verdict["top"] < verdict["bottom"] <= 844
+        chromium.execute_script("scrollTo(0, 0)")
+        chromium.execute_script("lanes.on.find('.token').click()")
+        token, sheet = (chromium.execute_script(place, each) for each in (".token.chosen", "#card"))
+        assert 0 <= token["top"] < token["bottom"] <= sheet["top"]
+        assert (sheet["left"], sheet["right"], sheet["bottom"]) == (0, 390, 844)
+        shown.assert_no_complaints()
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 CONTRASTS = """
 const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
 const channel = (c) => c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4;
