@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from coordinator import starting
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
@@ -43,7 +44,8 @@ async def serving(
         credentials = config.peer_credentials
         verify = VerifyPool(config.verify_address, names, credentials)
         stack.push_async_callback(verify.close)
-        await verify.connect(config.connect_timeout_s)
+        async with starting.waiting_for(config, verify):
+            await verify.connect(config.connect_timeout_s)
         draft = DraftPool(
             config.draft_address,
             names,
@@ -53,6 +55,8 @@ async def serving(
         )
         stack.push_async_callback(draft.close)
         await draft.connect()
+        if worker is None:
+            starting.log_found(config, verify, draft)
         loaded = _load_tokenizer(config, verify.info.tokenizer_source)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name], shares_port=worker is not None)

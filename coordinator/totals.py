@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from coordinator.tally import Tally
 from specwire import errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
 from specwire.estimate import clock
+from specwire.telemetry import logs
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.tracing import NO_SPAN, Span
 
@@ -70,6 +71,7 @@ class CallRecord:
         request_id: the client's own; empty without one.
         generation: None until it begins.
         status: how it ended; OK until then.
+        refused: what the client has to change, for the log; empty if nothing.
     """
 
     totals: Totals
@@ -79,6 +81,7 @@ class CallRecord:
     generation: CountedGeneration | None = None
     draft_unavailable: Callable[[], str] = str
     status: str = OK
+    refused: dict[str, str] = field(default_factory=dict)
     _last_chunk_s: float | None = None
 
     @property
@@ -154,6 +157,8 @@ class Totals:
             yield
         except BaseException as error:
             call.status = _status_of_call(call, error, remaining_s())
+            if isinstance(error, errors.InvalidRequestError):
+                call.refused = logs.refused(error)
             if call.status != OK:
                 call.span.fail(call.status, str(error))
             raise
@@ -232,7 +237,7 @@ def _end(call: CallRecord) -> None:
     if log.isEnabledFor(logging.INFO):
         ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
         known = {name: value for name, value in ids.items() if value}
-        log.info("request", extra=_facts(call.status, done, timing) | known)
+        log.info("request", extra=_facts(call.status, done, timing) | call.refused | known)
 
 
 def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, object]:

@@ -620,6 +620,12 @@ class ModelInfo:
     shares_machine: bool = False
 
     @property
+    def summary(self) -> str:
+        """Name, size, dtype and context, for a log."""
+        millions = f"{self.num_parameters / 1e6:.1f} M parameters in " if self.num_parameters else ""
+        return f"{self.name} ({millions}{self.dtype}, {self.context_len} tokens of context)"
+
+    @property
     def has_encoder(self) -> bool:
         """Whether it is an encoder-decoder."""
         return self.encoder_len > 0

@@ -7,6 +7,7 @@ which no process loses a service that it uses.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -19,13 +20,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 from specwire import interrupts, parent, preflight
 from specwire.config.environment import ALL_CONFIGS
 from specwire.config.fields import next_address
-from specwire.config.flags import flag_words, known_variables, unknown_variables
+from specwire.config.flags import env_name, flag_words, known_variables, unknown_variables
 from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.serve import ServeConfig
 from specwire.config.services import ListenConfig, VerifyConfig
@@ -261,6 +263,7 @@ class Stack:
         if config.http_address:
             self.http = self._front(config.http_address)
             self._front_address = self.http.ready(config.start_timeout_s)
+        log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
     def _front(self, address: str) -> Service:
         """Start the HTTP front."""
@@ -352,6 +355,22 @@ def _end(services: Sequence[Service], grace_s: float, margin_s: float) -> None:
     ends_s += margin_s
     for service in services:
         service.stop(max(0.0, ends_s - time.monotonic()))
+
+
+def _example(config: StackConfig, stack: Stack) -> str:
+    """A command line that tries what serves; a secret is named, and not shown."""
+    if stack.http is None:
+        return f"specwire generate 'def f(x):' --server {stack.address}"
+    body = json.dumps({"model": _model_name(config), "prompt": "def f(x):", "max_tokens": 32})
+    token = ' -H "Authorization: Bearer $API_KEY"' if config.requires_tokens else ""
+    url = f"http://{stack.http.address}/v1/completions"
+    return f"curl {url} -H 'Content-Type: application/json'{token} -d '{body}'"
+
+
+def _model_name(config: StackConfig) -> str:
+    """What the front calls its model."""
+    given = config.front_options.get("model_name") or os.environ.get(env_name("model_name"))
+    return str(given or (Path(config.target).name if Path(config.target).exists() else config.target))
 
 
 class Pauses:

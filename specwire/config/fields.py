@@ -185,7 +185,8 @@ def log_format_option() -> Any:
     )
 
 
-def log_level_option() -> Any:
+def log_level_option(default: str = "notice") -> Any:
     """The field `log_level`."""
-    doc = "least severe log records written to standard error"
-    return option("warning", doc, check=one_of("debug", "info", "warning", "error"))
+    doc = "least severe log records written to standard error; notice says what starts"
+    levels = ("debug", "info", "notice", "warning", "error")
+    return option(default, doc, check=one_of(*levels))

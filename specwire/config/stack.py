@@ -292,6 +292,7 @@ class LiveConfig(StackConfig):
         "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    log_level: str = log_level_option("warning")
 
 
 @dataclass(frozen=True, kw_only=True)

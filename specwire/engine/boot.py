@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -26,10 +27,14 @@ from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
+from specwire.preflight.memory import gigabytes
+from specwire.telemetry.logs import NOTICE
 from specwire.tokenizer import Tokenizer
 from specwire.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
+
+log = logging.getLogger(__name__)
 
 _RETRY_AFTER_MS = 1000
 
@@ -131,6 +136,7 @@ def start(
         runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
+    kv_bytes = getattr(runner, "kv_bytes_per_token", 0)
     if hook is not None:
         thread.call(lambda: hook.load(runner.vocab_size))
     if config.least_pass_ms:
@@ -140,6 +146,7 @@ def start(
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     info = _model_info(config, source, description, tokenizer)
+    _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)
     end_ids = info.eos_token_ids
     if target_tokenizer is not None:
         tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
@@ -171,6 +178,18 @@ def _limit_context(description: dict[str, Any], config: ModelServiceConfig, sour
     if config.max_model_len > most:
         raise ModelLoadError(f"--max-model-len {config.max_model_len}: {source} has a context of {most}")
     description["context_len"] = config.max_model_len or most
+
+
+def _log_start(
+    role: str, config: ModelServiceConfig, info: ModelInfo, num_kv_tokens: int, kv_bytes: int
+) -> None:
+    """Args:
+    kv_bytes: of a token in the KV cache; 0 where that is not known.
+    """
+    size = f", {gigabytes(num_kv_tokens * kv_bytes)}" if kv_bytes else ""
+    own = f"; drafts by its own {info.own_source}" if info.own_source else ""
+    cache = f"KV cache of {num_kv_tokens} tokens{size}"
+    log.log(NOTICE, "%s model %s on %s; %s%s", role, info.summary, config.device, cache, own)
 
 
 def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:

@@ -9,12 +9,27 @@ import time
 
 from starlette.types import Message, Scope
 
+from specwire.errors import InvalidRequestError
+from specwire.http.errors import ApiError
+from specwire.telemetry import logs
+
 log = logging.getLogger(__name__)
 
 _SAMPLED = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _MAX_PATH_LEN = 256
+_REFUSED = "specwire.refused"
+"""Key of a scope: why its request was refused."""
 _NO_RESPONSE = 499
 """The status of a request whose client left before its response began, as nginx writes it."""
+
+
+def mark_refused(scope: Scope, error: Exception) -> None:
+    """Have the entry say which field was refused, with its value unless that is a text."""
+    if isinstance(error, InvalidRequestError):
+        scope[_REFUSED] = logs.refused(error)
+    elif isinstance(error, ApiError):
+        told = {"field": error.param, "reason": error.code}
+        scope[_REFUSED] = {name: value for name, value in told.items() if value}
 
 
 class AccessEntry:
@@ -47,6 +62,7 @@ class AccessEntry:
             "request_id": self._request_id,
         }
         traced = _SAMPLED.fullmatch(dict(self._scope["headers"]).get(b"traceparent", b""))
+        fields |= self._scope.get(_REFUSED, {})
         log.info("access", extra=fields | ({"trace_id": traced[1].decode()} if traced else {}))
 
 

@@ -17,6 +17,7 @@ from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import docs, openapi, page, spans
+from specwire.http.access import mark_refused
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import ChatAnswer, CompletionAnswer
 from specwire.http.bodies.chat import ChatBody
@@ -198,6 +199,7 @@ def _model(model: ServedModel) -> dict[str, Any]:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     spans.mark(request.scope["specwire.span"], error)
+    mark_refused(request.scope, error)
     return refusal(error)
 
 

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from specwire import AsyncClient
 from specwire.completion import Chunk, Completion
 from specwire.http import beams, spans
+from specwire.http.access import mark_refused
 from specwire.http.bodies.generating import Sampled
 from specwire.http.choices import Caller, Choice, Event, running
 from specwire.http.errors import api_error
@@ -110,6 +111,7 @@ class Exchange(Response):
                     self._completions |= {i: done async for i, done in _completions(first, events)}
             except Exception as error:
                 spans.mark(self._caller.span, error)
+                mark_refused(scope, error)
                 await refusal(error)(scope, receive, send)
                 return
             if self._body.streams:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from specwire.errors import InvalidRequestError
+
 JSON = "json"
+NOTICE = 25
+"""Level of what is worth to be read once: what starts, with which settings, and what it waits for."""
+logging.addLevelName(NOTICE, "NOTICE")
+_NO_TEXT = re.compile(r"[-+.0-9eEinfa]{1,32}|True|False|None")
 
 _OWN = vars(logging.makeLogRecord({})).keys() | {
     "message",
@@ -80,6 +87,13 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             fields["stack"] = record.stack_info
         return json.dumps({**_extra(record), **fields}, ensure_ascii=False, default=str)
+
+
+def refused(error: InvalidRequestError) -> dict[str, str]:
+    """Extra fields of a record about a refusal: which field, its value unless it is a text, and why."""
+    is_text = not _NO_TEXT.fullmatch(error.value)
+    value = f"{len(error.value)} characters" if is_text else error.value
+    return {"field": error.field, "value": value, "reason": error.reason}
 
 
 def report(error: Exception | str) -> None:

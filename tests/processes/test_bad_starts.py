@@ -63,7 +63,14 @@ def refused(*argv: str, **environ: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("argv", ["up --address", "up --http-address", "http --address", "verify --address"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "up --http-address",
+        "http --address",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("up --address", "verify --address")),
+    ],
+)
 def test_a_port_that_is_taken_is_named_by_its_flag(taken: str, argv: str) -> None:
     flags = [] if argv.endswith("up --address") else ["--address", "127.0.0.1:0"]
     command, flag = argv.split()
@@ -154,15 +161,18 @@ class TestHub:
         assert "--target some/model: is no directory, and cannot be taken from the hub: http" in said
         assert "cannot be reached" in said
 
+    @pytest.mark.slow
     def test_that_has_no_such_model(self, tmp_path: Path, hub: str) -> None:
         Hub.asked.clear()
         assert "there is no such model" in self.up("some/model", tmp_path, HF_ENDPOINT=hub)
         assert "set HF_TOKEN" in self.up("some/private", tmp_path, HF_ENDPOINT=hub)
         assert len(Hub.asked) == 2
 
+    @pytest.mark.slow
     def test_offline(self, tmp_path: Path) -> None:
         assert "HF_HUB_OFFLINE is set" in self.up("some/model", tmp_path, HF_HUB_OFFLINE="1")
 
+    @pytest.mark.slow
     def test_that_never_answers(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

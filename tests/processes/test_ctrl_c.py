@@ -94,7 +94,8 @@ class TestUp:
     @pytest.fixture(scope="class")
     @classmethod
     def up(cls) -> Iterator[Command]:
-        with running("up", "--address", "127.0.0.1:0", *MODELS, "--http-address", "127.0.0.1:0") as command:
+        argv = ["--address", "127.0.0.1:0", *MODELS, "--http-address", "127.0.0.1:0"]
+        with running("up", *argv, "--log-level", "warning") as command:
             yield command
 
     @pytest.fixture(scope="class")
@@ -151,7 +152,8 @@ def check_last_event(text: str) -> None:
 def test_a_coordinator_that_waits() -> None:
     argv = ["--address", "127.0.0.1:0", "--verify-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"]
     with running("coordinator", *argv) as coordinator:
-        wait_until(lambda: "127.0.0.1:1" in coordinator.errors(), START_S)
+        line = "waiting for verify at 127.0.0.1:1, draft at 127.0.0.1:1, for 60 s"
+        wait_until(lambda: line in coordinator.errors(), START_S)
         interrupt(coordinator)
 
 

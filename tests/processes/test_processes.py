@@ -54,7 +54,7 @@ class Reading:
 def up_argv(pair: tuple[Path, Path]) -> list[str]:
     target, draft = map(str, pair)
     models = ["--target", target, "--draft", draft]
-    return ["up", "--address", "127.0.0.1:0", *models, "--dtype", "float32", *FIXED]
+    return ["up", "--address", "127.0.0.1:0", "--log-level", "warning", *models, "--dtype", "float32", *FIXED]
 
 
 class TestUp:
@@ -116,7 +116,7 @@ class TestUp:
 
 @pytest.mark.slow
 def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
-    with running(*up_argv(pair)[:5], "--draft", "none") as up:
+    with running(*up_argv(pair)[:7], "--draft", "none") as up:
         up.ready_line()
         assert len(up.services) == 2
         up.process.kill()
@@ -126,7 +126,7 @@ def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.slow
 def test_the_target_killed_is_a_typed_error_and_the_end_of_up(pair: tuple[Path, Path]) -> None:
-    with running(*up_argv(pair)[:5], "--draft", "none") as up:
+    with running(*up_argv(pair)[:7], "--draft", "none") as up:
         address = up.ready_line().split()[1]
         reading = Reading(address, SamplingParams(max_tokens=4000, ignore_eos=True))
         started = time.monotonic()
