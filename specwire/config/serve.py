@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from specwire import cuda
 from specwire.config.client import HttpConfig
 from specwire.config.fields import AUTO, between, check, check_plaintext
 from specwire.config.flags import option, same, secret
@@ -13,6 +14,7 @@ from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.config.speculative import NGRAM
 from specwire.config.stack import DRAFT_HELP, UpConfig
 
+_DEVICES = "cpu, cuda or cuda:N; auto is cuda where torch finds one"
 _FOR_VERIFY = ("max_model_len", "gpu_memory_utilization", "max_num_tokens", "page_size", "cuda_graphs")
 _FOR_COORDINATOR = ("max_running", "seed")
 _FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient")
@@ -39,6 +41,8 @@ class ServeConfig(UpConfig):
         is_positional=True,
     )
     draft: str = option(AUTO, f"{DRAFT_HELP}; auto is the embedded target's own draft, else {NGRAM}")
+    device: str = option(AUTO, f"device of the target: {_DEVICES}")
+    draft_device: str = option(AUTO, f"device of the draft: {_DEVICES}")
     host: str = option("127.0.0.1", "host that OpenAI's API listens on")
     port: int = option(8000, "port of OpenAI's API; 0 picks a free one", check=between(0, 65535))
     http_address: str = field(init=False, default="")
@@ -63,6 +67,9 @@ class ServeConfig(UpConfig):
         host = f"[{self.host}]" if ":" in self.host else self.host
         self._set("http_address", f"{host}:{self.port}")
         check_plaintext("host", self.http_address, allowed=self.allow_plaintext)
+        for name in ("device", "draft_device"):
+            if getattr(self, name) == AUTO:
+                self._set(name, "cuda" if cuda.is_usable() else "cpu")
         if self.draft == AUTO:
             self._set("names_draft", self.speculative_config != "")
             otherwise = NO_DRAFT if self.names_draft else NGRAM

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specwire import cuda
 from specwire.config.flags import flag_name
 from specwire.errors import ConfigError
-from specwire.preflight import devices
 from specwire.preflight.sizes import Size
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -54,7 +54,7 @@ def check(loads: Sequence[Load]) -> None:
     for load in loads:
         by_device[load.device].append(load)
     for device, there in by_device.items():
-        num_bytes = free_host_bytes() if device == "cpu" else devices.total_bytes(device)
+        num_bytes = free_host_bytes() if device == "cpu" else cuda.total_bytes(device)
         if num_bytes:
             _check_device(device, there, num_bytes)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specwire import cuda
 from specwire.cli.serve import about_draft, add_command
 from specwire.config import flags
 from specwire.config.client import ClientConfig, HttpConfig
@@ -220,6 +221,14 @@ class TestServe:
         alone = self.serve(draft="none")
         assert (alone.draft_model, alone.coordinator_speculation) == ("none", "")
         assert about_draft(alone) == "draft none: the target alone, served plainly"
+
+    @pytest.mark.parametrize(("is_usable", "device"), [(True, "cuda"), (False, "cpu")])
+    def test_the_device_by_default(
+        self, is_usable: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda, "is_usable", lambda: is_usable)
+        assert (self.serve().device, self.serve().draft_device) == (device, device)
+        assert self.serve(draft_device="cpu").draft_device == "cpu"
 
     def test_every_flag_of_its_own_reaches_a_service(self) -> None:
         here = {"target", "draft", "host", "port", "api_key"}

@@ -17,7 +17,7 @@ from tests.support.imports import (
 )
 
 ORDER = (
-    ("errors", "interrupts", "parent", "v1", "embedded"),
+    ("cuda", "errors", "interrupts", "parent", "v1", "embedded"),
     ("schema",),
     ("grammar",),
     ("core", "support", "tokenizer"),
