@@ -10,13 +10,7 @@ from pydantic import Field
 from specwire.core import MAX_LOGPROBS
 from specwire.http.bodies.generating import Body
 from specwire.http.bodies.message import Message, as_conversation
-from specwire.http.bodies.part import List, Part, Prompt, invalid
-
-
-class ResponseFormat(Part):
-    """Only plain text is supported."""
-
-    type: Literal["text"]
+from specwire.http.bodies.part import List, Prompt, invalid
 
 
 class ChatBody(Body):
@@ -26,7 +20,6 @@ class ChatBody(Body):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     modalities: List[Literal["text"]] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None

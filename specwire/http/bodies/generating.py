@@ -13,6 +13,7 @@ from pydantic import Field
 from specwire.core import Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.http.bodies.part import List, Part, Request, invalid
+from specwire.http.bodies.structured import Structured
 
 MAX_CHOICES = 128
 """Generations of one request, over all its prompts."""
@@ -120,7 +121,7 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] | None = None
 
 
-class Body(Sampled):
+class Body(Sampled, Structured):
     """Fields of completions, of a prompt or a conversation."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -152,7 +153,7 @@ class Body(Sampled):
         return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
 
     def more_params(self) -> dict[str, Any]:
-        return self._beams() | {"logit_bias": _biases(self.logit_bias or {})}
+        return self._beams() | {"logit_bias": _biases(self.logit_bias or {}), "grammar": self.grammar()}
 
     def _beams(self) -> dict[str, Any]:
         """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
@@ -166,6 +167,8 @@ class Body(Sampled):
     def check(self) -> None:
         if self.stream_options is not None and not self.streams:
             raise invalid("stream_options", "is only for requests with stream=true")
+        if self.response_format is not None:
+            self.response_format.check()
         self._check_beams()
 
     def _check_beams(self) -> None:

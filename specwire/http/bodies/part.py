@@ -34,14 +34,18 @@ class Part(pydantic.BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        Part.field_names.update(cls.model_fields)
+        Part.field_names.update(cls._known())
+
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_unknown(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
         """Leave out unknown keys if the context says so; else all but one, which is an error enough."""
-        known = cls.model_fields
-        if not isinstance(given, dict) or given.keys() <= known.keys():
+        known = cls._known()
+        if not isinstance(given, dict) or given.keys() <= known:
             return given
         kept = {key: value for key, value in given.items() if key in known}
         if isinstance(info.context, Ignored):

@@ -1,0 +1,82 @@
+"""`response_format`, `guided_*` and `structured_outputs`: the OpenAI package against a target that masks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specwire import embedded
+from tests.support.fronts import Fronted, fronted
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["list", "tuple"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "kind", "size"],
+    "additionalProperties": False,
+}
+SAID: Any = [{"role": "user", "content": "Describe a container."}]
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Fronted]:
+    with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_holds(here: Fronted, stream: bool) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        answer: Any = here.openai.chat.completions.create(
+            model=here.model, messages=SAID, response_format=form, stream=stream, seed=seed, max_tokens=120
+        )
+        if stream:
+            choices = [chunk.choices[0] for chunk in answer]
+            text, reason = "".join(each.delta.content or "" for each in choices), choices[-1].finish_reason
+        else:
+            text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+        assert reason == "stop"
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_any_object(here: Fronted) -> None:
+    answer = here.openai.chat.completions.create(
+        model=here.model, messages=SAID, response_format={"type": "json_object"}, seed=1, max_tokens=200
+    )
+    [choice] = answer.choices
+    assert (choice.message.content or "").startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}-[a-f]"}, "[0-9]{3}-[a-f]"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "<" [xyz] ">"'}, "<[xyz]>"),
+        ({"guided_json": {"const": 7}}, "7"),
+        ({"structured_outputs": {"json": '{"enum": [1, 2]}'}}, "1|2"),
+        ({"structured_outputs": {"choice": ["a b"]}}, "a b"),
+        ({"structured_outputs": {"regex": "u+"}}, "u+"),
+        ({"structured_outputs": {"grammar": 'root ::= "q"'}}, "q"),
+        ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, "(?s).*"),
+    ],
+)
+def test_vllms_names(here: Fronted, asked: dict[str, Any], pattern: str) -> None:
+    answer = here.openai.completions.create(
+        model=here.model, prompt="x = ", max_tokens=24, n=2, seed=3, temperature=0.8, extra_body=asked
+    )
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop" or "*" in pattern or "+" in pattern
+        assert re.fullmatch(pattern, choice.text), choice.text
