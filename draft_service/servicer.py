@@ -224,9 +224,9 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             return order
         if order.num_chains > 1:
             return order._replace(prepare=None)
-        if self._settings.shared and not params.matches_tokens:
+        if (self._settings.shared or params.grammar) and not params.matches_tokens:
             # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
-            # own tokens they are. See "Lateness" in docs/exactness.md.
+            # own tokens they are, or what the grammar does with them. See "Lateness" in docs/exactness.md.
             return order._replace(prepare=None)
         most = self._settings.max_outcomes
         if not most:

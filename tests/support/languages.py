@@ -30,10 +30,10 @@ def allowed(output: Sequence[int]) -> npt.NDArray[np.bool_]:
     return np.array(fits)
 
 
-def save_speaker(model: PreTrainedModel, directory: Path) -> Path:
-    """A Markov model with these tokens and an end."""
+def save_speaker(model: PreTrainedModel, directory: Path, texts: Sequence[str] = TEXTS) -> Path:
+    """A Markov model with these tokens, of which the first is the end."""
     model.config.eos_token_id = model.generation_config.eos_token_id = END_ID
-    table = {text or "<end>": token_id for token_id, text in enumerate(TEXTS)}
+    table = {text or "<end>": token_id for token_id, text in enumerate(texts)}
     assert len(table) == MARKOV_VOCAB_SIZE
     backend = Backend(models.BPE(table, []))
     backend.decoder = decoders.ByteLevel()

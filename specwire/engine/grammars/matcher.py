@@ -6,6 +6,7 @@ Masks are computed when the logits are decided on: on a GPU the pass runs meanwh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,9 +18,12 @@ from specwire.core import num_in_common
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.rule.columns import Bits
 
-_MASKS_S = 0.5
-"""Longest time of the masks of a sequence in a pass, in seconds. One takes some 10 us, and a grammar of which
-one takes over 20 ms is refused when it is compiled."""
+_MASKS_S = 0.05
+"""Processor time of the masks of a sequence in a pass, in seconds, which other sequences wait for too. One
+takes some 10 us; where texts have many derivations it grows with the text."""
+_NUM_SLOW = 3
+"""Passes in a row over it, after which the sequence is ended: one may be the machine's fault."""
+_LONGEST_S = 1.0
 _WORD = 32
 
 
@@ -38,6 +42,7 @@ class GrammarMatcher:
         self._num_words = -(-vocab_size // _WORD)
         self._matcher: Any = None
         self._output: list[int] = []
+        self._num_slow = 0
 
     def fill(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
         """The masks after the output, and after each draft token.
@@ -52,6 +57,14 @@ class GrammarMatcher:
         """
         if self._matcher is None:
             self._matcher = _matcher(self.compiled.result())
+        started_s = time.thread_time()
+        found = self._fill(output, draft_token_ids, parents)
+        self._num_slow = self._num_slow + 1 if time.thread_time() - started_s > _MASKS_S else 0
+        if self._num_slow == _NUM_SLOW:
+            raise _too_slow()
+        return found
+
+    def _fill(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
         if not self._move_to(output):
             return np.full((1 + len(draft_token_ids), self._num_words * _WORD // 8), 255, np.uint8)
         return self._after(draft_token_ids, parents)
@@ -81,14 +94,18 @@ class GrammarMatcher:
         words = np.full((num_nodes, self._num_words), -1, np.int32)
         first, following = _links(parents, num_nodes)
         tokens = np.array([0, *draft_token_ids], np.int64)
-        if not self._matcher.traverse_draft_tree(first, following, tokens, words, _MASKS_S):
-            raise ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s to match")
+        if not self._matcher.traverse_draft_tree(first, following, tokens, words, _LONGEST_S):
+            raise _too_slow()
         masks = words.view(np.uint8)
         is_empty = masks.max(axis=1) == 0
         if is_empty[0]:
             raise InvalidRequestError("grammar", "set", "no token of the vocabulary goes on with the output")
         masks[is_empty] = 255  # after a draft token that the grammar does not allow: it cannot be accepted
         return masks
+
+
+def _too_slow() -> ResourceExhaustedError:
+    return ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s a round to match")
 
 
 def _matcher(compiled: Any) -> Any:
