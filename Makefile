@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow suites train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -58,6 +58,16 @@ $(VENV)/installed: $(VENV)/demo requirements/dev.txt
 # uv and cyclonedx-bom, for the two targets below alone.
 TOOLS := build/tools/bin
 
+# What others use to talk to such servers, for tests: lm-eval, LiteLLM, schemathesis. Some have no wheels.
+suites: build/suites/installed
+
+build/suites/installed: requirements/torch-cpu.txt requirements/suites.txt
+	@$(PYTHON) -m venv build/suites
+	@requirements/install.sh build/suites/bin/python requirements/torch-cpu.txt
+	@build/suites/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
+		-r requirements/suites.txt
+	@touch $@
+
 build/tools/installed: requirements/tools.txt
 	@$(PYTHON) -m venv build/tools
 	@requirements/install.sh $(TOOLS)/python requirements/tools.txt
@@ -77,6 +87,8 @@ lock: build/tools/installed
 	$(LOCK) $(CUDA) pyproject.toml --extra serve --extra http \
 		-c requirements/torch-cuda.txt -c requirements/dev.txt -o requirements/demo.txt
 	$(LOCK) --group tools -o requirements/tools.txt
+	$(subst --only-binary :all:,,$(LOCK)) $(CUDA) --group suites \
+		-c requirements/torch-cuda.txt -c requirements/dev.txt -o requirements/suites.txt
 
 # CycloneDX: what is installed in $(VENV), with licences and who needs what, checked against its schema.
 sbom: setup build/tools/installed
@@ -135,7 +147,7 @@ coverage: setup
 		$(BIN)/coverage report --include="$${floor%:*}/*" --fail-under=$${floor#*:} --skip-covered || exit 1; done
 
 slow: export OMP_NUM_THREADS = 1
-slow: setup
+slow: setup suites
 	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
 	$(PYTEST) -m "slow and serial" && exit $$parallel
 

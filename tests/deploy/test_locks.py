@@ -73,6 +73,7 @@ WANTED = {
     "dev": requirements(PROJECT["optional-dependencies"]),
     **{lock: requirements(extras) for lock, extras in LOCKED_EXTRAS.items()},
     "tools": [Requirement(line) for line in GROUPS["tools"]],
+    "suites": [Requirement(line) for line in GROUPS["suites"]],
     "torch-cuda": [Requirement(line) for line in GROUPS["torch"]],
 }
 
