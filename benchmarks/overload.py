@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices
 from specwire import AsyncClient, ResourceExhaustedError, Rule, SamplingParams
+from specwire.cli.bench.backends import Coordinator
 from specwire.cli.bench.metrics import OK, RequestRecord
 from specwire.cli.bench.prompts import Prompt
 from specwire.cli.bench.serve import Measurement, OfferedLoad
@@ -91,13 +92,13 @@ async def measure(address: str, plan: Plan) -> Overload:
     """Capacity, then overload."""
     params = SamplingParams(max_tokens=plan.num_tokens, rule=Rule.GUMBEL)
     async with AsyncClient(address, timeout_s=TIMEOUT_S) as client:
-        closed = Measurement(client, [PROMPT], params, _closed(plan))
+        closed = Measurement(Coordinator(client), [PROMPT], params, _closed(plan))
         await closed.warm_up(2)
         await closed.run()
         capacity = steady_rate(closed.records, plan.max_running)
         rate = plan.factor * capacity / plan.num_tokens
         load = OfferedLoad(num_requests=round(rate * plan.seconds), rate=rate)
-        opened = Measurement(client, [PROMPT], params, load)
+        opened = Measurement(Coordinator(client), [PROMPT], params, load)
         await opened.run()
     return judge(opened.records, capacity, rate, plan.seconds)
 

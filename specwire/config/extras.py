@@ -10,7 +10,7 @@ MODULES = {
     "coordinator": ("transformers", "grpc_reflection"),
     "serve": ("torch", "transformers", "grpc_reflection"),
     "http": ("starlette", "uvicorn", "pydantic", "transformers"),
-    "bench": ("matplotlib",),
+    "bench": ("matplotlib", "httpx2", "tqdm"),
     "search": ("bayes_opt",),
     "tracing": ("opentelemetry.sdk",),
 }

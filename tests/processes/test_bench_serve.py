@@ -18,9 +18,10 @@ import pytest
 
 from specwire import AsyncClient, SamplingParams
 from specwire.cli import main as cli
+from specwire.cli.bench import report
+from specwire.cli.bench.backends import Coordinator
 from specwire.cli.bench.metrics import METRICS, RequestRecord, summarize
 from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.report import ProgressBar
 from specwire.cli.bench.serve import Measurement, OfferedLoad
 from tests.support.command_line import one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
@@ -50,7 +51,7 @@ def narrow() -> Iterator[LocalStack]:
 def measured(address: str, load: OfferedLoad, prompts: list[Prompt] | None = None) -> Measurement:
     async def measure() -> Measurement:
         async with AsyncClient(address, timeout_s=20) as client:
-            measurement = Measurement(client, prompts or [PROMPT], PARAMS, load)
+            measurement = Measurement(Coordinator(client), prompts or [PROMPT], PARAMS, load)
             await measurement.run()
             return measurement
 
@@ -112,6 +113,13 @@ class TestLoops:
         again = measured(stack.address, OfferedLoad(num_requests=4, concurrency=1), prompts)
         assert [r.chunk_tokens for r in again.records] == [r.chunk_tokens for r in done.records]
         stack.assert_idle_within(1.0)
+
+    def test_an_open_loop_with_a_limit_keeps_to_it(self, stack: LocalStack) -> None:
+        done = measured(stack.address, OfferedLoad(num_requests=8, rate=math.inf, concurrency=2))
+        summary = summarize(done.records, done.duration_s)
+        assert (summary.completed, summary.max_concurrent_requests) == (8, 2)
+        assert summary.max_send_delay_ms is not None
+        assert summary.max_send_delay_ms > TARGET_MS
 
 
 class TestFailures:
@@ -186,10 +194,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         "flags",
         [
-            [],
             ["--rate", "0"],
             ["--rate", "nan"],
-            ["--rate", "1", "--concurrency", "1"],
+            ["--backend", "vllm"],
             ["--concurrency", "0"],
             ["--rate", "1", "--goodput", "itl_ms:3"],
             ["--rate", "1", "--goodput", "ttft_ms"],
@@ -207,6 +214,12 @@ class TestCommand:
             ["--save-detailed"],
             ["--prompts", "/no/such/file"],
             ["--temperature", "-1"],
+            ["--base-url", "http://127.0.0.1:1"],
+            ["--backend", "openai"],
+            ["--dataset-name", "sharegpt"],
+            ["--dataset-path", __file__, "--dataset-name", "sharegpt"],
+            ["--num-beams", "2", "--backend", "openai", "--base-url", "http://127.0.0.1:1"],
+            ["--dataset-name", "random", "--backend", "openai", "--base-url", "http://127.0.0.1:1"],
         ],
     )
     def test_refused_before_anything_is_sent(
@@ -249,20 +262,19 @@ def test_ctrl_c_prints_what_was_measured(stack: LocalStack, tmp_path: Path) -> N
     stack.assert_idle_within(2.0)
 
 
-def test_the_bar_moves_on_a_terminal_and_is_silent_elsewhere() -> None:
+def test_the_bar_moves_on_a_terminal_and_is_silent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    terminal, pipe = Terminal(), io.StringIO()
-    clock = iter(float(second) for second in range(100))
-    for out in (terminal, pipe):
-        progress = ProgressBar(out, 4, clock=lambda: next(clock))
-        for status in ("OK", "UNAVAILABLE", "OK", "OK"):
-            progress.update(RequestRecord(start_s=0, end_s=1, status=status))
-        progress.close()
-    assert "[#######......................." in terminal.getvalue()
-    assert "4/4" in terminal.getvalue()
-    assert "1 failed" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    assert pipe.getvalue() == ""
+    for out, disabled in (
+        (terminal := Terminal(), False),
+        (pipe := io.StringIO(), False),
+        (quiet := Terminal(), True),
+    ):
+        monkeypatch.setattr(sys, "stderr", out)
+        with report.progress(4, disabled=disabled) as on_record:
+            for status in ("OK", "UNAVAILABLE", "OK", "OK"):
+                on_record(RequestRecord(start_s=0, end_s=1, status=status))
+    assert "0/4" in terminal.getvalue()
+    assert (pipe.getvalue(), quiet.getvalue()) == ("", "")

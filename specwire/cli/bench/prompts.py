@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: from a file, or a few built-in beginnings of programs."""
+"""The prompts of a benchmark: from a file, random tokens, or a few built-in beginnings of programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specwire.core import ModelInfo
 from specwire.errors import ConfigError
@@ -91,3 +93,29 @@ def _are_counts(values: object, least: int) -> bool:
     if not isinstance(values, Sequence) or isinstance(values, str):
         return False
     return all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values)
+
+
+def random_tokens(
+    num_prompts: int, num_tokens: int, max_tokens: int, vocab_size: int, seed: int
+) -> list[Prompt]:
+    """Prompts of tokens drawn uniformly from the vocabulary."""
+    drawn = np.random.default_rng(seed).integers(vocab_size, size=(num_prompts, num_tokens))
+    return [Prompt(token_ids=tuple(token_ids), max_tokens=max_tokens) for token_ids in drawn.tolist()]
+
+
+def sharegpt(path: Path, num_prompts: int, seed: int) -> list[Prompt]:
+    """First turns of conversations that have an answer, in a random order, as vLLM's benchmark takes them.
+
+    Raises:
+        ConfigError: it is not ShareGPT's JSON, or has none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        turns: list[Any] = [one.get("conversations") or one.get("conversation") or [] for one in found]
+        texts = [each[0]["value"] for each in turns if len(each) >= 2]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"--dataset-path {path}: is not ShareGPT's JSON ({error})") from None
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"--dataset-path {path}: has no conversation of two turns, or an empty turn")
+    order = np.random.default_rng(seed).permutation(len(texts))
+    return [Prompt(text=texts[i]) for i in order[:num_prompts]]

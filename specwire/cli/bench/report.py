@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from specwire.cli.bench.metrics import (
     METRICS,
@@ -22,8 +23,6 @@ from specwire.cli.terminal import passes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BAR_WIDTH = 30
-_REDRAW_S = 0.1
 _NUM_BINS = 60
 _NUM_ERRORS_SHOWN = 3
 _BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
@@ -66,6 +65,8 @@ def _statuses(summary: Summary) -> str:
 
 def _acceptance(summary: Summary) -> list[tuple[str, str]]:
     total = summary.speculation
+    if not total.num_rounds:  # OpenAI's API does not say
+        return []
     num_drafts = total.num_drafts
     if not num_drafts:
         why = total.why_plain or "no draft tokens"
@@ -190,35 +191,22 @@ def _plot_throughput(axes: Axes, done: Sequence[RequestRecord], summary: Summary
     axes.set_xlim(0, max(summary.duration_s, bin_s))
 
 
-class ProgressBar:
-    """A bar on a terminal; silent elsewhere."""
+@contextlib.contextmanager
+def progress(total: int, *, disabled: bool) -> Iterator[Callable[[RequestRecord], None]]:
+    """What each request that ended is told to: a bar on a terminal, if tqdm is installed; else nothing."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        yield lambda _: None
+        return
+    num_failed = 0
+    with tqdm(total=total, unit=" requests", leave=False, disable=disabled or not sys.stderr.isatty()) as bar:
 
-    def __init__(self, out: TextIO, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._out = out
-        self._total = total
-        self._clock = clock
-        self._is_shown = out.isatty()
-        self._num_ended = self._num_failed = 0
-        self._start_s = self._drawn_s = clock()
+        def update(record: RequestRecord) -> None:
+            nonlocal num_failed
+            num_failed += not record.completed
+            if num_failed:
+                bar.set_postfix(failed=num_failed, refresh=False)
+            bar.update()
 
-    def update(self, record: RequestRecord) -> None:
-        """One more request ended."""
-        self._num_ended += 1
-        self._num_failed += not record.completed
-        now_s = self._clock()
-        if self._is_shown and (now_s - self._drawn_s > _REDRAW_S or self._num_ended == self._total):
-            self._drawn_s = now_s
-            self._out.write("\r\x1b[K" + self._line(now_s - self._start_s))
-            self._out.flush()
-
-    def close(self) -> None:
-        """Clear the bar."""
-        if self._is_shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-
-    def _line(self, elapsed_s: float) -> str:
-        full = _BAR_WIDTH * self._num_ended // self._total
-        bar = "#" * full + "." * (_BAR_WIDTH - full)
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
-        return f"[{bar}] {self._num_ended}/{self._total} in {elapsed_s:.0f} s{failed}"
+        yield update

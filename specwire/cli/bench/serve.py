@@ -1,4 +1,4 @@
-"""The load: sends requests to a coordinator on a schedule, and records the responses.
+"""The load: sends requests to a server on a schedule, and records the responses.
 
 An *open* loop sends on a schedule, whether the server keeps up or not, as independent users do; a *closed*
 loop keeps a number of requests running, as a batch job does. A slow server slows a closed loop down, which
@@ -12,15 +12,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from specwire.cli.bench.backends import Attempt, Backend
 from specwire.cli.bench.metrics import OK, RequestRecord
 from specwire.cli.bench.prompts import Prompt
-from specwire.client.client import AsyncClient
-from specwire.completion import Completion, Speculation
 from specwire.core import SamplingParams
 from specwire.errors import ResourceExhaustedError, SpecwireError
 
@@ -29,12 +28,12 @@ _MAX_SEED = 2**63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedLoad:
-    """How requests are sent; `rate` makes it an open loop, `concurrency` a closed one.
+    """How requests are sent; `rate` makes it an open loop, `concurrency` alone a closed one.
 
     Attributes:
         num_requests: in total; prompts are used in turn.
         rate: requests per second; infinity sends all at once.
-        concurrency: requests that run at a time.
+        concurrency: requests that run at a time; in an open loop, those that are due wait for their turn.
         burstiness: shape of the gamma distribution of the times between requests: 1 is a Poisson process,
             less is bursty, more is more regular, infinity is constant.
         retries: how often a refused request is sent again, when the server says.
@@ -49,7 +48,7 @@ class OfferedLoad:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert (self.rate is None) != (self.concurrency is None), "an open loop or a closed one"
+        assert self.rate is not None or self.concurrency is not None, "an open loop or a closed one"
 
 
 def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
@@ -72,16 +71,6 @@ def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
     return times * scale
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """One call and its result."""
-
-    chunk_times_s: list[float] = field(default_factory=list)
-    chunk_tokens: list[int] = field(default_factory=list)
-    completion: Completion | None = None
-    error: SpecwireError | None = None
-
-
 class Measurement:
     """Sends the load; `records` and `duration_s` are valid also after cancellation.
 
@@ -94,7 +83,7 @@ class Measurement:
 
     def __init__(
         self,
-        client: AsyncClient,
+        backend: Backend,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         load: OfferedLoad,
@@ -104,7 +93,7 @@ class Measurement:
     ) -> None:
         self.records: list[RequestRecord] = []
         self.duration_s = 0.0
-        self._client = client
+        self._backend = backend
         self._prompts = prompts
         self._params = params
         self._load = load
@@ -126,10 +115,16 @@ class Measurement:
             self.duration_s = self._now_s()
 
     async def _open_loop(self) -> None:
+        turns = asyncio.Semaphore(self._load.concurrency or self._load.num_requests)
+
+        async def user(index: int, at_s: float) -> None:
+            async with turns:
+                await self._request(index, at_s)
+
         async with asyncio.TaskGroup() as requests:
             for index, at_s in enumerate(arrival_times(self._load)):
                 await asyncio.sleep(at_s - self._now_s())
-                requests.create_task(self._request(index, float(at_s)))
+                requests.create_task(user(index, float(at_s)))
 
     async def _closed_loop(self) -> None:
         indices = iter(range(self._load.num_requests))
@@ -158,17 +153,11 @@ class Measurement:
         self.records.append(record)
         self._on_record(record)
 
-    async def _attempt(self, index: int) -> _Attempt:
-        attempt = _Attempt()
+    async def _attempt(self, index: int) -> Attempt:
+        attempt = Attempt()
         prompt = self._prompts[index % len(self._prompts)]
         try:
-            params = self._params_of(prompt, index)
-            async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
-                async for chunk in stream:
-                    if chunk.tokens:
-                        attempt.chunk_times_s.append(self._now_s())
-                        attempt.chunk_tokens.append(len(chunk.tokens))
-                attempt.completion = stream.completion
+            await self._backend.send(prompt, self._params_of(prompt, index), attempt, self._now_s)
         except SpecwireError as error:
             attempt.error = error
         return attempt
@@ -183,20 +172,20 @@ class Measurement:
 
 
 def _record(
-    attempt: _Attempt, start_s: float, end_s: float, scheduled_s: float | None, num_refusals: int
+    attempt: Attempt, start_s: float, end_s: float, scheduled_s: float | None, num_refusals: int
 ) -> RequestRecord:
-    done, error = attempt.completion, attempt.error
+    error = attempt.error
     return RequestRecord(
         start_s=start_s,
         end_s=end_s,
         scheduled_s=scheduled_s,
         chunk_times_s=tuple(attempt.chunk_times_s),
         chunk_tokens=tuple(attempt.chunk_tokens),
-        num_input_tokens=done.usage.prompt_tokens if done else 0,
-        num_output_tokens=done.usage.completion_tokens if done else 0,
+        num_input_tokens=attempt.num_input_tokens,
+        num_output_tokens=attempt.num_output_tokens,
         status=error.status if error else OK,
         error=str(error) if error else "",
         num_refusals=num_refusals,
-        speculation=done.speculation if done else Speculation(),
-        text=done.text if done else "",
+        speculation=attempt.speculation,
+        text=attempt.text,
     )

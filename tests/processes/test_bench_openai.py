@@ -1,0 +1,83 @@
+"""`specwire bench serve` with vLLM's flags, against OpenAI's API of our own front and as vLLM is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specwire import embedded
+from specwire.cli import main as cli
+from tests.support.fronts import Fronted, fronted
+
+pytestmark = pytest.mark.usefixtures("restored")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Fronted]:
+    with fronted(embedded.TARGET_DIR) as front:
+        yield front
+
+
+def bench(*flags: object) -> int:
+    common = ("--num-prompts", 4, "--temperature", 0, "--max-tokens", 6)
+    return cli.main(["bench", "serve", *map(str, (*common, *flags))])
+
+
+def result(path: Path, *flags: object) -> dict[str, Any]:
+    assert bench(*flags, "--save-result", "--result-filename", path) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat", "specwire"])
+def test_the_same_command_measures_both(running: Fronted, backend: str, tmp_path: Path) -> None:
+    where = ("--server", running.stack.address) if backend == "specwire" else ("--base-url", running.url)
+    flags = ("--backend", backend, *where, "--max-concurrency", 2, "--ignore-eos")
+    found = result(tmp_path / "found.json", *flags)
+    assert (found["backend"], found["completed"], found["failed"]) == (backend, 4, 0)
+    assert found["model_id"] == running.model
+    assert found["total_output_tokens"] == 4 * 6
+    assert found["total_input_tokens"] > 0
+    assert 0 < found["median_ttft_ms"] < found["median_e2el_ms"]
+
+
+def test_random_prompts_have_their_lengths(running: Fronted, tmp_path: Path) -> None:
+    lengths = ("--random-input-len", 24, "--random-output-len", 5, "--ignore-eos")
+    flags = ("--server", running.stack.address, "--dataset-name", "random", *lengths)
+    found = result(tmp_path / "found.json", *flags, "--request-rate", 50)
+    assert (found["request_rate"], found["total_input_tokens"]) == (50, 4 * 24)
+    assert found["total_output_tokens"] == 4 * 5
+
+
+def test_random_text_by_a_tokenizer(running: Fronted, tmp_path: Path) -> None:
+    lengths = ("--random-input-len", 24, "--random-output-len", 5, "--tokenizer", embedded.TARGET_DIR)
+    flags = ("--backend", "openai", "--base-url", running.url, "--dataset-name", "random", *lengths)
+    found = result(tmp_path / "found.json", *flags)
+    assert found["completed"] == 4
+    assert found["total_input_tokens"] > 4 * 12
+
+
+def test_sharegpts_first_turns(running: Fronted, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "import os"}, {"from": "gpt", "value": "import sys"}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    flags = ("--server", running.stack.address, "--dataset-name", "sharegpt", "--dataset-path", path)
+    found = result(tmp_path / "found.json", *flags)
+    assert found["completed"] == 4
+    assert 0 < found["total_input_tokens"] <= 4 * len("import os")
+
+
+def test_what_the_server_refuses_is_counted(running: Fronted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--backend", "openai", "--base-url", running.url, "--model", "another") == 1
+    out = capsys.readouterr().out
+    assert "0 completed, 4 failed (4 INVALID_ARGUMENT)" in out
+    assert "HTTP 404" in out
+
+
+def test_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--backend", "openai", "--base-url", "http://127.0.0.1:1") == 1
+    assert "error: nothing serves at http://127.0.0.1:1" in capsys.readouterr().err
