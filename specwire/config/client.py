@@ -27,9 +27,13 @@ from specwire.config.fields import (
     file_option,
     log_format_option,
     log_level_option,
+    one_of,
 )
 from specwire.config.flags import CheckedConfig, option, secret
 from specwire.security.tls import TLS, read_token
+
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+"""Formats of `specwire.http.tools`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,11 @@ class HttpConfig(ConnectionConfig):
         check=check_origins,
     )
     lenient: bool = option(False, "ignore unknown parameters with a Warning header instead of refusing them")
+    tool_call_parser: str = option(
+        "",
+        f"form of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; empty detects it by its template",
+        check=one_of("", *TOOL_CALL_PARSERS),
+    )
     metrics_from: str = option(
         "",
         "HOST:PORT of the coordinator's --metrics-address, to serve its metrics at /metrics",

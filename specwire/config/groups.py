@@ -30,7 +30,7 @@ _GROUPS = {
     "server": (
         *("host", "port", "address", "http_address", "model_name", "listen", "to", "workers", "grace_s"),
         *("idle_timeout_s", "max_message_bytes", "max_body_bytes", "max_prompt_bytes", "lenient"),
-        *("cors_origin", "allowed_hosts", "metrics_from"),
+        *("cors_origin", "allowed_hosts", "metrics_from", "tool_call_parser"),
     ),
     "connections": (
         *("server", "verify_address", "draft_address", "timeout_s", "connect_timeout_s"),

@@ -17,7 +17,7 @@ from specwire.config.stack import DRAFT_HELP, UpConfig
 _DEVICES = "cpu, cuda or cuda:N; auto is cuda where torch finds one"
 _FOR_VERIFY = ("max_model_len", "gpu_memory_utilization", "max_num_tokens", "page_size", "cuda_graphs")
 _FOR_COORDINATOR = ("max_running", "seed")
-_FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient")
+_FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient", "tool_call_parser")
 
 
 def _check_target(name: str, source: str) -> None:
@@ -55,6 +55,7 @@ class ServeConfig(UpConfig):
     cors_origin: str = same(HttpConfig, "cors_origin")
     allowed_hosts: str = same(HttpConfig, "allowed_hosts")
     lenient: bool = same(HttpConfig, "lenient")
+    tool_call_parser: str = same(HttpConfig, "tool_call_parser")
     max_model_len: int = same(VerifyConfig, "max_model_len")
     gpu_memory_utilization: float = same(VerifyConfig, "gpu_memory_utilization")
     max_num_tokens: int = same(VerifyConfig, "max_num_tokens")

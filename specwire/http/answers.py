@@ -57,7 +57,7 @@ class Answer(ABC):
             choice["specwire"] = fates(chunk)
         return self._piece([choice])
 
-    def finish(self, index: int, completion: Completion) -> Json:
+    def finish(self, index: int, completion: Completion) -> Json | Sequence[Json]:
         """The end of a choice."""
         choice = self._part("") | {"index": index, "finish_reason": completion.finish_reason.value}
         return self._piece([choice | {"logprobs": None}])

@@ -19,7 +19,7 @@ from specwire.errors import DeadlineExceededError, ServiceUnavailableError, Spec
 from specwire.http import docs, openapi, page, spans
 from specwire.http.access import mark_refused
 from specwire.http.answer_cache import AnswerCache
-from specwire.http.answers import ChatAnswer, CompletionAnswer
+from specwire.http.answers import CompletionAnswer
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Sampled
@@ -36,6 +36,7 @@ from specwire.http.openapi import Operation
 from specwire.http.responses import ResponsesAnswer
 from specwire.http.spans import Traced
 from specwire.http.tokens import TokenEndpoints
+from specwire.http.tools.answer import chat_answer
 from specwire.telemetry.tracing import Tracing
 
 _HEALTH_TIMEOUT_S = 2.0
@@ -153,7 +154,7 @@ class Front:
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
-        return await self._generate(request, ChatBody, ChatAnswer)
+        return await self._generate(request, ChatBody, chat_answer)
 
     async def responses(self, request: Request) -> Response:
         """Continue a conversation, in the newer API."""
@@ -168,6 +169,7 @@ class Front:
         """Checks the token before it reads the body."""
         model = await self._entry.model(request)
         body = await self._entry.body(request, kind, model)
+        body.prepare(model.info.chat_template, self._config.tool_call_parser)
         spell = await self._models.speller(model) if body.num_logprobs is not None else None
         answer = answer_kind(body, model.name, spell)
         return Exchange(self._client, _choices(body), caller_of(request), answer, body)

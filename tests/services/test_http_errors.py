@@ -112,7 +112,7 @@ def test_completions_refuse_by_name(here: Fronted, fields: dict[str, Any], param
             "unknown_parameter",
         ),
         ({}, "messages", "unsupported_value"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
         ({"guided_regex": "a+", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),

@@ -80,6 +80,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     named |= {"rule": "gumbel", "draft": "none", "layers": "a3"} | numbers
     named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
     named |= {"host": "localhost", "cors_origin": "https://app.example", "metrics_from": "localhost:81"}
+    named |= {"tool_call_parser": "mistral"}
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"

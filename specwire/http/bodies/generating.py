@@ -109,6 +109,17 @@ class Sampled(Request):
             prompt_logprobs=self.num_prompt_logprobs,
         )
 
+    def prepare(self, chat_template: str, tool_call_parser: str) -> None:
+        """Take note of what depends on the model.
+
+        Args:
+            chat_template: of the model; empty without one.
+            tool_call_parser: name of the format of its tool calls; empty to detect it.
+
+        Raises:
+            UnsupportedError: the model cannot do what is asked for.
+        """
+
     def more_params(self) -> dict[str, Any]:
         """What one API has more of `SamplingParams`."""
         return {}

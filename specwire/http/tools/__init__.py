@@ -1,9 +1,9 @@
-"""Tool calls: what a request asks for, and calls found in the text that the model writes.
+"""Tool calls in conversations; `bodies/tools.py` has the fields of a request.
 
-fields.py    `tools`, `tool_choice`           JSON → nouns
 formats.py   how models write calls           one `Format` each; which one a chat template teaches
 json_scan.py JSON, character by character
-parser.py    text → content and calls         at any cut of the text the same
-frames.py    calls with certainty             a grammar of the format and the tools' schemas
-answer.py    calls in responses               whole and streamed
+parser.py    text → content and calls         the same at any cut of the text
+forced.py    calls with certainty             a grammar of the tools' schemas
+calls.py     content and calls → JSON         whole and in deltas
+answer.py    the response of a conversation with tools
 """

@@ -87,7 +87,7 @@ class ToolParser:
 
     def flush(self) -> list[Event]:
         """At the end of the text: what was held back is content."""
-        while self._held or self._waiting:
+        while self._held or self._object or self._waiting:
             if self._waiting:
                 self._next(self._waiting.popleft())
             elif self._next == self._in_head:
@@ -186,7 +186,8 @@ class ToolParser:
         self._next = self._after_object
 
     def _accept(self, name: str, arguments: str) -> None:
-        self._held, self._is_start, self._follows_call = "", False, True
+        self._held, self._object = "", []
+        self._is_start, self._follows_call = False, True
         self._emit(CallBegins, name)
         self._emit(Arguments, arguments)
 

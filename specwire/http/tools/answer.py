@@ -1,0 +1,67 @@
+"""Responses of `/v1/chat/completions` whose text may have tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specwire.completion import Chunk, Completion, FinishReason
+from specwire.http.answers import ChatAnswer, Json
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.model import Spell
+from specwire.http.tools.calls import Calls
+from specwire.http.tools.parser import ToolParser
+
+
+class ToolAnswer(ChatAnswer):
+    """Log probabilities are those of all tokens, of content and calls alike."""
+
+    _body: ChatBody
+
+    def __init__(self, body: ChatBody, model: str, spell: Spell | None) -> None:
+        super().__init__(body, model, spell)
+        self._calls: dict[int, Calls] = {}
+
+    def first(self, index: int) -> Json:
+        choice = {"index": index, "delta": {"role": "assistant", "content": None}}
+        return self._piece([choice | {"logprobs": None, "finish_reason": None}])
+
+    def chunk(self, index: int, chunk: Chunk) -> Json | None:
+        piece = super().chunk(index, chunk)
+        if piece is None:
+            return None
+        [choice] = piece["choices"]
+        choice["delta"] = self._calls_of(index).add("".join(token.text for token in chunk.tokens))
+        is_empty = not choice["delta"] and choice["logprobs"] is None and not self._body.return_fates
+        return None if is_empty else piece
+
+    def finish(self, index: int, completion: Completion) -> Sequence[Json]:
+        held = {"index": index, "delta": self._calls_of(index).end(), "logprobs": None, "finish_reason": None}
+        last = {
+            "index": index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": self._reason(index, completion),
+        }
+        return [self._piece([choice]) for choice in (held, last) if choice["delta"] or choice is last]
+
+    def _choice(self, index: int, completion: Completion) -> Json:
+        choice = super()._choice(index, completion)
+        return choice | {"finish_reason": self._reason(index, completion)}
+
+    def _whole_text(self, index: int, text: str) -> Json:
+        return {"message": self._calls_of(index).message(text)}
+
+    def _reason(self, index: int, completion: Completion) -> str:
+        is_over = completion.finish_reason is FinishReason.STOP
+        return "tool_calls" if is_over and self._calls[index].are_complete else completion.finish_reason.value
+
+    def _calls_of(self, index: int) -> Calls:
+        if index not in self._calls:
+            parser = ToolParser(self._body.call_format, {f.name for f in self._body.callable_functions})
+            self._calls[index] = Calls(parser, None if self._body.parallel_tool_calls is not False else 1)
+        return self._calls[index]
+
+
+def chat_answer(body: ChatBody, model: str, spell: Spell | None) -> ChatAnswer:
+    """The answer to a conversation with or without tools."""
+    return (ToolAnswer if body.active_tools else ChatAnswer)(body, model, spell)

@@ -1,0 +1,72 @@
+"""The calls of one choice, as OpenAI's API writes them. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from specwire.http.tools.parser import CallBegins, Content, Event, ToolParser
+
+Json = dict[str, Any]
+
+
+class Calls:
+    """Deltas of a text, and the message that they add up to.
+
+    Args:
+        most: calls to report; text of further ones is left out. None for all.
+    """
+
+    def __init__(self, parser: ToolParser, most: int | None = None) -> None:
+        self._parser = parser
+        self._most = most
+        self._num_calls = 0
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether there are calls, and the arguments of all are complete."""
+        return self._num_calls > 0 and self._parser.is_complete
+
+    def add(self, text: str) -> Json:
+        """The delta of more text; empty while nothing is certain."""
+        return self._delta(self._parser.feed(text))
+
+    def end(self) -> Json:
+        """The delta of what was held back at the end."""
+        return self._delta(self._parser.flush())
+
+    def message(self, text: str) -> Json:
+        """The message of a whole text."""
+        delta = self._delta([*self._parser.feed(text), *self._parser.flush()])
+        message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls", ())]
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _delta(self, events: Iterable[Event]) -> Json:
+        content, calls = "", list[Json]()
+        for event in events:
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, CallBegins):
+                self._num_calls += 1
+                if self._is_reported:
+                    calls.append(self._begun(event.name))
+            elif self._is_reported:
+                self._extend(calls, event.text)
+        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+
+    @property
+    def _is_reported(self) -> bool:
+        return self._most is None or self._num_calls <= self._most
+
+    def _begun(self, name: str) -> Json:
+        call_id = "call_" + secrets.token_hex(12)
+        function = {"name": name, "arguments": ""}
+        return {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
+
+    def _extend(self, calls: list[Json], arguments: str) -> None:
+        index = self._num_calls - 1
+        if not calls or calls[-1]["index"] != index:
+            calls.append({"index": index, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += arguments

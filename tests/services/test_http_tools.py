@@ -1,0 +1,118 @@
+"""Tool calls over HTTP: the OpenAI package against a real stack with a template that renders tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from specwire import embedded
+from tests.support.fronts import Fronted, fronted
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}# tool {{ tool.function | tojson }}\n{% endfor %}"
+    "{% if tools %}# write <tool_call>, JSON, </tool_call>\n{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}, "hours": {"$ref": "#/$defs/hours"}},
+    "required": ["zone", "hours"],
+    "$defs": {"hours": {"type": "integer", "minimum": 0, "maximum": 23}},
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "parameters": PARAMETERS}}
+STOP: Any = {"type": "function", "function": {"name": "stop", "description": "Ends all."}}
+BAD: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+SAID: Any = [{"role": "user", "content": "What time is it?"}]
+NAMED: Any = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
+    template = tmp_path_factory.mktemp("tools") / "template.jinja"
+    template.write_text(TEMPLATE)
+    options = {"chat_template": str(template)}
+    with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR, coordinator_options=options) as running:
+        yield running
+
+
+def ask(here: Fronted, **fields: Any) -> Any:
+    given = {"model": here.model, "messages": SAID, "tools": [NOW, STOP], "max_tokens": 120, "seed": 5}
+    return here.openai.chat.completions.create(**given | fields)
+
+
+def check(name: str, arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), PARAMETERS if name == "now" else {"maxProperties": 0})
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", {"now", "stop"}), (NAMED, {"now"})])
+def test_a_forced_call_is_one(here: Fronted, choice: Any, names: set[str]) -> None:
+    answer = ask(here, tool_choice=choice, n=3, logprobs=True)
+    for each in answer.choices:
+        assert (each.finish_reason, each.message.content) == ("tool_calls", None)
+        [call] = each.message.tool_calls
+        assert call.type == "function"
+        assert call.id.startswith("call_")
+        assert call.function.name in names
+        check(call.function.name, call.function.arguments)
+        assert each.logprobs.content
+
+
+def test_a_streamed_call_is_the_same(here: Fronted) -> None:
+    whole = ask(here, tool_choice=NAMED).choices[0].message.tool_calls[0]
+    choices = [chunk.choices[0] for chunk in ask(here, tool_choice=NAMED, stream=True)]
+    assert choices[0].delta.role == "assistant"
+    assert not any(each.delta.content for each in choices)
+    assert choices[-1].finish_reason == "tool_calls"
+    assert not choices[-1].delta.tool_calls
+    pieces = [piece for each in choices for piece in each.delta.tool_calls or ()]
+    assert len(pieces) > 1
+    assert {piece.index for piece in pieces} == {0}
+    assert pieces[0].id
+    assert (pieces[0].type, pieces[0].function.name) == ("function", "now")
+    assert not any(piece.id or piece.function.name for piece in pieces[1:])
+    assert "".join(piece.function.arguments for piece in pieces) == whole.function.arguments
+
+
+def test_a_choice_of_the_model_is_content_or_calls(here: Fronted) -> None:
+    """The model was never taught calls: its text is content, and the same when it is streamed."""
+    text = ask(here, max_tokens=24).choices[0].message.content
+    choices = [chunk.choices[0] for chunk in ask(here, max_tokens=24, stream=True)]
+    assert text
+    assert "".join(each.delta.content or "" for each in choices) == text
+    assert choices[-1].finish_reason in ("stop", "length")
+
+
+def test_a_call_that_is_cut_says_so(here: Fronted) -> None:
+    [choice] = ask(here, tool_choice=NAMED, max_tokens=12).choices
+    assert choice.finish_reason == "length"
+
+
+def test_none_hides_the_tools(here: Fronted) -> None:
+    hidden = ask(here, tool_choice="none", max_tokens=8)
+    plain = ask(here, tools=openai.omit, max_tokens=8)
+    assert hidden.choices[0].message.content == plain.choices[0].message.content
+    assert (
+        hidden.usage.prompt_tokens == plain.usage.prompt_tokens < ask(here, max_tokens=8).usage.prompt_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+        ({"tools": [STOP, STOP]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"tool_choice": "required", "n": 2, "extra_body": {"use_beam_search": True}}, "grammar"),
+        ({"tool_choice": "required", "tools": [BAD]}, "tools.f.parameters"),
+    ],
+)
+def test_refused_by_name(here: Fronted, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(here, **fields)
+    assert refused.value.param == param
