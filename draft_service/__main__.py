@@ -30,7 +30,8 @@ async def _serve(args: argparse.Namespace) -> None:
     extras.require("specwire draft", "serve")
     preflight.check(settings)
     process.end_at_once_by_signals()
-    from draft_service.service import serving  # loads torch: after the flags were checked
+    with process.importing():
+        from draft_service.service import serving  # loads torch: after the flags were checked
 
     await process.run_until_signal(serving(settings))
 

@@ -37,7 +37,8 @@ async def _serve(args: argparse.Namespace) -> None:
 
         await process.run_until_signal(replicas.serving(settings))
         return
-    from verify_service.service import serving  # loads torch: after the flags were checked
+    with process.importing():
+        from verify_service.service import serving  # loads torch: after the flags were checked
 
     await process.run_until_signal(serving(settings))
 

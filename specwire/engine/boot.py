@@ -28,6 +28,7 @@ from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.preflight.memory import gigabytes
+from specwire.rpc import process
 from specwire.telemetry.logs import NOTICE
 from specwire.tokenizer import Tokenizer
 from specwire.tokenizer import load as load_tokenizer
@@ -204,7 +205,8 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         torch.set_num_threads(config.num_threads)
     if source.startswith(EMULATED):
         return _emulate(config, source)
-    from specwire.engine import models  # takes seconds to import, and emulated devices do not need it
+    with process.importing():
+        from specwire.engine import models  # takes seconds to import, and emulated devices do not need it
 
     return models.make_runner(config, source)
 
