@@ -34,7 +34,6 @@ _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "
 _POINTER, _FINGER = "primaryHoverType=2,primaryPointerType=4", "primaryHoverType=1,primaryPointerType=2"
 """What Chromium takes for the device's hand: there is neither without a window."""
 _PATIENCE_S = 120.0
-_NUM_COLOURS = 128
 
 
 @contextmanager
@@ -81,8 +80,9 @@ def choose_token(driver: webdriver.Chrome) -> None:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """As a PNG of few colours, a third of the size."""
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(_NUM_COLOURS).save(path, optimize=True)
+    """As a PNG with a palette, a third of the size; the rare colours of small squares stay what they are."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    image.quantize(method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def take(url: str, out: Path) -> None:
