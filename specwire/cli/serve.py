@@ -11,8 +11,8 @@ from specwire.config.serve import ServeConfig
 from specwire.errors import ConfigError
 
 _DESCRIPTION = """\
-Serve a model over OpenAI's API and gRPC, faster by drafts, with the output of the model alone. Flags
-that vLLM has too have its names.
+Serve a model over OpenAI's API and gRPC: faster by drafts, with the output of the model alone.
+Flags that vLLM has too have its names.
 """
 _EPILOG = """\
 examples:

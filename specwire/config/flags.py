@@ -129,7 +129,12 @@ def _add_flag(
     else:
         kwargs["type"] = type(field.default)
         kwargs["metavar"] = _metavar(field)
-    parser.add_argument(*map(flag_name, names_of(field)), dest=field.name, **kwargs)
+    names = [*map(flag_name, names_of(field))]
+    if isinstance(field.default, bool):  # four words of one switch would be a line of their own
+        for name in names[1:]:
+            parser.add_argument(name, dest=field.name, **kwargs | {"help": argparse.SUPPRESS})
+        names = names[:1]
+    parser.add_argument(*names, dest=field.name, **kwargs)
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:

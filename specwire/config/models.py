@@ -161,7 +161,7 @@ def check_device(name: str, device: str) -> None:
 
 def prefix_sharing_option() -> Any:
     """The field `prefix_sharing`."""
-    doc = "share KV cache pages of equal prefixes between sequences"
+    doc = "share KV cache pages of equal prefixes between sequences; also --enable-prefix-caching"
     return option(True, doc, alias="enable_prefix_caching")
 
 

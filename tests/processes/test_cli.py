@@ -54,7 +54,7 @@ class TestHelp:
             assert re.search(rf"^    {command}\b", text, re.MULTILINE)
         assert "examples:" in text
 
-    @pytest.mark.parametrize("command", ["up", "demo", "generate", "timeline", "proxy"])
+    @pytest.mark.parametrize("command", ["serve", "up", "demo", "generate", "chat", "timeline", "proxy"])
     def test_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             cli.main([command, "--help"])

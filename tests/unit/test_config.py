@@ -231,6 +231,11 @@ class TestServe:
         assert (self.serve().device, self.serve().draft_device) == (device, device)
         assert self.serve(draft_device="cpu").draft_device == "cpu"
 
+    def test_names_of_vllm_on_the_command_line(self) -> None:
+        args = ["embedded", "--no-enable-prefix-caching", "--max-num-seqs", "3", "--served-model-name", "m"]
+        read = read_config(ServeConfig, parse(ServeConfig, *args), {})
+        assert (read.prefix_sharing, read.max_running, read.model_name) == (False, 3, "m")
+
     def test_every_flag_of_its_own_reaches_a_service(self) -> None:
         here = {"target", "draft", "host", "port", "api_key"}
         own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
