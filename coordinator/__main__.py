@@ -17,13 +17,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, connect to the model services, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
     flags.add_config_file(parser)
-    flags.add_flags(parser, config.CoordinatorConfig)
+    flags.add_flags(parser, config.CoordinatorCommand)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    settings = flags.read_config(config.CoordinatorConfig, args, os.environ)
+    settings = flags.read_config(config.CoordinatorCommand, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "coordinator")
     environment.check_environment(os.environ)
     listening.check(settings)

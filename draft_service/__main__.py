@@ -17,13 +17,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
     parser = argparse.ArgumentParser(prog="specwire draft", description="Run one draft service.")
     flags.add_config_file(parser)
-    flags.add_flags(parser, config.DraftConfig)
+    flags.add_flags(parser, config.DraftCommand)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    settings = flags.read_config(config.DraftConfig, args, os.environ)
+    settings = flags.read_config(config.DraftCommand, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "draft")
     environment.check_environment(os.environ)
     listening.check(settings)

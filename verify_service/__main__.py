@@ -19,13 +19,13 @@ def main(argv: list[str] | None = None) -> int:
         prog="specwire verify", description="Run one verify service, or several."
     )
     flags.add_config_file(parser)
-    flags.add_flags(parser, config.VerifyConfig)
+    flags.add_flags(parser, config.VerifyCommand)
     args = parser.parse_args(argv)
     return process.run_service(lambda: _serve(args))
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    settings = flags.read_config(config.VerifyConfig, args, os.environ)
+    settings = flags.read_config(config.VerifyCommand, args, os.environ)
     logs.set_up(settings.log_level, settings.log_format, "verify")
     environment.check_environment(os.environ)
     listening.check(settings)

@@ -46,6 +46,8 @@ _CANCEL_S = 1.0
 """For a service to cancel by itself what exceeds its grace period."""
 _INTERRUPT_MARGIN_S = 0.75
 """After a grace period of 1 s, twice: Ctrl-C ends within 3 s."""
+_ANY_PORT = {env_name("address"): "127.0.0.1:0"}
+"""Several services of a kind may run beside each other; a flag wins."""
 _STACKS_S = 0.5
 _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0

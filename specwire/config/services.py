@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specwire.config.fields import (
     ALLOW_PLAINTEXT_HELP,
@@ -493,3 +494,29 @@ class CoordinatorConfig(ServiceConfig):
     def fixed_rule(self) -> Rule | None:
         """Rule of requests that name none; None chooses it for each request."""
         return None if self.rule == AUTO else Rule(self.rule)
+
+
+def _at(port: int) -> Any:
+    """The field `address` of a command, where the flags of its clients expect it."""
+    return option(f"127.0.0.1:{port}", "HOST:PORT to listen on; port 0 picks a free one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorCommand(CoordinatorConfig):
+    """`specwire coordinator`."""
+
+    address: str = _at(7070)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftCommand(DraftConfig):
+    """`specwire draft`."""
+
+    address: str = _at(7071)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand(VerifyConfig):
+    """`specwire verify`."""
+
+    address: str = _at(7072)

@@ -14,6 +14,7 @@ import pytest
 from specwire import cuda
 from specwire.cli.serve import about_draft, add_command
 from specwire.config import flags
+from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
 from specwire.config.fields import split_address
@@ -566,3 +567,9 @@ class TestSpeculativeConfig:
     def test_a_model_that_is_not_there(self, draft: str) -> None:
         with pytest.raises(ConfigError, match=r"--draft .*no such model directory"):
             UpConfig(draft=draft)
+
+
+def test_services_listen_where_their_clients_look_for_them() -> None:
+    assert config.CoordinatorCommand().address == ClientConfig().server == UpConfig().address
+    assert config.VerifyCommand().address == CoordinatorConfig().verify_address
+    assert config.DraftCommand().address == ProxyConfig().to
