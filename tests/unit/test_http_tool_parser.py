@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
+from specwire import embedded, tokenizer
 from specwire.http.tools.calls import Calls
 from specwire.http.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, Format, detected
 from specwire.http.tools.json_scan import JsonScan
@@ -154,3 +156,19 @@ def test_one_call_where_no_more_are_wanted() -> None:
 )
 def test_the_format_that_a_template_teaches(template: str, form: Format | None) -> None:
     assert detected(template) == form
+
+
+def test_the_embedded_pair_knows_tools() -> None:
+    known = tokenizer.load(embedded.TARGET_DIR)
+    assert known is not None
+    assert detected(known.tool_template) == HERMES
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    said.append({"role": "tool", "content": "12:00", "tool_call_id": "call_1"})
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    text = known.decode(known.apply_chat_template(said, tools=tools))
+    for part in ('# function: {"name": "now"', f"# <tool_call>{NOW}</tool_call>", "# 12:00"):
+        assert part in text
