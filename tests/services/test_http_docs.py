@@ -47,11 +47,12 @@ def test_python(here: Fronted) -> None:
 def test_curl(here: Fronted) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl command")
-    whole, streamed = (output("bash", "-c", code) for code in examples(here, "bash"))
+    whole, streamed, called = (output("bash", "-c", code) for code in examples(here, "bash"))
     assert '"text_completion"' in whole
     assert '"accepted_prediction_tokens"' in streamed
     assert '"fate":"accepted"' in streamed
     assert streamed.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"tool_calls"' in called
 
 
 def test_every_parameter_is_documented() -> None:
