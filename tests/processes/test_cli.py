@@ -420,7 +420,7 @@ class TestProxy:
                         process.send_signal(number)
                         with pytest.raises(ConnectionResetError):
                             client.recv(1)
-                assert process.wait(10) == 0
+                assert process.wait(10) == (130 if number == signal.SIGINT else 0)
                 assert process.stdout.read() == process.stderr.read() == ""
 
     def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
