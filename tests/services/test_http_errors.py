@@ -243,7 +243,7 @@ def test_no_coordinator() -> None:
         (errors.UnsupportedError("stop", "x", "is wrong"), 400, "unsupported_value"),
         (errors.ResourceExhaustedError("full"), 429, "rate_limit_exceeded"),
         (errors.ServiceUnavailableError("gone"), 503, "unavailable"),
-        (errors.RequestCancelledError("shut down"), 503, "cancelled"),
+        (errors.RequestCancelledError("the server is shutting down"), 503, "cancelled"),
         (errors.DeadlineExceededError("late"), 504, "deadline_exceeded"),
     ],
 )
