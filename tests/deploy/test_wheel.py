@@ -25,6 +25,8 @@ from tests.support.imports import ROOT
 
 MAX_INSTALLED_BYTES = 150_000_000
 PACKAGES = ("coordinator", "draft_service", "specwire", "verify_service")
+ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+"""Which would let this repository's packages in."""
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
@@ -47,9 +49,8 @@ class Installed:
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """In a folder, and with a path, without this repository's packages."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=60, cwd="/", env=environment
+        command, check=False, capture_output=True, text=True, timeout=60, cwd="/", env=ENVIRON
     )
 
 
@@ -91,6 +92,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         [*PIP, "--python", found.python, "install", "--no-deps", "--no-index", "--no-compile", str(wheel)],
         check=True,
         timeout=120,
+        env=ENVIRON,
     )
     (own,) = site_packages.glob("specwire-*.dist-info")
     for name in needed_by(metadata.PathDistribution(own)):
