@@ -45,7 +45,7 @@ class ResponsesAnswer:
             "tools": [],
             "metadata": body.metadata or {},
             "reasoning": {"effort": body.effort, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
             "truncation": "disabled",
         } | {name: getattr(body, name) for name in _ECHOED}
 

@@ -48,6 +48,17 @@ def test_a_schema_holds(here: Fronted, stream: bool) -> None:
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
+def test_a_response_in_a_schema(here: Fronted) -> None:
+    form: Any = {"type": "json_schema", "name": "it", "schema": SCHEMA}
+    done = here.openai.responses.create(
+        model=here.model, input="Describe a container.", text={"format": form}, max_output_tokens=120
+    )
+    jsonschema.validate(json.loads(done.output_text), SCHEMA)
+    assert done.text
+    assert done.text.format
+    assert done.text.format.type == "json_schema"
+
+
 def test_any_object(here: Fronted) -> None:
     answer = here.openai.chat.completions.create(
         model=here.model, messages=SAID, response_format={"type": "json_object"}, seed=1, max_tokens=200

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import List, Part, Prompt, invalid
+from specwire.http.bodies.structured import TextFormat
 
 
 class TextItem(Part):
@@ -35,12 +36,6 @@ class InputMessage(Part):
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": text}
-
-
-class TextFormat(Part):
-    """Only plain text is supported."""
-
-    type: Literal["text"]
 
 
 class TextConfig(Part):
@@ -109,6 +104,14 @@ class ResponsesBody(Sampled):
     @property
     def token_limit(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def format(self) -> TextFormat:
+        """Of the output."""
+        return (self.text and self.text.format) or TextFormat(type="text")
+
+    def more_params(self) -> dict[str, Any]:
+        return {"grammar": self.format.grammar()}
 
     def check(self) -> None:
         if self.stream_options is not None and not self.streams:

@@ -35,6 +35,31 @@ class ResponseFormat(Part):
             raise invalid("response_format.json_schema", problem)
 
 
+class TextFormat(Part):
+    """`text.format` of a response: as `ResponseFormat`, with the schema beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None for any text.
+
+        Raises:
+            ApiError: 400, a name or a schema that is missing or not asked for.
+            InvalidRequestError: names the parameter.
+        """
+        for key, value in (("name", self.name), ("schema", self.schema_)):
+            if (self.type == "json_schema") != (value is not None):
+                problem = "is required with type 'json_schema', and belongs to no other"
+                raise invalid(f"text.format.{key}", problem)
+        if self.schema_ is not None:
+            return grammar_of("text.format.schema", self.schema_)
+        return Grammar(json_object=True) if self.type == "json_object" else None
+
+
 class StructuredOutputs(Part):
     """vLLM's newer form; exactly one of them."""
 
