@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+import torch
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from specwire import embedded
+from tests.support import tiny_models
 from tests.support.fronts import Fronted, fronted
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# tool {{ tool.function | tojson }}\n{% endfor %}"
@@ -27,7 +34,23 @@ PARAMETERS = {
 NOW: Any = {"type": "function", "function": {"name": "now", "parameters": PARAMETERS}}
 STOP: Any = {"type": "function", "function": {"name": "stop", "description": "Ends all."}}
 BAD: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+STRICT: Any = {"type": "function", "function": {"name": "f", "strict": True}}
 SAID: Any = [{"role": "user", "content": "What time is it?"}]
+PIECES = (
+    *(
+        "Sure.",
+        " <tool",
+        "_call>",
+        '{"name": "',
+        "now",
+        '", "arguments":',
+        ' {"zone": "',
+        "CE",
+        'T", "hours"',
+    ),
+    *(": 2}", "}</tool_", "call>"),
+)
+"""What the speaker says, token by token, each time."""
 NAMED: Any = {"type": "function", "function": {"name": "now"}}
 
 
@@ -37,6 +60,36 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     template.write_text(TEMPLATE)
     options = {"chat_template": str(template)}
     with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR, coordinator_options=options) as running:
+        yield running
+
+
+def save_speaker(directory: Path) -> Path:
+    """A model that goes from each token to the next one, and a tokenizer with the pieces as its tokens."""
+    model = markov_model()
+    with torch.no_grad():
+        inputs = model.get_input_embeddings().weight
+        inputs.copy_(
+            torch.nn.functional.pad(
+                100 * torch.eye(MARKOV_VOCAB_SIZE), (0, inputs.shape[1] - MARKOV_VOCAB_SIZE)
+            )
+        )
+        model.lm_head.weight.copy_(inputs.roll(1, 0))
+    texts = [f"<{i}>" for i in range(MARKOV_VOCAB_SIZE)]
+    texts[: len(PIECES) + 2] = ["Q", *PIECES, "<end>"]
+    end_id = len(PIECES) + 1
+    model.config.eos_token_id = model.generation_config.eos_token_id = end_id
+    backend = Backend(models.BPE({text: i for i, text in enumerate(texts)}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    known = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    known.chat_template = "{# <tool_call> #}{% if tools %}Q{% endif %}Q"
+    known.save_pretrained(directory)
+    return tiny_models.save(model, directory)
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
+    with fronted(save_speaker(tmp_path_factory.mktemp("speaker"))) as running:
         yield running
 
 
@@ -110,9 +163,33 @@ def test_none_hides_the_tools(here: Fronted) -> None:
         ({"response_format": {"type": "json_object"}}, "tools"),
         ({"tool_choice": "required", "n": 2, "extra_body": {"use_beam_search": True}}, "grammar"),
         ({"tool_choice": "required", "tools": [BAD]}, "tools.f.parameters"),
+        ({"tools": [NOW, STRICT]}, "tools[1].function.strict"),
     ],
 )
 def test_refused_by_name(here: Fronted, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(here, **fields)
     assert refused.value.param == param
+
+
+def test_a_call_in_the_text_is_found(speaker: Fronted) -> None:
+    [choice] = ask(speaker, temperature=0).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure.")
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": "CET", "hours": 2})
+
+
+def test_openais_client_puts_a_streamed_call_together(speaker: Fronted) -> None:
+    given: Any = {"model": speaker.model, "messages": SAID, "tools": [NOW, STOP], "temperature": 0}
+    with speaker.openai.chat.completions.stream(**given) as stream:
+        [choice] = stream.get_final_completion().choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure.")
+    [call] = choice.message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"zone": "CET", "hours": 2}
+
+
+@pytest.mark.parametrize("fields", [{"tools": [STOP]}, {"tool_choice": "none"}], ids=["another", "none"])
+def test_a_call_of_no_known_tool_is_content(speaker: Fronted, fields: dict[str, Any]) -> None:
+    [choice] = ask(speaker, temperature=0, **fields).choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", "".join(PIECES))
+    assert choice.message.tool_calls is None

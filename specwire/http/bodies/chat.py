@@ -112,6 +112,14 @@ class ChatBody(Body):
             raise invalid("tool_choice", "needs tools")
         if self.must_call and not self.callable_functions:
             raise invalid("tool_choice.function.name", "is none of the tools")
+        self._check_strict()
         if self.active_tools and self.grammar() is not None:
             problem = "do not combine with structured output, which excludes calls; tool_choice 'none' does"
             raise invalid("tools", problem)
+
+    def _check_strict(self) -> None:
+        """No grammar holds what the model calls by its own choice."""
+        for i, tool in enumerate(self.active_tools):
+            if tool.function.strict and not self.must_call:
+                problem = "true needs tool_choice 'required' or a named function, whose arguments match"
+                raise invalid(f"tools[{i}].function.strict", problem)

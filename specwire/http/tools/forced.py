@@ -11,9 +11,12 @@ from specwire.grammar import Grammar
 from specwire.http.bodies.structured import grammar_of
 from specwire.http.bodies.tools import Function
 from specwire.http.tools.formats import LLAMA3, Format
+from specwire.schema import check_schema
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-_DEFINITIONS = ("$defs", "definitions")
+_SCHEMAS = ("items", "additionalProperties")
+_LISTS_OF_SCHEMAS = ("anyOf", "prefixItems")
+_MAPS_OF_SCHEMAS = ("properties", "$defs", "definitions")
 
 
 def format_of_forced(form: Format | None) -> Format:
@@ -28,26 +31,48 @@ def grammar_of_call(functions: Sequence[Function], form: Format) -> Grammar:
     Raises:
         InvalidRequestError: parameters that are no object, or that the grammar cannot hold exactly.
     """
-    definitions: dict[str, Any] = {}
-    calls = [_schema(function, form, definitions) for function in functions]
+    keys = [f"parameters{number}" for number in range(len(functions))]
+    calls = [_call(function.name, key, form) for function, key in zip(functions, keys, strict=True)]
+    definitions = {
+        key: _moved(_parameters(function), f"#/$defs/{key}")
+        for function, key in zip(functions, keys, strict=True)
+    }
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return grammar_of("tools", schema | definitions, kind="json_schema")
+    return grammar_of("tools", schema | {"$defs": definitions}, kind="json_schema")
 
 
-def _schema(function: Function, form: Format, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Of a call; references are from the root, so definitions move there."""
-    parameters = dict(function.parameters or _NO_PARAMETERS)
-    name = f"tools.{function.name}.parameters"
-    if parameters.get("type") != "object":
-        raise InvalidRequestError(name, parameters.get("type"), "must be of type object")
-    for key in _DEFINITIONS:
-        known = definitions.setdefault(key, {})
-        for each, schema in parameters.pop(key, {}).items():
-            if known.setdefault(each, schema) != schema:
-                raise InvalidRequestError(name, each, "is defined differently by another tool")
+def _call(name: str, key: str, form: Format) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": function.name}, form.arguments: parameters},
+        "properties": {"name": {"const": name}, form.arguments: {"$ref": f"#/$defs/{key}"}},
         "required": ["name", form.arguments],
         "additionalProperties": False,
     }
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    parameters = function.parameters or _NO_PARAMETERS
+    name = f"tools.{function.name}.parameters"
+    if parameters.get("type") != "object":
+        raise InvalidRequestError(name, parameters.get("type"), "must be of type object")
+    check_schema(name, parameters)
+    return parameters
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A checked schema at another place: its references are from the root."""
+    if not isinstance(schema, dict):
+        return schema
+    return {keyword: _moved_value(keyword, value, to) for keyword, value in schema.items()}
+
+
+def _moved_value(keyword: str, value: Any, to: str) -> Any:
+    if keyword == "$ref":
+        return to + value.removeprefix("#")
+    if keyword in _SCHEMAS:
+        return _moved(value, to)
+    if keyword in _LISTS_OF_SCHEMAS:
+        return [_moved(each, to) for each in value]
+    if keyword in _MAPS_OF_SCHEMAS:
+        return {name: _moved(each, to) for name, each in value.items()}
+    return value
