@@ -72,6 +72,7 @@ class Coordinator:
     def __init__(self, num_workers: int, models: Popen[str], models_address: str, plan: Plan) -> None:
         self._num_workers, self._models, self._plan = num_workers, models, plan
         flags = {
+            "address": "127.0.0.1:0",
             "verify_address": models_address,
             "draft_address": models_address,
             "num_draft_tokens": NUM_DRAFT_TOKENS,

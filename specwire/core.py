@@ -623,7 +623,8 @@ class ModelInfo:
     def summary(self) -> str:
         """Name, size, dtype and context, for a log."""
         millions = f"{self.num_parameters / 1e6:.1f} M parameters in " if self.num_parameters else ""
-        return f"{self.name} ({millions}{self.dtype}, {self.context_len} tokens of context)"
+        dtype = f"{self.dtype}, " if self.dtype else ""
+        return f"{self.name} ({millions}{dtype}{self.context_len} tokens of context)"
 
     @property
     def has_encoder(self) -> bool:

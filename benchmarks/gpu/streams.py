@@ -112,7 +112,12 @@ def _specwire(plan: Plan) -> Iterator[list[System]]:
     )
     with Stack(config) as stack, contextlib.ExitStack() as others:
         assert stack.draft is not None
-        flags = {"verify_address": stack.verify.address, "draft_address": stack.draft.address, "grace_s": 1.0}
+        flags = {
+            "address": "127.0.0.1:0",
+            "verify_address": stack.verify.address,
+            "draft_address": stack.draft.address,
+            "grace_s": 1.0,
+        }
         words = [word for name, value in flags.items() for word in flag_words(name, value)]
         ahead = Service("coordinator", words)
         others.callback(ahead.stop)

@@ -64,7 +64,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     some, some_line = make_token("some", max_running=MAX_RUNNING)
     Path(tokens).write_text("\n".join([line, few_line, some_line]))
     with contextlib.ExitStack() as stack:
-        verify = Service("verify_service", ["--model", "emulated:step_ms=1"])
+        verify = Service("verify_service", ["--model", "emulated:step_ms=1", "--address", "127.0.0.1:0"])
         stack.callback(verify.kill)
         wait_ready([verify], START_S)
         flags = ["--verify-address", verify.address, "--tokens", str(tokens), "--address", "127.0.0.1:0"]

@@ -19,7 +19,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import Client, Completion, SamplingParams, ServiceUnavailableError
+from specwire import Client, Completion, SamplingParams, ServiceUnavailableError, interrupts
 from specwire.completion import Stage
 from tests.support.pairs import save_target
 from tests.support.processes import END_S, START_S, Command, running, wait_until
@@ -155,7 +155,9 @@ def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> 
     with running("up", "--address", "127.0.0.1:0", "--target", "emulated:", "--draft", str(broken)) as up:
         wait_until(lambda: len(up.services) == 2, START_S)
         assert up.process.wait(START_S) == 2
-        assert re.fullmatch(rf"error: --draft {re.escape(str(broken))}: .+\n", up.errors())
+        *logged, last = up.errors().splitlines()
+        assert re.fullmatch(rf"error: --draft {re.escape(str(broken))}: .+", last)
+        assert all(" NOTICE " in line for line in logged), "of the service that could start"
         up.assert_all_gone(1.0)
 
 
@@ -233,5 +235,5 @@ class TestDemo:
             drained.start()
             assert command.ended() == 130
             drained.join(END_S)
-            assert command.errors() == ""
+            assert command.errors() == f"{interrupts.SAID}\n"
             command.assert_all_gone(1.0)
