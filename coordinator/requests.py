@@ -164,13 +164,16 @@ class RequestParser:
         caller.check(params)
         tenant = caller.name if self._config.tokens else ""
         given = params.num_draft_tokens if draft.is_on else 0
+        num_draft_tokens = self._config.fixed_draft_tokens if given is None else given
         num_chains = self._num_chains(params, draft)
+        if num_chains == 1 and num_draft_tokens != 0:
+            draft = self._with_grammar(params, draft)
         return CheckedRequest(
             message=message,
             caller=caller,
             params=replace(params, cache_salt=cache_salt(tenant, params.cache_salt)),
             credit_window=credit_window,
-            num_draft_tokens=self._config.fixed_draft_tokens if given is None else given,
+            num_draft_tokens=num_draft_tokens,
             max_depth=self._max_depth(params, draft) if num_chains == 1 else 0,
             draft=draft,
             num_chains=num_chains,
@@ -219,6 +222,11 @@ class RequestParser:
             beam_rules=rules,
             why_plain=checked.why_plain,
         )
+
+    def _with_grammar(self, params: SamplingParams, draft: DraftChoice) -> DraftChoice:
+        """What the grammar prescribes is proposed, too, unless the target drafts for itself."""
+        follows = params.grammar is not None and params.num_beams == 1 and not self._target.own_source
+        return replace(draft, follows_grammar=True) if follows else draft
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
         """One under greedy decoding, without a draft model, and for a target that judges no trees."""

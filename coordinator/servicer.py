@@ -359,9 +359,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             timeout_s=self._config.failover_timeout_s,
             tracer=self._tracer,
             parent=parent,
-            goes_on=self._config.verify_ahead and not request.draft.method and is_alone,
+            goes_on=self._config.verify_ahead and not request.draft.uses_text and is_alone,
             max_depth=planner.limit,
-            drafts=request.draft.uses_own,
+            drafts=request.draft.uses_own or request.draft.follows_grammar,
         )
 
     def _drafter(
@@ -374,8 +374,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The target itself, the draft service, a text, or both of these."""
         if request.draft.uses_own:
             return OwnDrafter(verifier)
-        model = self._remote_drafter(request, deadline_s, parent, on_prepared=verifier.prepare)
-        return self._texts.drafter(request, model) if request.draft.method else model
+        drafter: Drafter = self._remote_drafter(request, deadline_s, parent, on_prepared=verifier.prepare)
+        if request.draft.method:
+            drafter = self._texts.drafter(request, drafter)
+        return self._texts.forced(request, drafter, verifier) if request.draft.follows_grammar else drafter
 
     def _remote_drafter(
         self, request: GenerationRequest, deadline_s: float | None, parent: Span, **options: Any
@@ -391,14 +393,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     def _planner(self, checked: CheckedRequest) -> Planner:
-        method, num_draft_tokens = checked.draft.method, checked.num_draft_tokens
+        num_draft_tokens = checked.num_draft_tokens
         if checked.draft.uses_own:
             has_trees = self._verify.info.trees
             return _planner_of(self._own_shapes, checked, num_draft_tokens, has_trees=has_trees)
         model = self._model_planner(checked)
-        if not method:
+        if not checked.draft.uses_text:
             return model
-        most = self._texts.config(method).num_speculative_tokens
+        most = self._texts.config(checked.draft.method).num_speculative_tokens
         return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
 
     def _model_planner(self, checked: CheckedRequest) -> Planner:

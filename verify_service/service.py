@@ -23,6 +23,7 @@ from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.block import BlockDrafts
+from verify_service.forced import ForcedDrafts
 from verify_service.heads import HeadsDrafts
 from verify_service.layers import LayersDrafts
 from verify_service.mtp import MtpDrafts
@@ -71,7 +72,7 @@ def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None
         return MtpDrafts(runner.drafting)
     if own.source == DFLASH:
         return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
-    return None
+    return ForcedDrafts() if service.info.grammars else None
 
 
 def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:

@@ -121,7 +121,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         if grammar is not None and tokens.grammar is None:
             raise UnsupportedError("grammar", grammar.kind, "this service does not constrain outputs")
         ahead = Ahead(tokens.params) if message.may_go_on else None
-        return _State(spans, ahead, end_len=message.end_len if self.service.info.drafts else 0)
+        proposes = self.service.info.drafts or grammar is not None
+        return _State(spans, ahead, end_len=message.end_len if proposes else 0)
 
     def received(self, message: verify_pb2.VerifyRequest) -> None:
         received_ns = clock.stopwatch_ns()

@@ -23,12 +23,19 @@ class DraftChoice:
         uses_model: whether the draft model does too, or alone.
         uses_own: whether the target does by itself.
         reads_earlier: whether the method drafts from outputs of earlier requests.
+        follows_grammar: whether what the request's grammar leaves no choice about is proposed, too.
     """
 
     method: str = ""
     uses_model: bool = False
     uses_own: bool = False
     reads_earlier: bool = False
+    follows_grammar: bool = False
+
+    @property
+    def uses_text(self) -> bool:
+        """Whether something proposes for which no model is asked."""
+        return self.method != "" or self.follows_grammar
 
     @property
     def is_on(self) -> bool:

@@ -9,12 +9,14 @@ import numpy as np
 
 from coordinator.drafts.counts import Counted, CountedOutput, Table
 from coordinator.drafts.earlier import EarlierOutputs
+from coordinator.drafts.forced import Forced
 from coordinator.drafts.ngram import Ngram
+from coordinator.drafts.own import Target
 from coordinator.drafts.suffix import Suffix
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
 from coordinator.requests import GenerationRequest
-from specwire.config.speculative import COUNTS, NGRAM, SUFFIX, SpeculativeConfig
+from specwire.config.speculative import COUNTS, GRAMMAR, NGRAM, SUFFIX, SpeculativeConfig
 from specwire.errors import ConfigError
 from specwire.tokenizer import Tokenizer
 
@@ -40,8 +42,8 @@ class TextDrafts:
         self._corpus = _count(self._config, tokenizer) if self._config.corpus else None
 
     def config(self, method: str) -> SpeculativeConfig:
-        """Of a method."""
-        return self._config if method == self._config.method else SpeculativeConfig(method=method)
+        """Of a method; without one, that of the default."""
+        return self._config if method in ("", self._config.method) else SpeculativeConfig(method=method)
 
     def drafter(self, request: GenerationRequest, model: Drafter) -> TextDrafter:
         """For a request whose draft is a method, alone or beside the model."""
@@ -53,6 +55,18 @@ class TextDrafts:
             matches_tokens=request.params.matches_tokens,
             is_fixed=request.num_draft_tokens is not None,
             remember=partial(self.earlier.add, scope),
+        )
+
+    @staticmethod
+    def forced(request: GenerationRequest, others: Drafter, target: Target) -> TextDrafter:
+        """For a request with a grammar, beside what else drafts for it."""
+        return TextDrafter(
+            Forced(target),
+            others,
+            source=GRAMMAR,
+            matches_tokens=request.params.matches_tokens,
+            is_fixed=request.num_draft_tokens is not None,
+            is_certain=True,
         )
 
     def _method(self, config: SpeculativeConfig, scope: str | None) -> Method:

@@ -7,6 +7,7 @@ point, so the token is accepted with the target's probability. Knows no network 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -63,18 +64,20 @@ class TextDrafter:
         source: str,
         matches_tokens: bool,
         is_fixed: bool,
-        remember: Callable[[Sequence[int]], None],
+        is_certain: bool = False,
+        remember: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Args:
         model: planned with no draft tokens where the text is to propose alone.
         source: of the method's proposals.
         matches_tokens: whether the rule matches tokens, and needs no supports.
         is_fixed: propose as many tokens as planned wherever there is a guess.
+        is_certain: a guess is what must follow, so the model's proposal begins with it.
         remember: gets the output of the sequence when it is closed.
         """
         self._method, self._model = method, model
         self._source, self._matches_tokens, self._is_fixed = source, matches_tokens, is_fixed
-        self._remember = remember
+        self._is_certain, self._remember = is_certain, remember
         self._rates: dict[int, Rate] = {}
         self._model_rate = Rate(PRIOR_ACCEPTANCE)
         self._guess: Guess | None = None
@@ -100,11 +103,18 @@ class TextDrafter:
             self._num_remembered = len(committed)
         self._committed = committed  # it grows: `close` finds the last round's tokens there
         own, promised = self.from_text(committed, plan.num_text_tokens)
-        from_model = expected_tokens([self._model_rate.value] * plan.num_steps)[-1]
-        if own.token_ids and promised >= from_model:
+        if own.token_ids and promised >= self._from_model(plan.num_steps):
             return own, Cost()
         proposal, cost = await self._model.propose(committed, plan, parent)
         return proposal if proposal.token_ids else own, cost
+
+    def _from_model(self, num_steps: int) -> float:
+        """The tokens that a round with the model's proposal is expected to commit."""
+        if (
+            self._is_certain and num_steps
+        ):  # the model's begins with the same text, spelled as the target does
+            return math.inf
+        return expected_tokens([self._model_rate.value] * num_steps)[-1]
 
     def from_text(self, committed: Sequence[int], num_tokens: int) -> tuple[Proposal, float]:
         """The method's proposal, and the tokens that a round with it is expected to commit."""
@@ -134,7 +144,8 @@ class TextDrafter:
     def close(self) -> None:
         """See `generation.Drafter`."""
         self._model.close()
-        self._remember(self._committed[self._num_remembered :])
+        if self._remember is not None:
+            self._remember(self._committed[self._num_remembered :])
         self._num_remembered = len(self._committed)
 
     def _rate(self, guess: Guess) -> Rate:

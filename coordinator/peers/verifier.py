@@ -88,7 +88,7 @@ class _VerifySequence:
             proposal.parents,
             [support.token_ids for support in supports] if supports else (),
             traceparent,
-            [support.probs for support in supports] if self._last_ahead_id else (),
+            [support.probs for support in supports] if self._last_ahead_id or wanted.num_draft_tokens else (),
             0,
             *wanted,
         )

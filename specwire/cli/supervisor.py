@@ -128,7 +128,7 @@ class Service:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            log.warning("%s has not ended within %.1f s: ended by force", self.module, timeout_s)
+            log.warning("%s has not ended in time: ended by force", self.module)
             self._show_stacks()
             return self.kill()
 
@@ -320,14 +320,20 @@ class Stack:
         """Stop what clients use first: requests that finish within the grace period need the models.
 
         Args:
-            interrupted: by someone who waits for the end: the grace period is short.
+            interrupted: by someone who waits for the end: the grace period is short, and what is late then is
+                ended by force without a word.
         """
         margin_s = _INTERRUPT_MARGIN_S if interrupted else _STOP_MARGIN_S
+        grace_s = interrupts.GRACE_S if interrupted else self._grace_s + _CANCEL_S
+        used = [each for each in self.services if each is self.http or each.module == "coordinator"]
+        models = [each for each in self.services if each not in used]
         try:
-            used = [each for each in self.services if each is self.http or each.module == "coordinator"]
             # The front first: its clients are told that it ends, and not that it has lost its coordinator.
-            _end(used[::-1], interrupts.GRACE_S if interrupted else self._grace_s + _CANCEL_S, margin_s)
-            _end([each for each in self.services if each not in used], margin_s, 0.0)
+            for services, waits_s in ((used[::-1], (grace_s, margin_s)), (models, (margin_s,))):
+                for wait_s in waits_s:
+                    _ask_to_end(services, wait_s)
+                for service in services:
+                    service.kill() if interrupted else service.stop(0.0)
         finally:
             self._kill()
 
@@ -345,18 +351,13 @@ class Stack:
         self.stop(interrupted=interrupted)
 
 
-def _end(services: Sequence[Service], grace_s: float, margin_s: float) -> None:
-    """Ask them to end; cancel what runs there after the grace period, and kill them after the margin."""
+def _ask_to_end(services: Sequence[Service], timeout_s: float) -> None:
+    """Asked once more, they cancel what runs there."""
     for service in services:
         service.terminate()
-    ends_s = time.monotonic() + grace_s
+    ends_s = time.monotonic() + timeout_s
     for service in services:
         service.wait(max(0.0, ends_s - time.monotonic()))
-    for service in services:
-        service.terminate()
-    ends_s += margin_s
-    for service in services:
-        service.stop(max(0.0, ends_s - time.monotonic()))
 
 
 def _example(config: StackConfig, stack: Stack) -> str:

@@ -38,6 +38,8 @@ COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
 """Sources of drafts that need no model."""
+GRAMMAR = "grammar"
+"""Source of what the grammar of a request leaves no choice about; no method that can be chosen."""
 INNER_METHODS = (NGRAM, SUFFIX)
 """What may guess a draft's tokens, besides a smaller model."""
 ABOVE = ">"

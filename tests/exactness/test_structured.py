@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from specwire import (
     Rule,
     SamplingParams,
 )
+from specwire.config.speculative import GRAMMAR as GRAMMAR_SOURCE
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.rule.columns import Bits
 from tests.support.harness import LocalStack, local_stack
-from tests.support.languages import END_ID, REGEX, TEXTS, allowed, save_speaker
+from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speaker
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
@@ -62,13 +64,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-def sampled(stack: LocalStack, settings: dict[str, Any], num_texts: int = NUM_TEXTS) -> list[Completion]:
+def sampled(
+    stack: LocalStack, settings: dict[str, Any], num_texts: int = NUM_TEXTS, grammar: Grammar = GRAMMAR
+) -> list[Completion]:
     """Texts with seeds 0, 1, ..., of which 64 are written at a time."""
     free = asyncio.Semaphore(64)
 
     async def one(client: AsyncClient, seed: int) -> Completion:
         async with free:
-            params = SamplingParams(**settings, grammar=GRAMMAR, seed=seed, max_tokens=60)
+            params = SamplingParams(**settings, grammar=grammar, seed=seed, max_tokens=60)
             return await client.generate(params=params, prompt_token_ids=PROMPT)
 
     async def every() -> list[Completion]:
@@ -90,6 +94,25 @@ def test_texts_follow_the_masked_distribution(
     assert 0 < accepted < drafted
     params = SamplingParams(**settings)
     assert fit_p_value(texts, logits, params, allowed=allowed) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
+def test_forced_text_is_a_draft(stack: LocalStack, logits: torch.Tensor, rule: Rule) -> None:
+    """The target chooses how it is spelled."""
+    texts = sampled(
+        stack, {"rule": rule, "draft": "ngram", "num_draft_tokens": 6}, grammar=Grammar(regex=FORCED)
+    )
+    counts = [each for done in texts for each in done.speculation.by_source if each.source == GRAMMAR_SOURCE]
+    accepted = sum(each.num_accepted_tokens for each in counts)
+    assert NUM_TEXTS < accepted < sum(each.num_draft_tokens for each in counts)
+    forced = partial(allowed, expression=FORCED)
+    assert fit_p_value(texts, logits, SamplingParams(), allowed=forced) > FALSE_ALARM_RATE
+
+
+def test_what_asks_for_plain_decoding_has_no_forced_draft(stack: LocalStack) -> None:
+    for plain in ({"draft": "off"}, {"num_draft_tokens": 0}):
+        [done] = sampled(stack, plain, 1, Grammar(regex=FORCED))
+        assert done.speculation.num_draft_tokens == 0
 
 
 def test_another_distribution_does_not_fit(stack: LocalStack, logits: torch.Tensor) -> None:

@@ -20,13 +20,15 @@ TEXTS = ("", "a", "b", "c", "d", "ab", "ba", "cd", "abc", "dc", "bab", "e", "ca"
 """Of each token, by id; the first one ends a text."""
 REGEX = "(ab|ba|cd?){12,16}"
 """What follows depends on more than the last token, and ends in several ways."""
+FORCED = "((ab|c)dcabbacd){3,5}"
+"""Most of its text is certain, but not how it is spelled."""
 
 
-def allowed(output: Sequence[int]) -> npt.NDArray[np.bool_]:
+def allowed(output: Sequence[int], expression: str = REGEX) -> npt.NDArray[np.bool_]:
     """[vocab_size], which tokens may follow these: those with which a regular expression matches in part."""
     text = "".join(TEXTS[token_id] for token_id in output)
-    fits = [regex.fullmatch(REGEX, text + more, partial=True) is not None for more in TEXTS]
-    fits[END_ID] = regex.fullmatch(REGEX, text) is not None
+    fits = [regex.fullmatch(expression, text + more, partial=True) is not None for more in TEXTS]
+    fits[END_ID] = regex.fullmatch(expression, text) is not None
     return np.array(fits)
 
 

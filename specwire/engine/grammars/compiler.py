@@ -63,7 +63,8 @@ class Grammars:
         Raises:
             ResourceExhaustedError: too many grammars wait to be compiled.
         """
-        return GrammarMatcher(self._compiled(grammar), self._vocabulary.vocab_size)
+        known = self._vocabulary
+        return GrammarMatcher(self._compiled(grammar), known.vocab_size, known.texts)
 
     def _compiled(self, grammar: Grammar) -> Future[Any]:
         found = self._kept.get(grammar)
