@@ -28,11 +28,12 @@ def require(what: str, extra: str) -> None:
         ConfigError: a module of the extra is not installed.
     """
     for module in MODULES[extra]:
-        if not _is_installed(module):
+        if not is_installed(module):
             raise ConfigError(f"{what} needs pip install 'specwire[{extra}]' ({module} is missing)")
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether it could be imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its parent

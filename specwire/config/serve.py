@@ -5,19 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specwire import cuda
+from specwire import cuda, ports
+from specwire.config import extras
 from specwire.config.client import HttpConfig
-from specwire.config.fields import AUTO, between, check, check_plaintext
+from specwire.config.fields import AUTO, between, check, check_address, check_plaintext
 from specwire.config.flags import option, same, secret
 from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.config.speculative import NGRAM
-from specwire.config.stack import DRAFT_HELP, UpConfig
+from specwire.config.stack import DRAFT_HELP, UP_METRICS_HELP, UpConfig
 
 _DEVICES = "cpu, cuda or cuda:N; auto is cuda where torch finds one"
 _FOR_VERIFY = ("max_model_len", "gpu_memory_utilization", "max_num_tokens", "page_size", "cuda_graphs")
 _FOR_COORDINATOR = ("max_running", "seed")
 _FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient", "tool_call_parser")
+_METRICS_HOST, _METRICS_PORTS = "127.0.0.1", range(9464, 9564, 10)
+_METRICS_EXTRA = "prometheus_client"
+
+
+def _check_metrics(name: str, address: str) -> None:
+    if address != AUTO:
+        check_address(name, address)
+
+
+def _free_metrics_address(num_ports: int) -> str:
+    """With so many free ports from there on; empty without one, or without the extra."""
+    if not extras.is_installed(_METRICS_EXTRA):
+        return ""
+    starts = (s for s in _METRICS_PORTS if ports.are_free(_METRICS_HOST, range(s, s + num_ports)))
+    start = next(starts, 0)
+    return f"{_METRICS_HOST}:{start}" if start else ""
 
 
 def _check_target(name: str, source: str) -> None:
@@ -61,6 +78,12 @@ class ServeConfig(UpConfig):
     max_num_tokens: int = same(VerifyConfig, "max_num_tokens")
     page_size: int = same(VerifyConfig, "page_size")
     cuda_graphs: bool = same(VerifyConfig, "cuda_graphs")
+    metrics_address: str = option(
+        AUTO,
+        f"{UP_METRICS_HELP}; the API has the coordinator's, too; auto takes free ports where the extra "
+        "metrics is installed",
+        check=_check_metrics,
+    )
     max_running: int = same(CoordinatorConfig, "max_running")
     seed: int = same(CoordinatorConfig, "seed")
 
@@ -71,6 +94,8 @@ class ServeConfig(UpConfig):
         for name in ("device", "draft_device"):
             if getattr(self, name) == AUTO:
                 self._set(name, "cuda" if cuda.is_usable() else "cpu")
+        if self.metrics_address == AUTO:
+            self._set("metrics_address", _free_metrics_address(2 + self.replicas))
         if self.draft == AUTO:
             self._set("names_draft", self.speculative_config != "")
             otherwise = NO_DRAFT if self.names_draft else NGRAM

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Sequence
 
+from specwire import ports
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_name
 from specwire.errors import ConfigError
 
-_NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _REMEDIES = {
     errno.EADDRINUSE: "stop what listens there, or give another port (0 picks a free one)",
     errno.EADDRNOTAVAIL: "give an address of this machine",
@@ -45,7 +44,7 @@ def check_free(name: str, address: str) -> None:
     """
     host, port = split_address(name, address)
     try:
-        _bind(host.strip("[]"), port)
+        ports.check_free(host.strip("[]"), port)
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "")
         # A failed look-up of a name has no errno of the system.
@@ -53,14 +52,3 @@ def check_free(name: str, address: str) -> None:
         raise ConfigError(
             f"{flag_name(name)} {address}: cannot be bound ({problem})" + (remedy and f"; {remedy}")
         ) from None
-
-
-def _bind(host: str, port: int) -> None:
-    """Bind, and close again. Like gRPC, take all IPv4 addresses for `::` where there is no IPv6."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        if host != "::" or error.errno not in _NO_SUCH_FAMILY:
-            raise
-        socket.create_server(("0.0.0.0", port)).close()

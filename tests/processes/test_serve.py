@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +81,15 @@ def test_limits_and_names_of_the_file(served: Served) -> None:
     assert model.model_extra["max_model_len"] == 256
     with pytest.raises(openai.BadRequestError, match="256"):
         served.client.completions.create(model="tiny", prompt="x " * 300, max_tokens=1)
+
+
+def test_metrics_are_there_by_default(served: Served) -> None:
+    url = f"{served.said['page']}metrics"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=30)
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert b"specwire_spec_decode_num_draft_tokens_total" in response.read()
 
 
 def test_the_key_is_required_and_shown_nowhere(served: Served) -> None:

@@ -17,7 +17,7 @@ from tests.support.imports import (
 )
 
 ORDER = (
-    ("cuda", "errors", "interrupts", "parent", "v1", "embedded"),
+    ("cuda", "ports", "errors", "interrupts", "parent", "v1", "embedded"),
     ("schema",),
     ("grammar",),
     ("core", "support", "tokenizer"),
