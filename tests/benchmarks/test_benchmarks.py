@@ -299,6 +299,7 @@ def test_a_short_stream_is_not_counted_as_fast() -> None:
         curve.exactly(Short("a", []), [[1]], 8)
 
 
+@pytest.mark.slow
 def test_windows_are_distinct() -> None:
     loaded = tokenizer.load(embedded.TARGET_DIR)
     assert loaded is not None

@@ -152,6 +152,7 @@ def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
     assert prepared.timing.total_ms < lockstep.timing.total_ms / 1.4
 
 
+@pytest.mark.slow
 def test_a_full_target_is_never_slower_for_speculation() -> None:
     """A token costs as much in a batch as by itself: nothing is to be won, and next to nothing is lost."""
     full = {"target": StepCost(base_ms=2, token_us=1000), "overheads": LEAN}

@@ -71,6 +71,7 @@ def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
     assert found > 50 if "hostile" in request.node.name else found < 35
 
 
+@pytest.mark.slow
 def test_control_a_wrong_rule_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = save_markov_pair(tmp_path)
     options = {"speculative_config": DFLASH, "num_draft_tokens": "2"}

@@ -245,6 +245,7 @@ def _warped(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor
     return scores
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("num", NUMS_FOR_A_RULE)
 def test_rejection_sampling_follows_the_target(num: int, rule: Rule) -> None:
@@ -300,7 +301,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("settings", PARAMETERS, ids="+".join)
 def test_every_sampling_parameter_follows_the_target(settings: dict[str, Any], rule: Rule) -> None:
@@ -418,6 +419,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_negative_controls_are_caught(fault: type[Pair]) -> None:
     params = SamplingParams(temperature=0.8)
@@ -475,6 +477,7 @@ class CoinsKeyedByPosition(KeyedByPosition):
     stream = Purpose.ACCEPT
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("pair", "toy"), [(KeyedByPosition, DECIDED_BY_TOKENS), (CoinsKeyedByPosition, DECIDED_BY_COINS)]
 )
@@ -483,6 +486,7 @@ def test_block_verification_by_numbers_of_an_earlier_round_is_caught(pair: type[
     assert min(toy.p_values(pair)) < CLEARLY_WRONG
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("toy", [DECIDED_BY_TOKENS, DECIDED_BY_COINS])
 @pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.REJECTION])
 def test_each_rule_by_its_own_numbers_passes_there(rule: Rule, toy: Toy) -> None:
@@ -510,6 +514,7 @@ def _off_by_one(proposal: Proposal, verdict: Verdict) -> list[float]:
 _residual_at, _keep_probs = acceptance._residual_at, acceptance._keep_probs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

@@ -72,7 +72,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(stack: LocalStack, model: Any, rule: Rule) -> None:
     """Given its own input; and of another input it is clearly another one, so the test can fail."""
@@ -92,6 +92,7 @@ def lenient(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: 
     return acceptance.accept(proposal, verdict, params, seed)
 
 
+@pytest.mark.slow
 def test_control_a_rule_that_is_not_exact_is_caught(
     stack: LocalStack, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def expected(models: dict[str, Path]) -> dict[int, tuple[int, ...]]:
         }
 
 
+@pytest.mark.slow
 def test_different_seeds_give_different_texts(expected: dict[int, tuple[int, ...]]) -> None:
     assert len(set(expected.values())) == len(expected)
 
@@ -64,6 +65,7 @@ def test_the_draft_and_its_length_do_not_change_the_text(
             assert (done.speculation.num_draft_tokens == 0) == (num_draft_tokens == 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_outcomes", ["0", "3", "32"])
 def test_what_the_draft_prepares_does_not_change_the_text(
     models: dict[str, Path], expected: dict[int, tuple[int, ...]], num_outcomes: str

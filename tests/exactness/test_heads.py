@@ -69,7 +69,7 @@ def watched(request: Any, directories: tuple[Path, Path]) -> Iterator[Watched]:
         yield Watched(stack, found[0])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("params", kinds(48, slow=False))
 def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingParams) -> None:
     num_begun = watched.tally.num_begun
@@ -93,7 +93,7 @@ def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield address
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(address: str, logits: torch.Tensor, rule: Rule) -> None:
     check_distribution(address, logits, rule)
@@ -105,6 +105,7 @@ def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
     assert found > 50 if "hostile" in request.node.name else found < 20
 
 
+@pytest.mark.slow
 def test_control_a_wrong_rule_is_caught(
     tmp_path: Path, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_chains_with_tails(pair: tuple[Path, Path], logits: Tensor, num_chains: 
         check_distribution(stack.address, logits, {"temperature": 0.9}, 1)
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_too_small_is_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_factor_that_is_too_small_is_caught(
     assert fit_p_value(done, logits, params) < CLEARLY_WRONG
 
 
+@pytest.mark.slow
 def test_chains_that_are_not_independent_are_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def address(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield local.address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, SLOW(Rule.BLOCK), SLOW(Rule.GUMBEL)])
 def test_the_distribution_is_the_targets(address: str, logits: torch.Tensor, rule: Rule) -> None:
     check_distribution(address, logits, rule)
@@ -98,6 +99,7 @@ def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
     assert found < 35 if "same" in request.node.name else found > 40
 
 
+@pytest.mark.slow
 def test_control_a_wrong_rule_is_caught(
     tmp_path: Path, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

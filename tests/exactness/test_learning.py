@@ -116,6 +116,7 @@ def sampled_while_it_learns(
     return found, rates
 
 
+@pytest.mark.slow
 def test_the_distribution_is_the_targets_while_weights_change(tmp_path: Path, logits: Tensor) -> None:
     """Of every rule, and acceptance rises."""
     with learning_stack(tmp_path) as address:
@@ -133,6 +134,7 @@ def test_the_distribution_is_the_targets_while_weights_change(tmp_path: Path, lo
     assert now.num_judged_tokens >= NUM_VERSIONS * grades.MIN_LABELS
 
 
+@pytest.mark.slow
 def test_control_supports_of_other_weights_are_caught(
     tmp_path: Path, logits: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_several_lists(
     assert not any(each.speculation.draft_unavailable for each in done)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [torch.minimum, pytest.param(torch.add, marks=pytest.mark.slow)])
 def test_a_race_that_the_wrong_list_wins_is_caught(
     pair: tuple[Path, Path], logits: Tensor, monkeypatch: pytest.MonkeyPatch, wrong: Any

@@ -77,6 +77,7 @@ def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
     assert found > 50 if "hostile" in request.node.name else found < 20
 
 
+@pytest.mark.slow
 def test_control_a_wrong_rule_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = save_markov_target(tmp_path / "target")
     options = {"speculative_config": MTP, "num_draft_tokens": "2"}

@@ -41,6 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_target(directory / "target"), save_good_draft(directory / "draft")
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_with_any_length_and_any_company(pair: tuple[Path, Path]) -> None:
     options = {"dtype": "bfloat16", "batch_invariant": True}
     with local_stack(*pair, verify_options=options) as stack:

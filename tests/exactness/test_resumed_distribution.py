@@ -18,7 +18,7 @@ from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 def test_resuming_does_not_change_the_distribution(tmp_path: Path, rule: Rule) -> None:
     """Rejection sampling, each generation cut four times: the tokens follow the target's distribution.

@@ -69,7 +69,7 @@ def test_the_text_is_that_of_plain_decoding(stack: LocalStack, temperature: floa
         assert num_draft_tokens is None or len(done.speculation.drafted_per_position) == num_draft_tokens
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_every_method_of_a_request(stack: LocalStack, method: str, temperature: float) -> None:

@@ -117,7 +117,7 @@ class Impatient(AdaptiveLength):
         return Plan(2, patience_s=1.0 if self._random.random() < 0.1 else 0.006)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("fails_after_tails", [False, True])
 def test_lateness_does_not_look_at_the_tokens(
@@ -190,7 +190,7 @@ class TwoPassesAreTooMany(AdaptiveLength):
         return Plan(2, patience_s=1.0 if self._random.random() < 0.05 else 0.017)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_guarded", [True, False])
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 def test_guessed_tokens_are_not_kept_more_often(
@@ -246,7 +246,7 @@ def ranks_p_value(model: EmulatedModel, tokens: Sequence[int], temperature: floa
     return 2 * min(chi_square_p_value(alone, probs), chi_square_p_value(pairs, np.outer(probs, probs)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 def test_prepared_proposals_do_not_change_the_distribution(
     monkeypatch: pytest.MonkeyPatch, rule: Rule
@@ -259,7 +259,7 @@ def test_prepared_proposals_do_not_change_the_distribution(
     assert ranks_p_value(model, tokens, 1.0) > FALSE_ALARM_RATE
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("num_tokens", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_what_is_left_of_late_proposals_does_not_change_the_distribution(

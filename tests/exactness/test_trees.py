@@ -40,7 +40,7 @@ def with_tree(params: SamplingParams, num_nodes: int, depth: int) -> SamplingPar
     return replace(params, num_draft_tokens=num_nodes, max_depth=depth)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_of_any_size_on_every_family(tmp_path: Path, family: str) -> None:
     """A draft that is mostly right and prepares outcomes, and a random one of another family without."""
@@ -134,6 +134,7 @@ def pair_of_llamas(
         yield running
 
 
+@pytest.mark.sample(6)
 @BOTH
 @pytest.mark.parametrize(
     "settings",

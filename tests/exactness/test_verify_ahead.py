@@ -82,7 +82,7 @@ def of(rule: Rule) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, rule=rule, logit_bias=FEW)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
 )
@@ -132,6 +132,7 @@ def test_other_outcomes_than_the_rules_change_nothing(
     assert fit_p_value(completions, logits, of(Rule.REJECTION), num_before=2) > FALSE_ALARM_RATE
 
 
+@pytest.mark.slow
 def test_control_believed_they_would(
     stack: LocalStack, target: Biased, monkeypatch: pytest.MonkeyPatch
 ) -> None:

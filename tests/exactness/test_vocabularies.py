@@ -71,7 +71,7 @@ class TestDistributions:
         ) as address:
             yield address
 
-    @pytest.mark.sample(4)
+    @pytest.mark.slow
     @pytest.mark.parametrize("rule", list(Rule))
     @pytest.mark.parametrize(
         "settings",
@@ -94,6 +94,7 @@ class TestDistributions:
         assert 0.05 * drafted < sum(each.num_accepted_tokens for each in speculations) < 0.9 * drafted
         assert not any(each.draft_unavailable for each in speculations)
 
+    @pytest.mark.slow
     def test_tokens_that_are_left_out_after_the_draw_are_caught(
         self, tmp_path: Path, logits: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -184,7 +185,7 @@ def generate(client: Client, params: SamplingParams, prompt: str = PROMPT_TEXT) 
     return client.generate(prompt, params=params)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @KINDS
 def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
     expected = generate(stack.client, replace(params, num_draft_tokens=0))
@@ -196,7 +197,7 @@ def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParam
     stack.assert_idle_within(2.0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @KINDS
 def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     """Their nodes are shared tokens."""
@@ -208,7 +209,7 @@ def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     assert done.speculation.num_accepted_tokens > 4
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, GUMBEL], ids=["greedy", "gumbel"])
 def test_prepared_outcomes(other_draft: Path, params: SamplingParams) -> None:
     """With time to work ahead, proposals are there before they are asked for."""

@@ -77,6 +77,7 @@ def test_plain_rejection_sampling_and_a_wrong_distribution(address: str, logits:
     assert fit_p_value(completions, logits, wrong) < CLEARLY_WRONG
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize(("settings", "length"), CASES)
 def test_rejection_sampling_follows_the_target(
@@ -154,6 +155,7 @@ def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tens
         check_distribution(stack.address, logits, Rule.REJECTION, {}, LONG)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "has_model", "num_draft_tokens", "settings"),
     [
@@ -278,6 +280,7 @@ class Hasty(AdaptiveLength):
         return Plan(5, num_outcomes=8, patience_s=0.0)
 
 
+@pytest.mark.slow
 def test_asking_without_waiting_does_not_change_the_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor
 ) -> None:

@@ -92,6 +92,7 @@ def lost(spans: list[RecordedSpan], name: str) -> list[RecordedSpan]:
     return [span for span in spans if span.name == name and span.is_error]
 
 
+@pytest.mark.slow
 def test_a_draft_that_hangs(fleet: Fleet, receiver: OtlpReceiver) -> None:
     timing = disturbed(fleet, "draft", lambda service: hung_device(service, "draft"), seed=1)
     check(timing)
@@ -100,6 +101,7 @@ def test_a_draft_that_hangs(fleet: Fleet, receiver: OtlpReceiver) -> None:
     spans_of(receiver, 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fault", [stopped, lambda service: hung_device(service, "verify")], ids=["stop", "hung"]
 )

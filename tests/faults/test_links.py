@@ -107,6 +107,7 @@ FAULTS: dict[str, Fault] = {
 LOSSLESS = ("latency", "jitter", "bandwidth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "reset" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
@@ -114,6 +115,7 @@ def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) ->
     together(lambda case: try_out(case, name), cases)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_silent_both_ways(cases: list[Case]) -> None:
     together(lambda case: try_out(case, "silence"), both_ways(cases))
 

@@ -36,6 +36,7 @@ def ask(address: str, path: str, trace: str) -> None:
         answer.read()
 
 
+@pytest.mark.slow
 def test_every_line_of_every_service_is_an_object() -> None:
     with running(*UP, *FRONT, "--log-level", "debug", "--log-format", "json") as up:
         up.ready_line()

@@ -149,6 +149,7 @@ def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: sign
         up.assert_all_gone(1.0)
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> None:
     broken = save_target(tmp_path / "broken")
     (broken / "config.json").write_text('{"model_type": "nonesuch"}')  # refused when it is loaded

@@ -51,6 +51,7 @@ def test_what_hangs_is_ended_by_force_and_says_where_it_was(
     assert "in waits_for_ever" in told
 
 
+@pytest.mark.slow
 def test_up_starts_its_front_again_and_ends_with_its_coordinator(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

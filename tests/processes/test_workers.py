@@ -142,6 +142,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_each_worker_answers_for_all(coordinator: Coordinator) -> None:
     async def main() -> None:
         async with client_of_each_worker(coordinator) as (one, other), Running() as running:
@@ -289,6 +290,7 @@ def test_a_worker_that_cannot_start_ends_the_command() -> None:
         service.ready(START_S)
 
 
+@pytest.mark.slow
 def test_all_workers_drain(coordinator: Coordinator) -> None:
     """The last test of this coordinator."""
 
@@ -309,6 +311,7 @@ def test_all_workers_drain(coordinator: Coordinator) -> None:
     assert all(map(gone, workers))
 
 
+@pytest.mark.slow
 def test_fronts_share_a_port() -> None:
     """They start without their coordinator, and one that hangs is replaced while the other serves."""
     flags = ["--server", "127.0.0.1:1", "--address", "127.0.0.1:0", "--workers", "2"]

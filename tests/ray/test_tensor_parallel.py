@@ -345,6 +345,7 @@ class TestPlainRanks:
                 expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
             np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
 
+    @pytest.mark.slow
     def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any, Any]) -> None:
         """Of float32 weights from several bfloat16 files, so that all of them must be converted."""
         for shard, whole in found[1]:

@@ -244,6 +244,7 @@ def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) 
     assert completion.completion.hypotheses == last.completion.hypotheses
 
 
+@pytest.mark.sample(1)
 @ONE
 @pytest.mark.parametrize("fault", ["lost", "hung"])
 def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str) -> None:

@@ -57,7 +57,7 @@ async def generate_all(address: str) -> list[tuple[int, ...]]:
         return [done.token_ids for done in await asyncio.gather(*requests)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("short", ["verify", "draft", "both"])
 def test_many_requests_share_the_memory_of_four(
     pair: tuple[Path, Path], undisturbed: list[tuple[int, ...]], short: str
@@ -204,7 +204,7 @@ def undisturbed_mixes(pair: tuple[Path, Path]) -> dict[int, list[tuple[int, ...]
     return {seed: [done.token_ids for done in mixed] for seed, mixed in results.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", MIX_SEEDS)
 @pytest.mark.parametrize("sharing", [True, False], ids=["prefixes shared", "nothing shared"])
 def test_any_mix_gets_on_with_the_memory_of_its_longest(

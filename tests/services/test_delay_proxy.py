@@ -274,6 +274,7 @@ class TestBetweenServices:
     def generate(self, stack: LocalStack) -> Completion:
         return stack.client.generate(params=self.PARAMS, prompt_token_ids=[1, 2, 3])
 
+    @pytest.mark.sample(1)
     @pytest.mark.serial
     @pytest.mark.parametrize("which", ["draft_link", "verify_link"])
     def test_a_round_takes_one_round_trip_longer(self, which: str) -> None:

@@ -37,6 +37,7 @@ def test_what_it_does_not_know_is_refused(source: str) -> None:
         EmulatedModel.parse(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"rule": Rule.GUMBEL}, {"temperature": 0}], ids=["rejection", "gumbel", "greedy"]
 )
@@ -62,6 +63,7 @@ def test_a_pass_takes_the_time_that_was_set() -> None:
     assert done.timing.verify_ms < 20 * 20 * 1.5
 
 
+@pytest.mark.slow
 def test_many_streams_share_each_pass() -> None:
     """64 streams of 32 tokens take far fewer passes than tokens, and no token is lost or doubled."""
     params = SamplingParams(max_tokens=32, rule=Rule.GUMBEL, seed=9, num_draft_tokens=3)

@@ -87,6 +87,7 @@ async def together(address: str, params: SamplingParams, prompts: list[list[int]
         )
 
 
+@pytest.mark.sample(1)
 def test_greedy_text_is_that_of_generate(stack: LocalStack, family: str) -> None:
     """Of several inputs at once, with chains, trees and drafts from the text; the input is no output."""
     expected = [generated(family, prompt, 24) for prompt in PROMPTS]
@@ -99,6 +100,7 @@ def test_greedy_text_is_that_of_generate(stack: LocalStack, family: str) -> None
     stack.assert_idle_within(2.0)
 
 
+@pytest.mark.sample(1)
 def test_a_seeded_text_is_that_of_plain_decoding(stack: LocalStack) -> None:
     """With Gumbel coupling, and parameters that depend on the tokens before."""
     for params in (GUMBEL, replace(GUMBEL, presence_penalty=1.0, repetition_penalty=1.2, logprobs=2)):

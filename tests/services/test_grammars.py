@@ -60,6 +60,7 @@ def asked(output: Sequence[int]) -> verify_pb2.VerifyRequest:
     return verify(VerifyOrder(1, 1, 0, [*PROMPT, *output]), opened=[opened])
 
 
+@pytest.mark.slow
 def test_a_replica_goes_on_in_mid_text(stack: LocalStack) -> None:
     """The tokens alone say where the grammar is."""
     logits, rng = markov_logits(markov_model()), random.Random(0)
@@ -97,6 +98,7 @@ def test_what_is_refused(stack: LocalStack, fields: dict[str, Any], kind: type[E
     assert refusal.value.field == name  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_slow_to_match_ends_its_own_request(stack: LocalStack) -> None:
     """When it is compiled, or where its text has become too long for it."""
     params = SamplingParams(grammar=Grammar(ebnf=AMBIGUOUS), max_tokens=1000, seed=1)

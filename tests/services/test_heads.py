@@ -65,6 +65,7 @@ def test_a_request_that_leaves_the_rule_open_is_coupled(stack: LocalStack) -> No
     assert stack.client.generate(params=params, prompt_token_ids=PROMPT).rule is Rule.GUMBEL
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_a_lost_target_changes_no_text(stack: LocalStack, temperature: float) -> None:
     """The connection is cut again and again while the text is read; each time a new sequence is opened."""

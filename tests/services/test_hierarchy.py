@@ -160,6 +160,7 @@ def same(ours: Sequence[Proposal], theirs: Sequence[Proposal]) -> bool:
 class TestProposals:
     """As without an inner drafter, for every one, and with every parameter."""
 
+    @pytest.mark.sample(6)
     @pytest.mark.parametrize("params", KINDS)
     @pytest.mark.parametrize("inner", INNER)
     @pytest.mark.usefixtures("eager")
@@ -299,6 +300,7 @@ class TestThroughTheServices:
         {},
     )
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("params", [KINDS[0], KINDS[3]])
     def test_the_text_is_that_of_plain_decoding(self, stack: LocalStack, params: SamplingParams) -> None:
         params = replace(params, max_tokens=30)

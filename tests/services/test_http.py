@@ -312,6 +312,7 @@ def as_http(request: dict[str, Any]) -> bytes:
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
 
 
+@pytest.mark.slow
 def test_a_slow_reader_pauses_its_generation() -> None:
     """Unread, it stops within what connection and credit hold; read, it is complete."""
     num_tokens = 1_600

@@ -44,6 +44,7 @@ def test_python(here: Fronted) -> None:
         assert "guesses accepted" in output(sys.executable, "-c", code)
 
 
+@pytest.mark.slow
 def test_curl(here: Fronted) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl command")

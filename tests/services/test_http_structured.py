@@ -32,6 +32,7 @@ def here() -> Iterator[Fronted]:
         yield running
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_holds(here: Fronted, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
@@ -69,6 +70,7 @@ def test_any_object(here: Fronted) -> None:
         assert isinstance(json.loads(choice.message.content or ""), dict)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("asked", "pattern"),
     [

@@ -102,6 +102,7 @@ def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), PARAMETERS if name == "now" else {"maxProperties": 0})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("choice", "names"), [("required", {"now", "stop"}), (NAMED, {"now"})])
 def test_a_forced_call_is_one(here: Fronted, choice: Any, names: set[str]) -> None:
     answer = ask(here, tool_choice=choice, n=3, logprobs=True)

@@ -53,6 +53,7 @@ async def read(stream: AsyncStream) -> tuple[int, ...]:
     return stream.completion.token_ids
 
 
+@pytest.mark.slow
 def test_an_unread_stream_without_credit(stack: LocalStack) -> None:
     """gRPC's flow control holds the writes back: all that it took comes before the error, in order."""
     window = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]

@@ -58,6 +58,7 @@ def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes: str) -> None:
     assert again.speculation.mean_acceptance_length > 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("max_depth", [0, 3], ids=["chains", "trees"])
 def test_a_fixed_length_waits_until_the_timeout_and_no_longer(max_depth: int) -> None:
     """A request with a fixed length gets the same text again, however late the draft is."""

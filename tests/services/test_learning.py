@@ -118,6 +118,7 @@ def test_random_numbers_that_may_be_used_again_teach_nothing(
         assert teaches(stack, taught)
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_given_twice_has_other_numbers(stack: LocalStack) -> None:
     """The draft has learnt from the first text, whose numbers decided about it."""
     settings = replace(PARAMS, rule=Rule.REJECTION)
@@ -125,6 +126,7 @@ def test_a_seed_that_is_given_twice_has_other_numbers(stack: LocalStack) -> None
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 def test_prompts_computed_with_other_weights_are_not_found(stack: LocalStack) -> None:
     """Until the weights are replaced they are; afterwards they are computed anew."""
     prompt = [*range(16)] * 8
@@ -205,6 +207,7 @@ def test_a_failure_ends_the_learning_and_not_the_service(
     assert caplog.text.count("the draft learns no more") == 1
 
 
+@pytest.mark.slow
 def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """In the handshake and in `specwire drafts`; and the weights are written at the end."""
     out = tmp_path / "out"

@@ -168,6 +168,7 @@ def assert_same(one: Proposal, other: Proposal) -> None:
         np.testing.assert_allclose(ours.probs[order], theirs.probs[other_order], atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_is_pushed_is_what_would_have_been_answered(stub: Any, settings: dict[str, Any]) -> None:
     """Rounds of every kind: hits that are only told, hits that are asked for again, misses."""

@@ -343,6 +343,7 @@ async def test_streams_spread_over_the_replicas_and_follow_their_prefix(services
         assert (await counts())[holder] == 6, "it has over two more than one and a half times two"
 
 
+@pytest.mark.slow
 async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Services) -> None:
     a, b = [await services.start("verify", TARGET) for _ in range(2)]
     zone = Zone(a)

@@ -39,6 +39,7 @@ def test_a_seed_fixes_the_text() -> None:
     assert rules(SamplingParams(max_tokens=8, seed=3), options={}) == [Rule.GUMBEL, Rule.GUMBEL]
 
 
+@pytest.mark.slow
 def test_a_far_draft_is_coupled_once_that_is_known() -> None:
     free = SamplingParams(max_tokens=60)
     assert rules(free, options=PREPARING, rtt_ms=40) == [Rule.BLOCK, Rule.GUMBEL]

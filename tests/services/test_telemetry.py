@@ -67,6 +67,7 @@ def noted_tracers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tracing.Trac
     yield tracers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collector", [refusing, silent])
 def test_without_a_collector_texts_are_the_same_and_queues_bounded(
     collector: Callable[[], AbstractContextManager[int]], monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def expected(off: Watched) -> Completion:
     return off.generate(GUMBEL)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("params", KINDS)
 def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params: SamplingParams) -> None:
     num_before = on.num_begun
@@ -254,6 +255,7 @@ def test_a_client_that_stops_reading(on: Watched, monkeypatch: pytest.MonkeyPatc
         call.cancel()
 
 
+@pytest.mark.slow
 def test_a_sequence_that_went_on_loses_its_cache(off: Watched, expected: Completion) -> None:
     """Room for two of four sequences: what was begun runs its tokens again."""
     params = [replace(GUMBEL, seed=seed, max_tokens=60) for seed in range(4)]

@@ -98,6 +98,7 @@ def draws(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return own, np.stack([greedy(each).numpy() for each in scores])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shares", SHARES)
 def test_draws_have_their_distributions_and_match_as_often_as_they_should(shares: tuple[int, ...]) -> None:
     own, of_chains = draws(shares)

@@ -130,6 +130,7 @@ def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.step([65, 3])  # more queries of one sequence than a bucket has
 
 
+@pytest.mark.slow
 def test_warming_up_records_what_one_stream_needs_and_touches_no_sequence() -> None:
     twins = _Twins("llama", Traced(), page_size=16)
     twins.open(1)
@@ -191,6 +192,7 @@ def _rows_by_chunks(runner: ModelRunner, tokens: list[int], sizes: list[int], co
     return torch.cat(rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariant_rows_are_bitwise_the_same_in_any_company(dtype: torch.dtype) -> None:
     runner = _runner("llama", EagerReplay(), batch_invariant=True, dtype=dtype, num_pages=400)

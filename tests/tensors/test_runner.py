@@ -179,6 +179,7 @@ class _History:
                 _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_after_any_history_logits_equal_those_from_scratch(family: str) -> None:
     _History(family, seed=3).run(num_operations=220)

@@ -127,6 +127,7 @@ def test_where_drafting_pays_there_is_no_reason_for_plain_decoding() -> None:
     assert machine.shared.why_plain == machine.streams[0].plan().why_plain == ""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("num_streams", [1, 8])
 def test_it_comes_near_the_best_fixed_number(alpha: float, num_streams: int) -> None:
@@ -135,6 +136,7 @@ def test_it_comes_near_the_best_fixed_number(alpha: float, num_streams: int) -> 
     assert machine.run(1500, alpha) > 0.86 * machine.ideal(alpha)
 
 
+@pytest.mark.slow
 def test_it_falls_as_the_batch_fills_and_ends_at_zero() -> None:
     """Tokens that cost what a plain one costs bring nothing any more."""
     chosen = []

@@ -192,6 +192,7 @@ def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: i
         pool.check_integrity()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories(seed: int) -> None:
     """The cache against a plain model of it: what was written to a slot is still there when it is read.

@@ -352,6 +352,7 @@ COSTS = (
 )
 
 
+@pytest.mark.slow
 def test_workers_choose_as_one_process_does() -> None:
     """Tokens a second once they have learnt, on the average of machines and texts: within 3 %. A single pair
     differs by chance: trials begin and end with other rounds."""
