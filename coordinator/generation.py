@@ -13,7 +13,7 @@ from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire import chains, tree
 from specwire.completion import Stage
-from specwire.config.speculative import GRAMMAR, METHODS
+from specwire.config.speculative import FROM_TEXT
 from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.estimate import clock
@@ -165,7 +165,7 @@ class Round:
     @property
     def is_from_text(self) -> bool:
         """Whether the coordinator made the proposal, and no model."""
-        return self.proposal.source in (*METHODS, GRAMMAR)
+        return self.proposal.source in FROM_TEXT
 
     @property
     def num_steps(self) -> int:

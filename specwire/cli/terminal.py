@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from specwire.client.client import Client
 from specwire.completion import Chunk, Completion, Speculation, Token
-from specwire.config.speculative import METHODS
+from specwire.config.speculative import FROM_TEXT
 from specwire.core import Fate, SamplingParams
 
 _FATES = {
@@ -94,7 +94,7 @@ def _painted(token: Token) -> str:
     text = printable(token.text)
     if token.fate is Fate.REJECTED:  # a struck-out line break must not break the line
         text = text.replace("\n", "⏎")
-    return _paint(text, _FATES[token.fate] + (_FROM_TEXT if token.source in METHODS else ""), True)
+    return _paint(text, _FATES[token.fate] + (_FROM_TEXT if token.source in FROM_TEXT else ""), True)
 
 
 def _paint(text: str, code: str, colour: bool) -> str:

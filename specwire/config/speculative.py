@@ -40,6 +40,8 @@ METHODS = (NGRAM, SUFFIX, *COUNTS)
 """Sources of drafts that need no model."""
 GRAMMAR = "grammar"
 """Source of what the grammar of a request leaves no choice about; no method that can be chosen."""
+FROM_TEXT = (*METHODS, GRAMMAR)
+"""Sources of proposals that no model makes."""
 INNER_METHODS = (NGRAM, SUFFIX)
 """What may guess a draft's tokens, besides a smaller model."""
 ABOVE = ">"

@@ -10,7 +10,7 @@ import hashlib
 from functools import cache
 from importlib import resources
 
-from specwire.config.speculative import METHODS
+from specwire.config.speculative import FROM_TEXT
 
 _FILES = {"{css}": "page.css", "{live}": "page_live.js", "{js}": "page.js"}
 
@@ -18,7 +18,7 @@ _FILES = {"{css}": "page.css", "{live}": "page_live.js", "{js}": "page.js"}
 @cache
 def html() -> str:
     """The document."""
-    parts = {name: _source(file) for name, file in _FILES.items()} | {"{methods}": " ".join(METHODS)}
+    parts = {name: _source(file) for name, file in _FILES.items()} | {"{methods}": " ".join(FROM_TEXT)}
     document = _source("page.html")
     for name, part in parts.items():
         document = document.replace(name, part)
