@@ -76,8 +76,9 @@ class Checkout:
                 "max_num_tokens": max(2048, max_streams * _MAX_PROMPT_LEN),
                 "max_prefill_tokens": max(2048, max_streams * _MAX_PROMPT_LEN),  # all begin at once
             }
-            verify = self._start("verify_service", model=devices.target, **engine)
-            draft = self._start("draft_service", model=devices.draft, **engine)
+            address = "127.0.0.1:0"
+            verify = self._start("verify_service", address=address, model=devices.target, **engine)
+            draft = self._start("draft_service", address=address, model=devices.draft, **engine)
             link = (
                 self._start("specwire.cli", "proxy", to=verify.address, rtt_ms=verify_rtt_ms)
                 if verify_rtt_ms
@@ -85,6 +86,7 @@ class Checkout:
             )
             coordinator = self._start(
                 "coordinator",
+                address=address,
                 verify_address=link.address,
                 draft_address=draft.address,
                 num_draft_tokens=devices.num_draft_tokens,

@@ -236,7 +236,8 @@ class SharedMeasurements:
         share = self.costs.proposal_share
         parts = [f"a proposal takes {share:.1f} of a pass"] if share >= _LEAST_SHARE else []
         tokens = self._prospects.tokens
-        parts.append(f"{tokens[max(1, self.costs.usual_length)] - 1:.1f} of its tokens are accepted")
+        length = min(max(1, self.costs.usual_length), len(tokens) - 1)  # a request may fix a longer one
+        parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")
         caps = self._caps.look(self._num_streams())
         plain, *others = (arm.rate.tokens_per_ns(tokens) for arm in caps.arms.values())
         if plain and not caps.best:
