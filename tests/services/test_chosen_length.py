@@ -57,12 +57,12 @@ def test_no_round_is_drawn_twice_where_the_length_follows_from_what_was_learned(
 def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A draft step takes as long as a pass, and hardly a token is accepted."""
+    """A draft step takes as long as four passes, and hardly a token is accepted."""
     options = {**CHOSEN, "num_outcomes": "0"}
     with (
         caplog.at_level(logging.INFO),
         local_stack(
-            "emulated:step_ms=4", "emulated:step_ms=4,alpha=0.1", coordinator_options=options
+            "emulated:step_ms=4", "emulated:step_ms=16,alpha=0.1", coordinator_options=options
         ) as stack,
     ):
         params = SamplingParams(max_tokens=60, seed=1)
