@@ -28,7 +28,8 @@ pictures: setup system
 
 setup: $(VENV)/installed
 
-# Bytecode is part of an installation, also where the environment keeps Python from writing it.
+# Bytecode is part of an installation, also where the environment keeps Python from writing it, and serves tests, which
+# several processes read.
 COMPILING = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
 LOCKED = requirements/install.sh $(BIN)/python
@@ -131,7 +132,7 @@ proto-check: setup
 # Two processes share the processors, and one that is done takes tests from the other; tests marked `serial` then have
 # the processors for themselves (pyproject.toml has the markers). A thread for each model: several processes compute at
 # a time, and threads that wait for each other spin.
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(COMPILING) -m pytest
 
 unit: export OMP_NUM_THREADS = 1
 unit: setup

@@ -70,7 +70,7 @@ def address(pair: tuple[Path, Path]) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "num_before"), CASES)
 def test_four_chains(address: str, logits: Tensor, settings: dict[str, Any], num_before: int) -> None:
     check_distribution(address, logits, settings, num_before)

@@ -46,7 +46,7 @@ def written(stack: LocalStack, schemas: Sequence[Schema]) -> list[Completion]:
     return asyncio.run(every())
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_output_validates(stack: LocalStack, count: int) -> None:
     rng = random.Random(7)
     schemas = [random_document(rng) for _ in range(count)]

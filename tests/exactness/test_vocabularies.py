@@ -121,6 +121,7 @@ class TestDistributions:
             done, params = sample(stack.address, settings)
         assert fit_p_value(done, logits, params) < CLEARLY_WRONG
 
+    @pytest.mark.slow
     def test_nothing_is_prepared_where_tokens_are_sampled(self, address: str) -> None:
         """The time of a branch would depend on tokens that are not judged yet."""
         done, _ = sample(address, {"rule": Rule.REJECTION, "max_tokens": LENGTH})

@@ -293,7 +293,7 @@ def named(cell: Cell, marks: list[Any]) -> Any:
     return pytest.param(cell, marks=marks, id=f"{cell.who}-{cell.fault}-{cell.moment}{trees}")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [named(cell, marks) for cell, marks in CELLS])
 async def test_cell(rig: Rig, undisturbed: Seen, cell: Cell, request: pytest.FixtureRequest) -> None:
     try:

@@ -148,8 +148,8 @@ def test_other_streams_go_on_while_a_grammar_takes_too_much(stack: LocalStack) -
 
     async def both() -> tuple[list[float], float]:
         async with AsyncClient(stack.address) as client:
-            # Their own grammar is compiled when the other one comes: the helper compiles one at a time.
-            own = SamplingParams(grammar=GRAMMAR, max_tokens=1)
+            # Target and draft have compiled theirs when the other one comes: they compile one at a time.
+            own = SamplingParams(grammar=GRAMMAR, num_draft_tokens=2)
             await client.generate(params=own, prompt_token_ids=PROMPT)
             until = asyncio.Event()
             reading = asyncio.create_task(gaps(client, until))

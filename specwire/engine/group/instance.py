@@ -38,7 +38,8 @@ def isolated_environ() -> dict[str, str]:
 
     Usage statistics are off. The instance listens on loopback only, as on machines that are never part of a
     cluster, and requires a token, which is not stored in the user's home directory. Its workers, which do the
-    actual work, are not niced. There is one token per process, since Ray reads it once.
+    actual work, are not niced. There is one token per process, since Ray reads it once. Its control service,
+    for which it waits 30 s by default, may need all of our own limit where its program is not in memory yet.
     """
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,6 +47,7 @@ def isolated_environ() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_worker_niceness": "0",
+        "RAY_gcs_server_port_wait_time_s": f"{_START_S:.0f}",
     }
 
 
