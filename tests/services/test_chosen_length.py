@@ -57,20 +57,22 @@ def test_no_round_is_drawn_twice_where_the_length_follows_from_what_was_learned(
 def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A draft step takes as long as four passes, and hardly a token is accepted."""
+    """A draft step takes as long as two passes, and hardly a token is accepted: trials find that out."""
     options = {**CHOSEN, "num_outcomes": "0"}
+    reason = r"does not pay here: a proposal takes \d+\.\d of a pass, \d\.\d of its tokens are accepted"
     with (
         caplog.at_level(logging.INFO),
         local_stack(
-            "emulated:step_ms=4", "emulated:step_ms=16,alpha=0.1", coordinator_options=options
+            "emulated:step_ms=4", "emulated:step_ms=8,alpha=0.1", coordinator_options=options
         ) as stack,
     ):
-        params = SamplingParams(max_tokens=60, seed=1)
-        done = [stack.client.generate(params=params, prompt_token_ids=[1]) for _ in range(2)][-1]
-        status = stack.client.get_status()
-    reason = r"does not pay here: a proposal takes \d+\.\d of a pass, \d\.\d of its tokens are accepted"
-    assert re.match(reason, done.speculation.why_plain)
-    assert re.match(reason, status.why_plain)
+
+        def whys() -> tuple[str, str]:
+            """Of a completion, and of the status after it."""
+            done = stack.client.generate(params=SamplingParams(max_tokens=60, seed=1), prompt_token_ids=[1])
+            return done.speculation.why_plain, stack.client.get_status().why_plain
+
+        assert any(all(re.match(reason, why) for why in whys()) for _ in range(20))
     hints = [record.getMessage() for record in caplog.records if "decoded plainly" in record.getMessage()]
     assert len(hints) == 1
     assert re.match(f"drafting {reason}", hints[0])
