@@ -99,6 +99,7 @@ def test_the_distribution_is_the_targets(address: str, logits: torch.Tensor, rul
     check_distribution(address, logits, rule)
 
 
+@pytest.mark.slow
 def test_tokens_a_pass(address: str, request: pytest.FixtureRequest) -> None:
     """Nearly all tokens of good heads are accepted, and of hostile ones none: the tests above have both."""
     found = num_passes(address, num_draft_tokens=4)

@@ -198,7 +198,7 @@ def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParam
     stack.assert_idle_within(2.0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @KINDS
 def test_trees(stack: LocalStack, params: SamplingParams) -> None:
     """Their nodes are shared tokens."""
@@ -237,6 +237,7 @@ def test_a_text_outside_of_the_drafts_vocabulary(stack: LocalStack) -> None:
             assert not done.speculation.draft_unavailable
 
 
+@pytest.mark.slow
 def test_the_cache_is_rolled_back_as_far_as_needed(stack: LocalStack) -> None:
     """A round runs its committed tokens, the few before them that are cut otherwise now, and its drafts."""
     prompt = "\n".join(f"value_{i} = compute(value_{i + 1}, {i})" for i in range(60))

@@ -209,7 +209,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_seeds", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(24, marks=pytest.mark.slow)])
 def test_requests_of_all_kinds_in_one_step(address: str, logits: torch.Tensor, num_seeds: int) -> None:
     """Each has its own rule, temperature, seed and place among the rows, whatever is beside it."""
     params = [{"max_tokens": LONG, **each} for each in MIXED]

@@ -101,7 +101,7 @@ def test_a_draft_that_hangs(fleet: Fleet, receiver: OtlpReceiver) -> None:
     spans_of(receiver, 1)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [stopped, lambda service: hung_device(service, "verify")], ids=["stop", "hung"]
 )

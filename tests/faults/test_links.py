@@ -120,6 +120,7 @@ def test_a_link_that_is_silent_both_ways(cases: list[Case]) -> None:
     together(lambda case: try_out(case, "silence"), both_ways(cases))
 
 
+@pytest.mark.slow
 def test_a_deadline_in_the_silence(cases: list[Case]) -> None:
     """It ends a request that nothing else would end."""
     together(expire, cases)

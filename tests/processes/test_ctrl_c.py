@@ -130,6 +130,7 @@ class TestUp:
             proxy.ready_line()
             assert interrupt(proxy) == f"{SAID}\n"
 
+    @pytest.mark.slow
     def test_up_in_mid_stream(self, up: Command, address: str) -> None:
         assert up.process.stdout is not None
         page = up.process.stdout.readline().decode().split("/")[2]

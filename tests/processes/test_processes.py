@@ -212,6 +212,7 @@ class TestDemo:
             _ = command.services
         return shown.decode(errors="replace")
 
+    @pytest.mark.slow
     def test_shows_fates_in_colour_and_cleans_up(self, pair: tuple[Path, Path]) -> None:
         with self.on_terminal(pair, max_tokens=60) as (command, terminal):
             shown = self.read(command, terminal)

@@ -15,6 +15,8 @@ import pytest
 from specwire import Client, ContextLengthError, SamplingParams
 from tests.support.processes import Command, running, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Command]:

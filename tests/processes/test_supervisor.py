@@ -95,6 +95,7 @@ def answer(address: str, old_pid: int, stack: Stack) -> dict[str, list[dict[str,
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_up_starts_replicas_and_goes_on_while_one_is_left() -> None:
     config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
     params = SamplingParams(max_tokens=20, seed=1)

@@ -255,6 +255,7 @@ class TestCommand:
 
 
 class TestThroughRealServices:
+    @pytest.mark.slow
     def test_live_and_its_saved_spans(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         kept = tmp_path / "spans.json"
         flags = [

@@ -160,6 +160,7 @@ def test_each_worker_answers_for_all(coordinator: Coordinator) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_limits_are_those_of_all_workers_together(coordinator: Coordinator) -> None:
     """Running, waiting and refused: exactly as in one process, whichever worker a request is sent to."""
 

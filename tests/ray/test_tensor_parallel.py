@@ -355,6 +355,7 @@ class TestPlainRanks:
             assert shard.weights < shard.own <= bound
             assert whole.own > bound, "who holds it all is found out"
 
+    @pytest.mark.slow
     def test_padded_steps_are_the_same_and_replayed_by_all_ranks_or_by_none(self, tmp_path: Path) -> None:
         """On a CPU, where nothing is recorded; NCCL in CUDA graphs has not been seen."""
         family, shape = SHAPES["odd vocabulary"]

@@ -73,7 +73,7 @@ def test_an_unread_stream_without_credit(stack: LocalStack) -> None:
         assert tuple(token_ids) == expected[: len(token_ids)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_paused_stream_holds_nothing_and_goes_on_to_the_same_text(stack: LocalStack, rule: Rule) -> None:
     sampling = params(150, rule=rule, num_draft_tokens=4)

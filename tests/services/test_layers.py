@@ -289,6 +289,7 @@ def test_the_search_finds_what_a_grid_finds() -> None:
     assert max(each.speedup for each in tried) > 0.98 * best
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a text to a file that `layers:auto` reads, and a picture."""
     pytest.importorskip("bayes_opt")

@@ -192,6 +192,7 @@ def test_a_share_of_the_time(pair: tuple[Path, Path], monkeypatch: pytest.Monkey
     assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.079
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_learning_and_not_the_service(
     stack: LocalStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_full_verify_service_refuses(pair: tuple[Path, Path]) -> None:
         assert all(error.retry_after_ms for error in refused)
 
 
+@pytest.mark.slow
 def test_a_full_draft_service_costs_speed_only(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, draft_options={"max_sequences": 1}) as stack:
         results = asyncio.run(flood(stack.address, 4))
