@@ -1,7 +1,7 @@
 """Every output under a JSON schema parses and validates, by a library that knows nothing of masks.
 
-A text may end at the limit of tokens: it is a beginning then, and counted. `test_http_structured.py` has one schema
-for `make test`.
+A text may end at the limit of tokens: it is a beginning then, and counted. `make test` has one schema, in
+`test_http_structured.py`.
 """
 
 from __future__ import annotations
