@@ -115,6 +115,7 @@ def test_a_verify_that_freezes_and_another_takes_over(
     assert lost(spans_of(receiver, seed), "verify")
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_killed(fleet: Fleet, receiver: OtlpReceiver) -> None:
     """It costs next to nothing; the trace says what happened."""
     timing = disturbed(fleet, "draft", killed, seed=4)

@@ -283,6 +283,7 @@ class TestSamplingFlags:
         assert params.stop == ("a", "b")
         assert params.logit_bias == {1: 2.0, 3: 4.0}
 
+    @pytest.mark.slow
     def test_all_together_through_the_services(
         self, stack: LocalStack, capsys: pytest.CaptureFixture[str]
     ) -> None:

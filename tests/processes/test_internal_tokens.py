@@ -19,6 +19,8 @@ from specwire.rpc.statuses import from_rpc_error
 from specwire.security.bearer import make_token
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(max_tokens=30, seed=1, rule=Rule.GUMBEL)
 
 

@@ -151,6 +151,7 @@ def test_penalties_biases_and_log_probabilities(stack: LocalStack) -> None:
     assert all(token.logprob is not None and token.logprob <= 0 for token in done.tokens)
 
 
+@pytest.mark.slow
 def test_many_draft_tokens_leave_room_for_few_chains(stack: LocalStack) -> None:
     """A verify pass has 64 draft tokens at most."""
     for num, num_chains in ((32, 2), (33, 1)):
