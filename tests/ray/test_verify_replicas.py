@@ -252,15 +252,15 @@ class Group:
             ranks = [process for process in found if _name(process).startswith("ray::Rank")]
             if len(ranks) == 2:
                 self._processes = found
-                ranks[1].suspend()
+                self._held = ranks[1]
+                self._held.suspend()
                 lines = " ".join(word for one in found for word in one.cmdline())
                 [folder] = set(re.findall(r"[^= ]*/specwire-ray-\w+", lines))
                 self._folder = Path(folder)
         return bool(self._processes)
 
     def go_on(self) -> None:
-        for process in self._processes:
-            process.resume()
+        self._held.resume()
 
     def assert_gone(self) -> None:
         wait_until(lambda: all(gone(process) for process in self._processes), END_S)
