@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -57,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs.report(error)
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed again, it must not change the status
         return 130
     except BrokenPipeError:  # `specwire generate ... | head`
         os.dup2(

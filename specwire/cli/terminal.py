@@ -21,13 +21,13 @@ _FATES = {
     Fate.BONUS: "\x1b[34m",
     Fate.PLAIN: "\x1b[90m",
 }
-_FROM_TEXT = "\x1b[4m"
+_UNDERLINED = "\x1b[4m"
 _LEGEND = {
     "accepted": _FATES[Fate.ACCEPTED],
     "rejected": _FATES[Fate.REJECTED],
     "recovered or bonus": _FATES[Fate.BONUS],
     "target alone": _FATES[Fate.PLAIN],
-    "from the text": _FROM_TEXT,
+    "from the text": _UNDERLINED,
 }
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -94,7 +94,7 @@ def _painted(token: Token) -> str:
     text = printable(token.text)
     if token.fate is Fate.REJECTED:  # a struck-out line break must not break the line
         text = text.replace("\n", "⏎")
-    return _paint(text, _FATES[token.fate] + (_FROM_TEXT if token.source in FROM_TEXT else ""), True)
+    return _paint(text, _FATES[token.fate] + (_UNDERLINED if token.source in FROM_TEXT else ""), True)
 
 
 def _paint(text: str, code: str, colour: bool) -> str:

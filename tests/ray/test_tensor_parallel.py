@@ -319,7 +319,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class TestPlainRanks:
-    """Plain processes, without Ray."""
+    """Plain processes, without Ray: one start for all of it."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -329,14 +329,15 @@ class TestPlainRanks:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    def found(cls, sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
         directory = tmp_path_factory.mktemp("large")
         large = rank_memory.save_model(directory, "bfloat16", num_layers=3, width=512, file_size="10MB")
-        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large))
+        store = str(directory / "store")
+        return run_ranks(2, _on_ranks, [str(source) for source in sources], str(large), store)
 
     @pytest.mark.slow
     def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
-        self, sources: list[Path], found: tuple[Any, Any]
+        self, sources: list[Path], found: tuple[Any, Any, Any]
     ) -> None:
         for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
             model = loading.load_model(source)
@@ -347,7 +348,7 @@ class TestPlainRanks:
             np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
 
     @pytest.mark.slow
-    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any]) -> None:
+    def test_no_rank_holds_the_whole_model_while_it_loads(self, found: tuple[Any, Any, Any]) -> None:
         """Of float32 weights from several bfloat16 files, so that all of them must be converted."""
         for shard, whole in found[1]:
             assert whole.weights / 2 <= shard.weights < whole.weights * 0.51
@@ -356,12 +357,12 @@ class TestPlainRanks:
             assert whole.own > bound, "who holds it all is found out"
 
     @pytest.mark.slow
-    def test_padded_steps_are_the_same_and_replayed_by_all_ranks_or_by_none(self, tmp_path: Path) -> None:
+    def test_padded_steps_are_the_same_and_replayed_by_all_ranks_or_by_none(
+        self, sources: list[Path], found: tuple[Any, Any, Any]
+    ) -> None:
         """On a CPU, where nothing is recorded; NCCL in CUDA graphs has not been seen."""
-        family, shape = SHAPES["odd vocabulary"]
-        source = save_target(tmp_path / "model", family, **shape)
-        plain = _history(ModelRunner(loading.load_model(source), num_pages=64))
-        together, apart = run_ranks(2, _replayed_on_ranks, str(source), str(tmp_path / "store"))
+        plain = _history(ModelRunner(loading.load_model(sources[0]), num_pages=64))
+        together, apart = found[2]
         for logits, _, _ in (together, apart):
             for ours, expected in zip(logits, plain, strict=True):
                 np.testing.assert_allclose(ours, expected, atol=1e-4)
@@ -376,9 +377,13 @@ class Broken:
         raise RuntimeError("no room\nfor it")
 
 
-def _on_ranks(num_ranks: int, sources: list[str], large: str) -> tuple[Any, Any]:
+def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
     """Runs on each rank."""
-    return _logits_on_ranks(num_ranks, sources), rank_memory.loaded_on_ranks(num_ranks, large)
+    return (
+        _logits_on_ranks(num_ranks, sources),
+        rank_memory.loaded_on_ranks(num_ranks, large),
+        _replayed_on_ranks(num_ranks, sources[0], store),
+    )
 
 
 def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[Any, int, str]]:
