@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # these import torch, which takes seconds: fixtures that need
 
 # A thread for each model: several processes compute at a time, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell that runs us in the background has us ignore Ctrl-C, and all that we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Signal handlers and environment as they were."""
     for name in [name for name in os.environ if name.startswith("SPECWIRE_")]:
         monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

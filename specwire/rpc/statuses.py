@@ -30,6 +30,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[SpecwireError]] = {
 _MAX_MESSAGE_BYTES = 1_000
 _MAX_FIELDS_BYTES = 1_500
 _CUT = "..."
+_DEADLINE_OF_GRPC = "Deadline Exceeded"  # alone, or as the reason why it removed the stream
 
 
 def to_status(error: SpecwireError) -> Any:
@@ -63,6 +64,8 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
         with contextlib.suppress(KeyError, ValueError):  # not an error of ours, or with other fields
             return errors.rebuild(info.reason, dict(info.metadata), error.details() or "")
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
+    if kind is errors.DeadlineExceededError and _DEADLINE_OF_GRPC in (error.details() or ""):
+        return kind("the deadline passed")  # in the words of the service that may see it first
     return kind(f"{error.code().name}: {error.details()}")
 
 

@@ -242,8 +242,6 @@ def test_ctrl_c_prints_what_was_measured(stack: LocalStack, tmp_path: Path) -> N
     json_file = tmp_path / "out.json"
     command = [sys.executable, "-m", "specwire.cli", "bench", "serve", "--server", stack.address]
     command += ["--rate", "20", "--num-requests", "2000", "--max-tokens", "8", "--json", str(json_file)]
-    # Under a shell that runs us in the background, we and our children ignore SIGINT.
-    command = ["env", "--default-signal=INT", *command]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     finished_before = stack.client.get_status().num_finished
     while stack.client.get_status().num_finished < finished_before + 5:
