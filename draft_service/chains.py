@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from draft_service.drafter import DraftJob, Drawn
 from specwire import chains
-from specwire.core import Proposal
-from specwire.errors import InternalError
 from specwire.support import Support
 from specwire.tree import TokenTree
 
@@ -58,8 +56,8 @@ class ChainsJob(DraftJob):
     def add(self, drawn: Drawn, row: int) -> None:
         """A token of each chain; unless they are the last, the next pass runs them."""
         token_ids = drawn.of_chains[row]
-        if min(token_ids) < 0 and self.num_usable is None:
-            self.num_usable = self._depth
+        if self.fails(min(token_ids), self._depth):
+            return
         self._append_nodes(token_ids)
         for own, own_from, token_id, first in zip(
             self.drawn, self.drawn_from, token_ids, self._firsts, strict=True
@@ -71,7 +69,7 @@ class ChainsJob(DraftJob):
         self._firsts = [self.drawn.index(own) for own in self.drawn]
         self.num_rows = self.num_chains
         if self._depth == self.num_draft_tokens:
-            self.result = self._chains()
+            self.result = chains.merged(self.drawn, self.drawn_from, self.committed_len)
 
     def _append_nodes(self, token_ids: Sequence[int]) -> None:
         """To the sequence; a chain goes on from the first one that has its tokens so far."""
@@ -82,11 +80,3 @@ class ChainsJob(DraftJob):
         last = len(before.parents) - self.num_chains
         sequence.tokens += [max(token_id, 0) for token_id in token_ids]
         sequence.tree = before.extended(last + first if self._depth else -1 for first in self._firsts)
-
-    def _chains(self) -> Proposal | InternalError:
-        """Up to the first depth at which the logits of one were not finite."""
-        length = self.num_draft_tokens if self.num_usable is None else self.num_usable
-        if length == 0:
-            return InternalError("the draft's logits are not finite")
-        token_ids = [own[:length] for own in self.drawn]
-        return chains.merged(token_ids, [own[:length] for own in self.drawn_from], self.committed_len)

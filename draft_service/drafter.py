@@ -48,8 +48,9 @@ class DraftJob(Job):
     The last draft token is never run: its keys and values are computed in the next round, if it was
     accepted. That is why a round that accepts everything commits two tokens that the cache lacks.
 
-    The proposal ends before the first position whose logits are not finite. All passes are run nevertheless:
-    the time that a proposal takes must not depend on its tokens.
+    Where the logits after a draft token are not finite, the draft is certain of token 0, a distribution like
+    any other: a proposal that ended there would be shorter for some tokens than for others. A request fails
+    where those after its own tokens are not.
 
     Attributes:
         vocab_limit: token ids from here on are never drafted; 0 for no limit.
@@ -57,7 +58,6 @@ class DraftJob(Job):
         committed: of a draft with another vocabulary, all tokens up to the draft, in the target's vocabulary,
             as is all that a job takes and gives. The sequence has the draft's own tokens.
         own_len: tokens of the sequence before the drafted ones.
-        num_usable: draft tokens before the first logits that were not finite; None where all were finite.
         candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
 
@@ -66,7 +66,6 @@ class DraftJob(Job):
     num_candidates: int = 0
     committed: Committed | None = None
     own_len: int = field(init=False, default=0)
-    num_usable: int | None = None
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
     candidates: list[list[int]] = field(default_factory=list)
@@ -166,11 +165,9 @@ class DraftJob(Job):
         Args:
             row: the first of the job's own rows.
         """
-        drafted, token_id = self.drafted, drawn.token_ids[row]
-        if token_id < 0:
-            token_id = 0
-            if self.num_usable is None:
-                self.num_usable = len(drafted)
+        drafted, token_id = self.drafted, max(0, drawn.token_ids[row])
+        if self.fails(drawn.token_ids[row], len(drafted)):
+            return
         self.sequence.tokens += self.own_ids((token_id,))
         drafted.append(token_id)
         if self.num_candidates:
@@ -179,15 +176,17 @@ class DraftJob(Job):
         if drawn.supports and (support := drawn.supports[row]) is not None:
             self.supports.append(support)
         if len(drafted) == self.num_draft_tokens:
-            self.result = self._proposal()
+            self.result = Proposal(self.committed_len, drafted, self.supports)
 
-    def _proposal(self) -> Proposal | InternalError:
-        proposal = Proposal(self.committed_len, self.drafted, self.supports)
-        if self.num_usable is None:
-            return proposal
-        if self.num_usable == 0:
-            return InternalError("the draft's logits are not finite")
-        return proposal.first(self.num_usable)
+    def fails(self, token_id: int, depth: int) -> bool:
+        """Whether the request fails, since the logits after its own tokens are not finite.
+
+        What is prepared does not: its first token follows draft tokens that were not judged.
+        """
+        is_failed = token_id < 0 and depth == 0 and self.parent is None
+        if is_failed:
+            self.result = InternalError("the draft's logits are not finite")
+        return is_failed
 
 
 @dataclass(eq=False)
@@ -243,8 +242,7 @@ class TreeJob(DraftJob):
 
     def add(self, drawn: Drawn, row: int) -> None:
         """The candidates after the nodes that were run become nodes; the next pass runs the best of them."""
-        if drawn.token_ids[row] < 0 and not self._num_passes:
-            self.result = InternalError("the draft's logits are not finite")
+        if self.fails(drawn.token_ids[row], self._num_passes):
             return
         _add_candidates(self.growth, self._open, drawn, row)
         self._num_passes += 1
@@ -327,6 +325,7 @@ class Drawn(NamedTuple):
     Attributes:
         token_ids: -1 where the logits are not finite.
         supports: the support that each was drawn from, None where tokens are matched; empty if all are.
+            Token 0 alone where the logits are not finite.
         ranked: likeliest tokens, best first; the drawn one may be among them. Empty if none are wanted.
         shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
             empty if none are.
@@ -508,7 +507,7 @@ class DraftDecider:
     def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
 
-        A row without finite logits has an empty support and the token -1.
+        A row without finite logits has the token -1.
         """
         if places is None:
             return []
@@ -516,9 +515,13 @@ class DraftDecider:
         ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
         coins = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
         columns = sampling.draw(support_probs, coins)
-        found = [ids.gather(1, columns[:, None])[:, 0], ids, support_probs, lengths]
+        in_support = ids.masked_fill(~(support_probs > 0), -1)
+        token_ids = in_support.gather(1, columns[:, None])[:, 0]
+        is_there = lengths > 0
+        ids[:, 0], support_probs[:, 0] = ids[:, 0].where(is_there, 0), support_probs[:, 0].where(is_there, 1)
+        found = [token_ids, ids, support_probs, lengths.clamp(min=1)]
         if question.draws:
-            found.append(self._draw_chains(question, places, ids, support_probs))
+            found.append(self._draw_chains(question, places, in_support, support_probs))
         return found
 
     @staticmethod
@@ -562,13 +565,16 @@ def _matched(token_ids: IntArray, *candidates: Any) -> Drawn:
 def _supports(
     token_ids: IntArray, ids: IntArray, probs: FloatArray, lengths: IntArray, *, num_ranked: int
 ) -> Drawn:
-    """For rows that were sampled from a support, which is sorted by probability, highest first."""
-    lens = lengths.tolist()
-    supports = [Support(row[:n], own[:n]) for row, own, n in zip(ids, probs, lens, strict=True)]
+    """For rows that were sampled from a support, which is sorted by probability, highest first.
+
+    Every row has as many likeliest tokens, however few are in its support: how much is prepared for the
+    outcomes of a proposal must not depend on its tokens.
+    """
+    each = zip(ids, probs, lengths.tolist(), strict=True)
+    supports = [Support(row[:n], own[:n]) for row, own, n in each]
     if not num_ranked:
         return Drawn(token_ids.tolist(), supports)
-    likeliest = ids[:, :num_ranked].tolist()
-    return Drawn(token_ids.tolist(), supports, [row[:n] for row, n in zip(likeliest, lens, strict=True)])
+    return Drawn(token_ids.tolist(), supports, ids[:, :num_ranked].tolist())
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:

@@ -477,17 +477,12 @@ class Lookahead:
         root, preparation = self._root, self._preparation
         if root is None or preparation is None:
             return
-        self._close_failed()
         for branch in (root, *self._branches):
             self._peek(branch)
             branch.list_outcomes(self._forecast)
         worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.bonus_worths]
         while parent := self._next_parent(root, preparation.num_outcomes, worths_to_come):
             self._add_branch(parent, preparation)
-
-    def _close_failed(self) -> None:
-        self._close(branch for branch in self._branches if branch.error)
-        self._branches = [branch for branch in self._branches if not branch.error]
 
     def _next_parent(self, root: Branch, max_branches: int, worths_to_come: list[float]) -> Branch | None:
         """The branch whose next outcome is the likeliest; None when no further branch is worth it or fits.

@@ -226,7 +226,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             return order._replace(prepare=None)
         if (self._settings.shared or params.grammar) and not params.matches_tokens:
             # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
-            # own tokens they are, or what the grammar does with them. See "Lateness" in docs/exactness.md.
+            # own tokens they are, or what the grammar does with them: "Time and tokens" in docs/exactness.md.
             return order._replace(prepare=None)
         most = self._settings.max_outcomes
         if not most:
@@ -348,9 +348,8 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     def _num_bytes(self, branch: Branch) -> int:
         """About the bytes of a prepared proposal."""
         assert branch.proposal is not None
-        num_supports = branch.job.num_draft_tokens if branch.proposal.supports else 0
-        num_tokens = len(branch.path) + max(len(branch.proposal.token_ids), num_supports)
-        return 32 + 4 * num_tokens + 8 * self._settings.support_len * num_supports
+        num_tokens, num_supports = len(branch.proposal.token_ids), len(branch.proposal.supports)
+        return 32 + 4 * (len(branch.path) + num_tokens) + 8 * self._settings.support_len * num_supports
 
     async def write(self, message: draft_pb2.DraftResponse) -> None:
         if message.HasField("prepared"):
@@ -369,7 +368,6 @@ def _answer(state: _Drafting, request: Request) -> DraftAnswer:
         spent,
         0 if request.was_prepared else job.num_cached_tokens,
         request.was_prepared,
-        order.num_wanted,
     )
 
 
@@ -389,7 +387,6 @@ def _prepared(sequence_id: int, state: _Drafting, branches: Sequence[Branch]) ->
             age_ns,
             branch.job.forward_ns,
             traceparent,
-            branch.job.num_draft_tokens,
         )
         for branch in branches
     ]

@@ -342,16 +342,6 @@ class SamplingParams:
         """Lists of noise that each token is drawn from; 1 where there is none."""
         return (self.num_lists or 1) if self.rule is Rule.GUMBEL and not self.greedy else 1
 
-    def key_base(self, base_len: int) -> int:
-        """What the random numbers of a round are keyed by besides seed, purpose and position.
-
-        Under block verification its base, else 0: see `specwire.rule.random`.
-
-        Args:
-            base_len: committed length that the round's draft tokens were drawn for, in tokens.
-        """
-        return base_len if self.rule is Rule.BLOCK else 0
-
 
 @dataclass(slots=True)
 class Proposal:

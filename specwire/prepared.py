@@ -39,8 +39,8 @@ class _Arrived:
 
     @property
     def num_entries(self) -> int:
-        """Of its supports."""
-        return sum(len(support.token_ids) for support in self.proposal.supports)
+        """Of its supports, padding included."""
+        return len(self.proposal.supports) * self.proposal.support_len
 
     def agrees(self, committed: Sequence[int]) -> bool:
         """Whether all tokens committed since `base_len` are on the path, or in the proposal after it."""
@@ -72,10 +72,10 @@ class PreparedProposals:
 
     Each is the path that it was prepared for, from some committed length on, then a chain or a tree. It is
     usable once the committed tokens have reached the end of the path, and for as long as they follow the
-    proposal: a late one may contain tokens that are committed by now. What is left of a chain is what the
-    draft would propose there, since a draft token depends only on seed, position and the tokens before.
-    Under block verification it depends on the chain's own base too: what is left is another draw from
-    the same distribution, and as good, since no round has judged it (docs/exactness.md).
+    proposal: a late one may contain tokens that are committed by now. Where tokens are matched, what is left
+    of a chain is what the draft would propose there, since a draft token depends only on seed, position and
+    the tokens before. Where they are sampled it depends on the chain's own base too: what is left is another
+    draw from the same distribution, and as good, since no round has judged it (docs/exactness.md).
     """
 
     def __init__(self, most: int, most_entries: int | None = None) -> None:
@@ -113,19 +113,19 @@ class PreparedProposals:
         return next((each.rest(committed).proposal for each in known), None)
 
     def take(self, committed: Sequence[int]) -> Prepared | None:
-        """The longest proposal that follows the committed tokens; None if there is none.
+        """What is left of the last proposal that follows the committed tokens; None if there is none.
 
-        Keeps only those whose path may still be committed.
+        The last is the one whose path reaches farthest, of several there the newest: how long a proposal is
+        may depend on tokens that were not judged, which must not decide between two. Keeps only those whose
+        path may still be committed.
         """
         if not self._arrived:
             return None
-        arrived, self._arrived = self._arrived, []
-        longest, most = None, 0
-        for each in arrived:
-            if not each.agrees(committed):
-                continue
-            if not each.is_reached(committed):
-                self._arrived.append(each)
-            elif len((rest := each.rest(committed)).proposal.token_ids) > most:
-                longest, most = rest, len(rest.proposal.token_ids)
-        return longest
+        agreeing = [each for each in self._arrived if each.agrees(committed)]
+        self._arrived = [each for each in agreeing if not each.is_reached(committed)]
+        reached = [each for each in agreeing if each.is_reached(committed)]
+        reached.reverse()
+        for each in sorted(reached, key=lambda each: -each.base_len - len(each.path)):
+            if (rest := each.rest(committed)).proposal.token_ids:
+                return rest
+        return None

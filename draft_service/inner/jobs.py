@@ -20,7 +20,7 @@ class InnerJob(DraftJob):
     it equals the token drawn in its place; what follows the first one that does not is dropped. So for any
     guesses the proposal and its candidates are those of `DraftJob`, up to the rounding of a pass of another
     width, and only the number of passes differs. That number tells about the drafted tokens, so such jobs
-    are for rules that match tokens: see "Lateness" in docs/exactness.md.
+    are for rules that match tokens: see "Time and tokens" in docs/exactness.md.
 
     Attributes:
         inner: what the inner drafter knows of the stream.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -36,8 +35,6 @@ from specwire.rule.random import uniform as uniform_at
 from specwire.support import Support
 
 _Probs = npt.NDArray[np.floating[Any]]
-_BLOCK_LEN = 64
-"""Positions whose random numbers are computed together: one costs as much as 20."""
 
 
 class Uniforms(Protocol):
@@ -83,62 +80,37 @@ def residual(
 
 
 def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
-    """Apply the rule that `params` names, with random numbers addressed by absolute position, and by the
-    round's base where the rule needs that.
+    """Apply the rule that `params` names, with random numbers addressed by absolute position and the
+    round's base.
 
     Raises:
         InternalError: proposal and verdict do not match.
     """
     if params.matches_tokens:
         return accept_by_match(proposal, verdict)
-    start, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
-    base = params.key_base(start)
+    base, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
+    residual_uniforms = _ResidualUniforms(seed, base)
     if proposal.leaves and params.rule is Rule.KSEQ:
-        uniforms_of = functools.partial(_chain_uniform, seed, start)
-        return accept_by_kseq(proposal, verdict, uniforms_of, _ResidualUniforms(seed, start, base))
+        uniforms_of = functools.partial(_chain_uniform, seed, base)
+        return accept_by_kseq(proposal, verdict, uniforms_of, residual_uniforms)
     rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
-    return rule(
-        proposal,
-        verdict,
-        _accept_uniforms(seed, start, num_draft_tokens, base),
-        _ResidualUniforms(seed, start, base),
-    )
+    accept_uniforms = uniforms(seed, Purpose.ACCEPT, range(base, base + num_draft_tokens), base)
+    return rule(proposal, verdict, accept_uniforms, residual_uniforms)
 
 
-def _accept_uniforms(seed: int, start: int, num: int, base: int) -> Sequence[float] | DoubleArray:
-    """[num] for the positions from `start` on."""
-    if base:
-        return uniforms(seed, Purpose.ACCEPT, range(start, start + num), base)
-    found: list[float] = []
-    while len(found) < num:
-        block, first = divmod(start + len(found), _BLOCK_LEN)
-        found += _accept_block(seed, block)[first : first + num - len(found)]
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _accept_block(seed: int, block: int) -> array[float]:
-    """[_BLOCK_LEN] of one sequence: rounds without a base need those of later positions soon.
-
-    All that are kept take half a MiB.
-    """
-    positions = range(block * _BLOCK_LEN, (block + 1) * _BLOCK_LEN)
-    return array("d", uniforms(seed, Purpose.ACCEPT, positions).tobytes())
-
-
-def _chain_uniform(seed: int, start: int, i: int, chain: int) -> float:
+def _chain_uniform(seed: int, base: int, i: int, chain: int) -> float:
     """Of a chain's draft token at draft position i."""
-    return uniform_at(seed, Purpose.ACCEPT, start + i, chain=chain)
+    return uniform_at(seed, Purpose.ACCEPT, base + i, base, chain)
 
 
 class _ResidualUniforms:
     """By draft position; a round needs one at most."""
 
-    def __init__(self, seed: int, start: int, base: int) -> None:
-        self._seed, self._start, self._base = seed, start, base
+    def __init__(self, seed: int, base: int) -> None:
+        self._seed, self._base = seed, base
 
     def __getitem__(self, i: int) -> float:
-        return uniform_at(self._seed, Purpose.RESIDUAL, self._start + i, self._base)
+        return uniform_at(self._seed, Purpose.RESIDUAL, self._base + i, self._base)
 
 
 def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:

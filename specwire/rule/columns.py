@@ -26,13 +26,11 @@ Number = TypeVar("Number", bound=np.generic)
 GREEDY = 1
 GUMBEL = 2
 """Tokens are matched under Gumbel coupling."""
-BLOCK = 4
-"""Random numbers are keyed by the base of the round."""
-WARPED = 8
+WARPED = 4
 """Temperature, top-k, top-p or min-p change the distribution; never set with `GREEDY`."""
-EDITED = 16
+EDITED = 8
 """Biases, penalties, `min_tokens` or a grammar change the logits."""
-LOGPROBS = 32
+LOGPROBS = 16
 """Log probabilities are reported."""
 MATCHED = GREEDY | GUMBEL
 
@@ -69,7 +67,6 @@ class Encoded(NamedTuple):
         flags = {
             GREEDY: params.greedy,
             GUMBEL: params.rule is Rule.GUMBEL and not params.greedy,
-            BLOCK: params.rule is Rule.BLOCK,
             WARPED: warps != _NEUTRAL,
             EDITED: bool(params.logit_bias)
             or params.needs_history
@@ -101,8 +98,8 @@ class Row(NamedTuple):
             where `params.needs_history`; an integer array is read faster than a list.
         position: absolute index of the token to be drawn.
         seed: of the request; with the position it determines every random number.
-        base_len: committed length that the row's round or proposal begins at. Random numbers depend on it
-            under block verification, and only there.
+        base_len: committed length that the row's round or proposal begins at: where tokens are sampled,
+            random numbers are keyed by it.
         masks: of the request, where it has a grammar.
         mask_row: this one's among them.
     """
@@ -185,9 +182,8 @@ class Rows:
 
     @cached_property
     def bases(self) -> IntArray:
-        """int64 [num_rows], what random numbers are keyed by besides: see `SamplingParams.key_base`."""
-        each = zip(self.encoded, self.base_lens, strict=True)
-        return self._each([base_len if encoded.traits & BLOCK else 0 for encoded, base_len in each])
+        """int64 [num_rows], see `Row.base_len`."""
+        return self._each([*self.base_lens])
 
     @cached_property
     def nums_lists(self) -> IntArray:

@@ -9,11 +9,10 @@ An address is a 64-bit key, the request's seed, and four 32-bit counter words:
 
     (position, low half) (position, high half) (block of token ids, or base) (stream)
 
-A position that was drafted and then discarded is drafted again later with the same numbers. That is sound as
-long as nothing that was discarded affects how the position is treated the next time. Under block verification
-it does: the later draft tokens of a round help to decide how many are kept. So there the base, the committed
-length that a round begins at, is part of the address, and no number of one round is met in another. Elsewhere
-it is 0, which is no round's base.
+Where tokens are sampled, the base, the committed length that a round begins at, is part of the address, and
+no number of one round is met in another. A position that was drafted and then discarded is drafted again
+later, and what was discarded may have decided something by then: under block verification how many tokens
+were kept, under every rule how long the draft was at work (docs/exactness.md).
 
 Where several tokens are drawn or judged at one position, as in chains that are drawn independently, each has
 numbers of its own: the index of its chain is in the upper bits of the stream word. So is that of a list of
@@ -122,7 +121,7 @@ def uniforms(
         seeds: one seed in [0, 2**63) for all, or [n].
         stream: what the numbers are used for.
         positions: [n] absolute token positions, from 0.
-        bases: one base in [0, 2**32) for all, or [n]; 0 where numbers are not keyed by it.
+        bases: one base in [0, 2**32) for all, or [n].
         chains: one index of a chain in [0, 2**24) for all, or [n]; 0 where there is one chain.
 
     Returns:

@@ -258,9 +258,9 @@ def truncate_support(probs: Tensor, mass: float, max_support: int) -> tuple[Tens
         max_support: in tokens, at least 1.
 
     Returns:
-        Token ids, int64 [num_rows, k], likeliest first, padded with -1; their probabilities, float32
-        [num_rows, k], renormalised, 0 at the padding; and int64 [num_rows], how many are kept. k is
-        `min(vocab_size, max_support)`.
+        The likeliest token ids, int64 [num_rows, k], best first; their probabilities, float32 [num_rows, k],
+        renormalised, 0 for those that are not kept; and int64 [num_rows], how many are kept, which are the
+        first ones. k is `min(vocab_size, max_support)`.
     """
     vocab_size = probs.shape[1]
     likeliest, token_ids = torch.topk(probs, min(vocab_size, max_support), dim=-1)
@@ -272,8 +272,7 @@ def truncate_support(probs: Tensor, mass: float, max_support: int) -> tuple[Tens
         beyond[:, 0] = False  # rounding must not leave a row empty
         kept = kept.masked_fill(beyond, 0)
     declared = (kept / kept.sum(dim=-1, keepdim=True)).float()
-    present = declared > 0
-    return token_ids.masked_fill(~present, -1), declared, present.sum(dim=-1)
+    return token_ids, declared, (declared > 0).sum(dim=-1)
 
 
 def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,7 +52,6 @@ class DraftAnswer(NamedTuple):
     Attributes:
         proposal: without tokens where none were wanted.
         begun_ahead: it had begun to be prepared before its request arrived.
-        num_wanted: draft tokens that were requested, which a proposal with supports is padded to.
     """
 
     sequence_id: int
@@ -61,7 +60,6 @@ class DraftAnswer(NamedTuple):
     timings: Timings
     num_cached_tokens: int = 0
     begun_ahead: bool = False
-    num_wanted: int = 0
 
 
 class PreparedAnswer(NamedTuple):
@@ -73,7 +71,6 @@ class PreparedAnswer(NamedTuple):
         last_request_age_ns: the age of that request then.
         forward_ns: the passes that made it.
         traceparent: of the span of its preparation; empty if it is not traced.
-        num_wanted: as of `DraftAnswer`.
     """
 
     sequence_id: int
@@ -83,7 +80,6 @@ class PreparedAnswer(NamedTuple):
     last_request_age_ns: int
     forward_ns: int
     traceparent: str = ""
-    num_wanted: int = 0
 
 
 # --- requests -------------------------------------------------------------------------------------------
@@ -234,8 +230,7 @@ def _prepared_to_proto(prepared: Sequence[PreparedAnswer], support_len: int) -> 
 def _proposals_to_proto(
     answers: Sequence[DraftAnswer | PreparedAnswer], support_len: int
 ) -> common_pb2.Proposals:
-    found = [answer.proposal for answer in answers]
-    return proposals.to_proto(found, [answer.num_wanted for answer in answers], support_len)
+    return proposals.to_proto([answer.proposal for answer in answers], support_len)
 
 
 def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposal]) -> list[DraftAnswer]:

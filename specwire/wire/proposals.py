@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,24 +16,19 @@ from specwire.support import FloatArray, IntArray, Support
 from specwire.v1 import common_pb2
 from specwire.wire import columns
 
-# Padding of a proposal.
-NO_TOKEN = -1
 NO_ID = 2**32 - 1
+"""Padding of a support."""
 _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
-def to_proto(
-    proposals: Sequence[Proposal], num_wanted: Sequence[int], support_len: int
-) -> common_pb2.Proposals:
+def to_proto(proposals: Sequence[Proposal], support_len: int) -> common_pb2.Proposals:
     """One entry for each.
 
     Args:
-        num_wanted: tokens that each is padded to if it has supports, of all chains together: its size must
-            not depend on them.
-        support_len: entries that each support is padded to, likewise.
+        support_len: entries that each support is padded to: the size must not depend on tokens.
     """
-    laid_out = [_LaidOut.of(each, num) for each, num in zip(proposals, num_wanted, strict=True)]
+    laid_out = [_LaidOut.of(each) for each in proposals]
     token_ids = [each.token_ids for each in laid_out]
     num_tokens = [*map(len, token_ids)]
     message = common_pb2.Proposals(
@@ -50,49 +46,35 @@ def to_proto(
 
 
 class _LaidOut(NamedTuple):
-    """The tokens of a proposal as they are sent, padding included.
-
-    Attributes:
-        supports: by place among the tokens.
-    """
+    """The tokens of a proposal as they are sent, each with its support where it was drawn from one."""
 
     token_ids: Sequence[int]
-    supports: Sequence[tuple[int, Support]]
+    supports: Sequence[Support]
 
     @classmethod
-    def of(cls, proposal: Proposal, num_wanted: int) -> _LaidOut:
+    def of(cls, proposal: Proposal) -> _LaidOut:
         """Several chains come one after another."""
-        if not proposal.supports:
-            return cls(proposal.token_ids, ())
-        if not proposal.leaves:
-            missing = [NO_TOKEN] * (num_wanted - len(proposal.token_ids))
-            return cls([*proposal.token_ids, *missing], [*enumerate(proposal.supports)])
+        if not proposal.leaves or not proposal.supports:
+            return cls(proposal.token_ids, proposal.supports)
         token_ids, supports = chains.split(proposal)
-        length = num_wanted // len(token_ids)
-        return cls(
-            [token_id for own in token_ids for token_id in (*own, *[NO_TOKEN] * (length - len(own)))],
-            [(length * i + place, each) for i, own in enumerate(supports) for place, each in enumerate(own)],
-        )
+        return cls([*chain.from_iterable(token_ids)], [*chain.from_iterable(supports)])
 
 
 def _add_supports(message: common_pb2.Proposals, proposals: Sequence[_LaidOut], support_len: int) -> None:
     has_supports = [bool(each.supports) for each in proposals]
-    num_rows = sum(len(each.token_ids) for each in proposals if each.supports)
-    ids = np.full((num_rows, support_len), NO_ID, "<u4")
-    probs = np.zeros((num_rows, support_len), "<f4")
-    start = 0
-    for proposal in proposals:
-        for place, support in proposal.supports:
-            ids[start + place, : len(support.token_ids)] = support.token_ids
-            probs[start + place, : len(support.probs)] = support.probs
-        start += len(proposal.token_ids) if proposal.supports else 0
+    supports = [support for each in proposals for support in each.supports]
+    ids = np.full((len(supports), support_len), NO_ID, "<u4")
+    probs = np.zeros((len(supports), support_len), "<f4")
+    for row, support in enumerate(supports):
+        ids[row, : len(support.token_ids)] = support.token_ids
+        probs[row, : len(support.probs)] = support.probs
     message.has_supports.extend(has_supports)
     message.support_len = support_len
     message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
 
 
 class ProposalColumns(NamedTuple):
-    """The proposals of a message, before they are split; padding included.
+    """The proposals of a message, before they are split; padding of supports included.
 
     Attributes:
         num_tokens: of each proposal.
@@ -161,15 +143,12 @@ def check(found: ProposalColumns, vocab_size: int) -> None:
     Raises:
         InvalidRequestError: naming what is wrong.
     """
+    check_ids("token_ids", found.token_ids, vocab_size)
     if not any(found.has_supports):
-        check_ids("token_ids", found.token_ids, vocab_size)
         return
-    is_padding = found.is_drawn & (found.token_ids == NO_TOKEN)
-    check_ids("token_ids", found.token_ids[~is_padding], vocab_size)
-    drawn, used = found.token_ids[found.is_drawn & ~is_padding], ~is_padding[found.is_drawn]
-    ids, is_entry = found.support_ids[used], found.is_entry[used]
+    drawn, ids, is_entry = found.token_ids[found.is_drawn], found.support_ids, found.is_entry
     check_ids("support_token_ids", ids[is_entry], vocab_size)
-    probs = np.where(is_entry, found.support_probs[used], 0.0)
+    probs = np.where(is_entry, found.support_probs, 0.0)
     is_first = is_entry[:, 1:] <= is_entry[:, :-1]
     if not is_entry.any(axis=1).all() or not is_first.all() or not (probs[is_entry] > 0).all():
         raise InvalidRequestError("support_probs", probs.min(initial=1.0), "must be positive numbers")
@@ -220,8 +199,7 @@ def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") ->
         if num_chains > 1:
             proposals.append(_merged(token_ids, own, num_chains, base_len, source, support_len))
             continue
-        num = token_ids.index(NO_TOKEN) if NO_TOKEN in token_ids else len(token_ids)
-        proposals.append(Proposal(base_len, token_ids[:num], own[:num], source, support_len=support_len))
+        proposals.append(Proposal(base_len, token_ids, own, source, support_len=support_len))
     return proposals
 
 
@@ -231,9 +209,6 @@ def _check_chains(num_chains: int, token_ids: Sequence[int], *, has_supports: bo
     """
     if not (has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS) or len(token_ids) % num_chains:
         raise InvalidRequestError("num_chains", num_chains, f"does not fit {len(token_ids)} tokens")
-    starts = {i % (len(token_ids) // num_chains) for i, each in enumerate(token_ids) if each == NO_TOKEN}
-    if len(starts) * num_chains != token_ids.count(NO_TOKEN):
-        raise InvalidRequestError("num_chains", num_chains, "must be chains of one length")
 
 
 def _merged(
@@ -250,10 +225,9 @@ def _merged(
         InvalidRequestError: tokens that follow the same tokens have different supports.
     """
     length = len(token_ids) // num_chains
-    places = [range(i * length, (i + 1) * length) for i in range(num_chains)]
-    used = next((i for i in range(length) if token_ids[i] == NO_TOKEN), length)
-    own_ids = [[token_ids[place] for place in own[:used]] for own in places]
-    own_supports = [[supports[place] for place in own[:used]] for own in places]
+    starts = range(0, num_chains * length, length) if length else [0] * num_chains
+    own_ids = [token_ids[start : start + length] for start in starts]
+    own_supports = [supports[start : start + length] for start in starts]
     found = chains.merged(own_ids, own_supports, base_len, source=source, support_len=support_len)
     for declared, agreed in zip(own_supports, chains.split(found)[1], strict=True):
         for ours, theirs in zip(declared, agreed, strict=True):

@@ -157,7 +157,7 @@ def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
         base_lens=[proposal.base_len for proposal in found],
         path_lens=[len(order.path) for order in orders],
         path_token_ids=columns.pack(order.path for order in orders),
-        proposals=proposals.to_proto(found, [len(each.token_ids) for each in found], support_len),
+        proposals=proposals.to_proto(found, support_len),
     )
 
 
@@ -317,7 +317,7 @@ def response_to_proto(
         message.continuations.CopyFrom(_continuations_to_proto(accounts))
     if any(answer.proposal for answer in answers):
         own = [replace(answer.proposal or Proposal(0), supports=()) for answer in answers]
-        message.next.CopyFrom(proposals.to_proto(own, [len(each.token_ids) for each in own], 0))
+        message.next.CopyFrom(proposals.to_proto(own, 0))
     return message
 
 

@@ -23,9 +23,11 @@ from benchmarks.simulation import system, virtual_time
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Client, Setting, World
-from coordinator.generation import Plan
+from coordinator.generation import Generation, Plan, Round
 from coordinator.length.draft_length import AdaptiveLength
 from coordinator.peers.replicas import Replica
+from draft_service import drafter
+from draft_service.drafter import Drawn, _supports
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.pace import Look
 from draft_service.inner.stream import InnerStream
@@ -33,6 +35,8 @@ from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.emulated import EmulatedModel
+from specwire.rule.columns import Rows
+from specwire.rule.random import Purpose, uniform
 from specwire.support import IntArray
 from specwire.v1 import draft_pb2, generation_pb2
 from specwire.wire import client as client_wire
@@ -144,6 +148,145 @@ def test_lateness_does_not_look_at_the_tokens(
     for side in (True, False):
         after = [second for first, second in pairwise(is_heads) if first is side]
         assert stats.binomtest(sum(after), len(after)).pvalue > FALSE_ALARM_RATE / 2
+
+
+# --- what is prepared -----------------------------------------------------------------------------
+
+Event = tuple[float, int]
+
+
+def only_supports(*columns: Any, num_ranked: int) -> Drawn:
+    """As it was once: a position has as many candidates as its support."""
+    drawn = _supports(*columns, num_ranked=num_ranked)
+    ranked = [
+        row[: len(support.token_ids)]
+        for row, support in zip(drawn.ranked, drawn.supports, strict=False)
+        if support is not None
+    ]
+    return drawn._replace(ranked=ranked)
+
+
+def events_of(monkeypatch: pytest.MonkeyPatch, world: Setting, params: SamplingParams) -> list[Event]:
+    """When messages leave the draft during the first pass of the target, and how large they are."""
+    events: list[Event] = []
+    write = DraftStream.write
+
+    async def noted(stream: DraftStream, message: draft_pb2.DraftResponse) -> None:
+        events.append((asyncio.get_running_loop().time(), message.ByteSize()))
+        await write(stream, message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DraftStream, "write", noted)
+        generated(world, replace(params, max_tokens=10))
+    return [event for event in events if event[0] < world.target.base_ms / 1e3]
+
+
+@pytest.mark.parametrize("fails_after_tails", [False, True])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_nothing_that_is_prepared_depends_on_tokens(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, fails_after_tails: bool, is_right: bool
+) -> None:
+    """Messages leave at the same times, and are as large, whatever the tokens of a proposal and of those that
+    are prepared after it: outcomes of the round, and outcomes of their rounds.
+
+    As a control, where a position has as few candidates as its support they do not.
+    """
+    if not is_right:
+        monkeypatch.setattr(drafter, "_supports", only_supports)
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Prepares)
+    world = setting(
+        Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
+        target=StepCost(base_ms=500.0),
+        draft=StepCost(base_ms=1.0, sequence_us=1000.0),
+        num_outcomes="24",
+        max_depth="0",
+    )
+    runs = {tuple(events_of(monkeypatch, world, SamplingParams(rule=rule, seed=s))) for s in range(6)}
+    assert all(len(events) > 10 for events in runs)
+    assert (len(runs) == 1) is is_right
+
+
+class Prepares(AdaptiveLength):
+    """Waits, and prepares for 24 outcomes."""
+
+    def plan(self) -> Plan:
+        return Plan(4, num_outcomes=24)
+
+
+WRONG = 200
+
+
+class Threes(EmulatedModel):
+    """Positions in threes: one that the draft gets wrong half of the time; a fair coin, 2 or 3; and after a 2
+    one token, after a 3 one of 64."""
+
+    def log_probs(self, positions: IntArray, tokens_before: IntArray) -> npt.NDArray[np.float32]:
+        """See `EmulatedModel`."""
+        out = np.full((len(positions), self.vocab_size), -1e9, dtype=np.float32)
+        for row, position, before in zip(out, positions, tokens_before, strict=True):
+            if position % 3 == 0:
+                row[[0, 1]] = 0
+                row[WRONG] = np.log(2) if self.alpha < 1 else -1e9
+            elif position % 3 == 1:
+                row[[2, 3]] = 0
+            else:
+                row[10 : 11 if before == 2 else 74] = 0
+        return out
+
+
+class HardlyWaits(AdaptiveLength):
+    """Waits for some proposals, regardless of their tokens."""
+
+    random = random.Random(0)
+
+    def plan(self) -> Plan:
+        return Plan(5, num_outcomes=16, patience_s=1.0 if self.random.random() < 0.3 else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_right", [True, False])
+def test_prepared_proposals_are_not_late_for_their_own_tokens(
+    monkeypatch: pytest.MonkeyPatch, is_right: bool
+) -> None:
+    """The coin after a rejected token, in the proposal that was prepared for it.
+
+    As a control it is drawn by the number that drew the coin of the rejected proposal, which decides how many
+    outcomes of that one there are to prepare.
+    """
+    if not is_right:
+        monkeypatch.setattr(drafter, "_supports", only_supports)
+        monkeypatch.setattr(Rows, "bases", property(lambda rows: np.zeros(len(rows.seeds), np.int64)))
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", HardlyWaits)
+    world = setting(
+        Threes(alpha=0.5, vocab_size=256),
+        target=StepCost(base_ms=13.3),
+        draft=StepCost(base_ms=2.0, sequence_us=100.0),
+        link=Link(rtt_ms=2.0),
+        num_outcomes="16",
+        max_depth="0",
+    )
+    rounds: list[tuple[Round, int]] = []  # and the seed, which is another than the request's
+    cycle = Generation._cycle
+
+    async def noted(self: Generation, parent: Any) -> Round:
+        rounds.append((await cycle(self, parent), self._seed))
+        return rounds[-1][0]
+
+    monkeypatch.setattr(Generation, "_cycle", noted)
+    is_used = np.zeros((2, 2), np.int64)
+    for seed in range(1, 9):
+        rounds.clear()
+        monkeypatch.setattr(HardlyWaits, "random", random.Random(seed))
+        generated(world, SamplingParams(rule=Rule.REJECTION, seed=seed, max_tokens=3000))
+        for (before, _), (done, keyed_seed) in pairwise(rounds):
+            base, token_ids = done.proposal.base_len, before.proposal.token_ids
+            if base % 3 == 1 and token_ids[2:3] == [WRONG] and before.outcome.num_accepted == 2:
+                number = uniform(keyed_seed, Purpose.DRAFT, base, base if is_right else 0)
+                is_used[int(number < 0.5), int(bool(done.proposal.token_ids))] += 1
+    assert is_used.sum() > 500
+    p_value = stats.fisher_exact(is_used).pvalue
+    assert p_value > FALSE_ALARM_RATE if is_right else p_value < 1e-4, is_used
 
 
 # --- a drafter of the draft's own -----------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
@@ -17,6 +19,7 @@ from specwire.core import Preparation
 from specwire.engine import boot
 from specwire.engine.streams import Limits
 from specwire.errors import InternalError, ServiceUnavailableError
+from specwire.rule.random import Purpose, uniforms
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, draft_stream, opening
 
@@ -67,6 +70,33 @@ def test_requests_of_one_message_are_answered_each_as_it_asked(service: boot.Mod
             ]
 
     run(two())
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_draft_tokens_are_drawn_with_the_numbers_of_their_base(
+    service: boot.ModelService, rule: Rule
+) -> None:
+    """By inverting what was sent: of two requests, and of what is prepared for the second one."""
+
+    async def drawn() -> None:
+        async with draft_stream(service) as (call, _):
+            call.send([DraftOrder(1, 1, 0, PROMPT, 4)], [opening(1, replace(PARAMS, rule=rule), 3)])
+            [first] = (await call.read()).answers
+            call.send([DraftOrder(1, 2, 3, [7], 4, prepare=Preparation(4, 3))])
+            [second] = (await call.read()).answers
+            prepared = (await call.read()).prepared
+            proposals = [first.proposal, second.proposal, *(each.proposal for each in prepared)]
+            bases = [3, 4, *(each.proposal.base_len + len(each.path) for each in prepared)]
+            for base, proposal in zip(bases, proposals, strict=True):
+                numbers = uniforms(1, Purpose.DRAFT, range(base, base + len(proposal.token_ids)), base)
+                for number, token_id, support in zip(
+                    numbers, proposal.token_ids, proposal.supports, strict=True
+                ):
+                    cumulative = support.probs.astype(np.float64).cumsum()
+                    place = np.searchsorted(cumulative, number * cumulative[-1], side="right")
+                    assert support.token_ids[place] == token_id
+
+    run(drawn())
 
 
 def test_a_closed_sequence_is_freed_and_the_other_goes_on(service: boot.ModelService) -> None:

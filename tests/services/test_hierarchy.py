@@ -215,7 +215,7 @@ class TestProposals:
 
 
 class TestRejectionSampling:
-    """How long a proposal takes must not depend on its tokens: see "Lateness" in docs/exactness.md."""
+    """How long a proposal takes must not depend on its tokens: see "Time and tokens" in docs/exactness.md."""
 
     @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
     @pytest.mark.usefixtures("eager")

@@ -67,7 +67,7 @@ def test_each_chain_is_drawn_with_numbers_of_its_own(stack: LocalStack) -> None:
         for place, token_id in enumerate(found.token_ids.tolist()):
             chain, i = divmod(place, LENGTH)
             cumulative = found.support_probs[place].astype(np.float64).cumsum()
-            number = uniform(seed, Purpose.DRAFT, len(PROMPT) + i, chain=chain) * cumulative[-1]
+            number = uniform(seed, Purpose.DRAFT, len(PROMPT) + i, len(PROMPT), chain) * cumulative[-1]
             assert found.support_ids[place][np.searchsorted(cumulative, number, side="right")] == token_id
         assert len(set(map(tuple, found.token_ids.reshape(NUM_CHAINS, LENGTH).tolist()))) > 1
         (several,) = proposals.split(found, [len(PROMPT)])
@@ -78,7 +78,7 @@ def test_neither_size_nor_passes_depend_on_tokens(stack: LocalStack) -> None:
     """A message, and how many tokens the draft runs for it, whether or not some chains coincide."""
     ask_for_chains(stack, 0)  # the prompt is cached from now on
     num_bytes, num_run, num_nodes = set(), set(), set()
-    for seed in range(1, 9):
+    for seed in range(1, 17):
         before = stack.status("draft").num_tokens
         found = ask_for_chains(stack, seed).proposals
         num_bytes.add(found.ByteSize())

@@ -126,7 +126,6 @@ def test_a_seed_that_is_given_twice_has_other_numbers(stack: LocalStack) -> None
     assert texts[0] != texts[1]
 
 
-@pytest.mark.slow
 def test_prompts_computed_with_other_weights_are_not_found(stack: LocalStack) -> None:
     """Until the weights are replaced they are; afterwards they are computed anew."""
     prompt = [*range(16)] * 8

@@ -96,8 +96,7 @@ REFUSALS = (InternalError, InvalidRequestError)
 def received_proposal(proposal: Proposal, *, matches_tokens: bool, may_be_tree: bool = False) -> Proposal:
     """After all checks, in a message with another one."""
     answers = [
-        DraftAnswer(number, 1, each, Timings(), num_wanted=3)
-        for number, each in enumerate((BESIDE, proposal, PROPOSAL))
+        DraftAnswer(number, 1, each, Timings()) for number, each in enumerate((BESIDE, proposal, PROPOSAL))
     ]
     message = draft_wire.response_to_proto(answers, [], [], "i", support_len=3)
     found = dict(draft_codec(VOCAB_SIZE).decode(over_the_wire(message)))
@@ -189,8 +188,8 @@ def changed_at_random(message: Any, decode: Callable[[Any], Any]) -> set[str]:
 
 def test_no_message_of_a_peer_is_a_defect_here() -> None:
     """Whatever its columns hold, it is decoded or refused."""
-    answers = [DraftAnswer(1, 1, PROPOSAL, Timings(), num_wanted=3), DraftAnswer(2, 1, BESIDE, Timings())]
-    ahead = [PreparedAnswer(1, [4, 2], PROPOSAL, 1, 5, 6, num_wanted=2)]
+    answers = [DraftAnswer(1, 1, PROPOSAL, Timings()), DraftAnswer(2, 1, BESIDE, Timings())]
+    ahead = [PreparedAnswer(1, [4, 2], PROPOSAL, 1, 5, 6)]
     failed = [columns.error_to_proto(3, ResourceExhaustedError("full", 7))]
     drafted = draft_wire.response_to_proto(answers, ahead, failed, "i", support_len=3)
     assert changed_at_random(drafted, draft_codec(VOCAB_SIZE).decode) == {"decoded", "refused"}
@@ -332,7 +331,7 @@ def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
 def test_what_a_prepared_proposal_follows(path: list[int], base_len: int, problem: str) -> None:
     """Refused here: it would be sent on to verify, which would end the generation's sequence."""
     proposal = dataclasses.replace(PROPOSAL, base_len=base_len)
-    prepared = PreparedAnswer(1, path, proposal, 1, 5, 6, num_wanted=2)
+    prepared = PreparedAnswer(1, path, proposal, 1, 5, 6)
     message = over_the_wire(draft_wire.response_to_proto([], [prepared], [], "i", 4))
     with pytest.raises(InvalidRequestError, match=problem):
         list(draft_codec(VOCAB_SIZE).decode(message))

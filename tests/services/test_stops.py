@@ -89,6 +89,8 @@ class TestStops:
         done = client.generate(PROMPT, SamplingParams(logit_bias={eos: 100.0}, **params))
         assert done.token_ids.index(eos) == 9
         assert done.finish_reason is FinishReason.STOP
+        both: dict[str, Any] = {"logit_bias": {eos: 100.0, 7: 99.0}, "stop_token_ids": (7,)}
+        assert not {eos, 7} & {*client.generate(PROMPT, SamplingParams(**both, **params)).token_ids[:9]}
         ignored = client.generate(PROMPT, SamplingParams(logit_bias={eos: 9.0}, ignore_eos=True, **params))
         assert eos not in ignored.token_ids[:9]
         free = client.generate(PROMPT, SamplingParams(ignore_eos=True, **params))

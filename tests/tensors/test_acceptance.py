@@ -1,6 +1,7 @@
 """The accept rules: exact by algebra, and right at the edges."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -277,21 +278,20 @@ def test_an_empty_proposal_yields_the_bonus_token() -> None:
     assert accept(Proposal(3), Verdict(3, [7]), SamplingParams(), seed=1) == Outcome(range(0), 7)
 
 
-def test_accept_addresses_its_coins_by_absolute_position() -> None:
+@pytest.mark.parametrize(
+    ("rule", "accept_by"), [(Rule.REJECTION, accept_by_rejection), (Rule.BLOCK, accept_by_block)]
+)
+def test_accept_addresses_its_coins_by_position_and_base(rule: Rule, accept_by: Callable[..., Any]) -> None:
     draft = support(range(8), np.full(8, 1 / 8))
     target_probs = floats(np.arange(8) / 28)
     for base_len in range(1, 40):
         proposal = Proposal(base_len, [3, 2, 1], [draft] * 3)
         verdict = Verdict(base_len, [-1, -1, -1, 5], [target_probs] * 3, [0.0] * 3)
         positions = range(base_len, base_len + 3)
-        coins = (uniforms(11, stream, positions) for stream in (Purpose.ACCEPT, Purpose.RESIDUAL))
-        expected = accept_by_rejection(proposal, verdict, *coins)
-        assert accept(proposal, verdict, SamplingParams(), seed=11) == expected
         streams = Purpose.ACCEPT, Purpose.RESIDUAL
-        by_base = accept_by_block(
-            proposal, verdict, *(uniforms(11, stream, positions, base_len) for stream in streams)
-        )
-        assert accept(proposal, verdict, SamplingParams(rule=Rule.BLOCK), seed=11) == by_base
+        coins = (uniforms(11, stream, positions, base_len) for stream in streams)
+        expected = accept_by(proposal, verdict, *coins)
+        assert accept(proposal, verdict, SamplingParams(rule=rule), seed=11) == expected
 
 
 _DRAFT = support([0, 1], [0.5, 0.5])

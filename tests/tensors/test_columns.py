@@ -33,15 +33,24 @@ def _sequence(number: int) -> TokenSequence:
     return TokenSequence(PARAMS[number], len(PROMPT), PagePool(4, 16).new_sequence(), number)
 
 
+def _committed(number: int) -> list[int]:
+    """Of another length each: numbers are keyed by it."""
+    return [*PROMPT, *range(number)]
+
+
 def _verify(number: int) -> VerifyJob:
     params = PARAMS[number]
     supports = [] if params.matches_tokens else [np.array([token, 20 + number]) for token in DRAFTS]
     parents = TREE if number in (1, 4) else []
-    return VerifyJob(_sequence(number), 0, PROMPT, draft_token_ids=DRAFTS, parents=parents, supports=supports)
+    committed = _committed(number)
+    return VerifyJob(
+        _sequence(number), 0, committed, draft_token_ids=DRAFTS, parents=parents, supports=supports
+    )
 
 
 def _draft(number: int) -> DraftJob:
-    return DraftJob(_sequence(number), 0, PROMPT, num_draft_tokens=1, vocab_limit=50 * (number % 2))
+    limit = 50 * (number % 2)
+    return DraftJob(_sequence(number), 0, _committed(number), num_draft_tokens=1, vocab_limit=limit)
 
 
 def _results(decider: Decider, jobs: Sequence[Job], logits: torch.Tensor) -> list[object]:

@@ -55,13 +55,13 @@ class TestAhead:
         assert list(following.token_ids) == [8, 9, 5]
         assert (following.proposal.base_len, list(following.proposal.token_ids)) == (6, [20, 21])
 
-    def test_of_several_the_longest_is(self, own: Ahead) -> None:
+    def test_of_several_the_last_is(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
         own.add(ahead(2, [8], 9, 5, 20, 21))
         following = own.after(self.PROPOSAL, self.VERDICT)
         assert following is not None
-        assert following.continuation.ahead_id == 2
-        assert list(following.proposal.token_ids) == [20, 21]
+        assert following.continuation.ahead_id == 1
+        assert list(following.proposal.token_ids) == [20]
 
     def test_it_goes_on_again_and_again(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
@@ -128,9 +128,10 @@ class TestAhead:
     def test_and_their_supports_are_bounded_too(self) -> None:
         """The oldest ones are dropped, and one that is too large by itself."""
         made = Ahead(SAMPLED)
-        large = Support(np.arange(MAX_AHEAD_ENTRIES // 2), np.zeros(MAX_AHEAD_ENTRIES // 2, np.float32))
+        small = Support(np.array([20]), np.ones(1, np.float32))
         for ahead_id, num in enumerate([1, 1, 1, 3], start=1):
-            made.add(AheadOrder(7, ahead_id, [8], Proposal(3, [20] * num, [large] * num)))
+            padded = Proposal(3, [20] * num, [small] * num, support_len=MAX_AHEAD_ENTRIES // 2)
+            made.add(AheadOrder(7, ahead_id, [8], padded))
             assert [each.origin for each in made._prepared._arrived] == {1: [1], 2: [1, 2], 3: [2, 3]}.get(
                 ahead_id, []
             )

@@ -254,8 +254,8 @@ def test_numbers_are_of_position_and_chain() -> None:
         proposal = models.drafted(choices, 1)
         verdict = models.verdict(proposal, choices)
         proposal.base_len = verdict.base_len = 7
-        coins = [uniform(seed, Purpose.ACCEPT, 7 + i) for i in range(LENGTH)]
-        residuals = [uniform(seed, Purpose.RESIDUAL, 7 + i) for i in range(LENGTH)]
+        coins = [uniform(seed, Purpose.ACCEPT, 7 + i, 7) for i in range(LENGTH)]
+        residuals = [uniform(seed, Purpose.RESIDUAL, 7 + i, 7) for i in range(LENGTH)]
         params = SamplingParams(rule=Rule.KSEQ)
         found = accept(proposal, verdict, params, seed)
         plain = Proposal(7, proposal.token_ids, proposal.supports)

@@ -50,11 +50,18 @@ class TestPrepared:
         assert [each.token_ids[0] for each in found.proposal.supports] == [21]
         assert prepared.take([*PROMPT, 7, 8, 20, 21]) is None
 
-    def test_the_longest_is_taken(self, prepared: PreparedProposals) -> None:
-        prepared.add([], proposal(5, 20, 21, 22))
+    def test_the_last_is_taken_however_long_others_are(self, prepared: PreparedProposals) -> None:
+        """How long one is may depend on tokens that were not judged, as where the draft fails after them."""
+        prepared.add([], proposal(4, 8, 20, 21, 22))
         found = prepared.take([*PROMPT, 7, 8])
         assert found is not None
-        assert found.proposal.token_ids == [20, 21, 22]
+        assert found.proposal.token_ids == [20, 21]
+
+    def test_one_that_is_used_up_is_passed_over(self, prepared: PreparedProposals) -> None:
+        prepared.add([7, 8, 20], proposal(3))
+        found = prepared.take([*PROMPT, 7, 8, 20])
+        assert found is not None
+        assert found.proposal.token_ids == [21]
 
     def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
         prepared = PreparedProposals(8)

@@ -176,7 +176,7 @@ def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
         ([token_id], [1.0]) for token_id in proposal.token_ids
     ]
     check_proposal(proposal, matches_tokens=False)
-    sent = proposals.to_proto([proposal], [len(proposal.token_ids)], support_len=2)
+    sent = proposals.to_proto([proposal], support_len=2)
     proposals.check(proposals.columns_from_proto(sent, 1), 8)
 
 

@@ -289,9 +289,9 @@ def received_proposals(message: Any, num: int) -> list[Proposal]:
 
 class TestProposals:
     def test_round_trip(self) -> None:
-        """A chain that is padded, a tree and nothing at all."""
-        message = over_the_wire(proposals.to_proto([CHAIN, TREE, Proposal(9)], [4, 2, 0], support_len=3))
-        assert message.num_tokens == [4, 2, 0]
+        """A chain whose supports are padded, a tree and nothing at all."""
+        message = over_the_wire(proposals.to_proto([CHAIN, TREE, Proposal(9)], support_len=3))
+        assert message.num_tokens == [2, 2, 0]
         chain, tree, none = received_proposals(message, 3)
         assert (chain.base_len, chain.token_ids, chain.parents) == (5, [7, 9], ())
         assert (tree.base_len, tree.token_ids, tree.parents, tree.supports) == (8, [1, 2], [-1, -1], ())
@@ -301,22 +301,22 @@ class TestProposals:
             assert support.probs.tobytes() == SUPPORT.probs.tobytes()
 
     def test_the_size_does_not_depend_on_tokens(self) -> None:
-        """Under rejection: a shorter chain with smaller supports takes as many bytes."""
-        short = Proposal(5, [3], [Support(np.array([3]), np.ones(1, np.float32))])
-        sizes = {proposals.to_proto([each], [2], support_len=8).ByteSize() for each in (CHAIN, short)}
+        """Under rejection: a chain with smaller supports takes as many bytes."""
+        certain = Proposal(5, [3, 3], [Support(np.array([3]), np.ones(1, np.float32))] * 2)
+        sizes = {proposals.to_proto([each], support_len=8).ByteSize() for each in (CHAIN, certain)}
         assert len(sizes) == 1
 
     def test_refusals(self) -> None:
-        late = proposals.to_proto([TREE], [2], 1)
+        late = proposals.to_proto([TREE], 1)
         late.parent_indices = b"\x01\xff"
         with pytest.raises(InvalidRequestError, match=r"parent_indices\[0\]"):
             received_proposals(late, 1)
-        judged = proposals.to_proto([CHAIN], [2], 2)
+        judged = proposals.to_proto([CHAIN], 2)
         judged.parent_indices = b"\xff\xff"
         with pytest.raises(InvalidRequestError, match="must be false for a tree"):
             received_proposals(judged, 1)
         for name, value in (("support_len", 3), ("support_probs", bytes(4)), ("support_token_ids", b"")):
-            wrong = proposals.to_proto([CHAIN], [2], 2)
+            wrong = proposals.to_proto([CHAIN], 2)
             setattr(wrong, name, value)
             with pytest.raises(InvalidRequestError, match="must have"):
                 received_proposals(wrong, 1)
@@ -376,18 +376,18 @@ class TestModelServices:
 
     def test_answers_of_the_draft(self) -> None:
         answers = [
-            DraftAnswer(4, 1, CHAIN, SPENT, 6, True, 3),
+            DraftAnswer(4, 1, CHAIN, SPENT, 6, True),
             DraftAnswer(2, 9, TREE, Timings()),
         ]
-        ahead = [PreparedAnswer(2, [4, 5], TREE, 9, 2**40, 77, "t", 2)]
+        ahead = [PreparedAnswer(2, [4, 5], TREE, 9, 2**40, 77, "t")]
         message = over_the_wire(draft_wire.response_to_proto(answers, ahead, [], "i", 2))
         found = received_proposals(message.proposals, 2)
         got = draft_wire.answers_from_proto(message, found)
-        assert [each._replace(proposal=found[0], num_wanted=0) for each in got] == [
-            each._replace(proposal=found[0], num_wanted=0) for each in answers
+        assert [each._replace(proposal=found[0]) for each in got] == [
+            each._replace(proposal=found[0]) for each in answers
         ]
         (prepared,) = draft_wire.prepared_from_proto(message.prepared, [TREE], 1000)
-        assert prepared._replace(num_wanted=2) == ahead[0]
+        assert prepared == ahead[0]
 
     def test_answers_of_verify(self) -> None:
         entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
