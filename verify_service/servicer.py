@@ -47,3 +47,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return verify_pb2.VerifyServiceGetModelInfoResponse(
             model=wire.model_info_to_proto(self._service.info), status=self._service.status()
         )
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: verify_pb2.VerifyServiceGetTokenizerRequest, context: Any
+    ) -> verify_pb2.VerifyServiceGetTokenizerResponse:
+        return verify_pb2.VerifyServiceGetTokenizerResponse(page=self._service.files.page(request.offset))
