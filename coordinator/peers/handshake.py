@@ -17,10 +17,10 @@ from coordinator.peers.addresses import Names
 from coordinator.peers.codecs import draft_codec, verify_codec
 from coordinator.peers.link import Codec, Link
 from coordinator.peers.pool import Pool
-from coordinator.peers.replicas import Replica
+from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
 from specwire.core import PROTOCOL_VERSION, ModelInfo
-from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
+from specwire.errors import HandshakeError, ServiceLoadingError, ServiceUnavailableError, SpecwireError
 from specwire.rpc import channel
 from specwire.security.tls import PLAINTEXT, Credentials
 from specwire.tokenizer_files import TokenizerFiles, fetch
@@ -266,9 +266,11 @@ class RemoteReplica(Replica):
         return page
 
     async def _mark_not_serving(self) -> None:
-        """Its health is NOT_SERVING: its device hangs, or it drains and refuses further calls."""
+        """Its health is NOT_SERVING: it loads, its device hangs, or it drains and refuses further calls."""
         try:
             await self._shake_hands()
+        except ServiceLoadingError:
+            self.mark_unavailable(LOADING)
         except _DeviceHangsError as error:
             super().mark_lost(str(error))
         except SpecwireError:
@@ -341,19 +343,26 @@ class VerifyPool(Pool):
     async def connect(self, timeout_s: float) -> None:
         """Contact all replicas, and wait until one is available.
 
+        Args:
+            timeout_s: longest wait; while one loads its model, it has not begun.
+
         Raises:
             ServiceUnavailableError: none is in time; names the addresses.
             HandshakeError: none is available, and one is incompatible.
         """
         self.start()
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as patience:
                 await self.all_contacted()
                 while not self.available:
+                    if any(replica.unavailable == LOADING for replica in self.replicas):
+                        patience.reschedule(loop.time() + timeout_s)
                     await self._wait_for_change()
                     await self.all_contacted()
         if self._info is None:
-            raise ServiceUnavailableError(self.unavailable)
+            problem = f"{self.unavailable} (waited {timeout_s:g} s, --connect-timeout-s)"
+            raise ServiceUnavailableError(problem)
 
     async def tokenizer(self, timeout_s: float) -> TokenizerFiles:
         """The files of the target's tokenizer; where one target is lost, another one goes on.

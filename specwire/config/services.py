@@ -382,7 +382,9 @@ class CoordinatorConfig(ServiceConfig):
     idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP, check=check_duration)
     max_prompt_bytes: int = option(1 << 20, MAX_PROMPT_HELP, check=at_least(1))
     connect_timeout_s: float = option(
-        60.0, "longest wait for the verify service at start, in seconds", check=check_duration
+        60.0,
+        "longest wait for a verify service at start, in seconds; one that loads its model is waited for",
+        check=check_duration,
     )
     failover_timeout_s: float = option(
         5.0, "longest wait of a running generation for a verify service, in seconds", check=check_duration

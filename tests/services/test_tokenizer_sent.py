@@ -58,8 +58,8 @@ def test_texts_and_conversations_are_those_of_local_files(
         Client(local) as theirs,
     ):
         for prompt in ({"prompt": "def fibonacci(n):"}, {"messages": MESSAGES}):
-            mine: Any = ours.generate(params=PARAMS, **prompt)  # type: ignore[arg-type]
-            other: Any = theirs.generate(params=PARAMS, **prompt)  # type: ignore[arg-type]
+            mine: Any = ours.generate(params=PARAMS, **prompt)
+            other: Any = theirs.generate(params=PARAMS, **prompt)
             assert mine.text == other.text
             assert (mine.token_ids, mine.finish_reason) == (other.token_ids, other.finish_reason)
         [sent, read] = (client.get_model_info()[0] for client in (ours, theirs))
