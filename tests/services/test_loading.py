@@ -130,5 +130,7 @@ async def test_a_model_that_cannot_be_loaded_ends_the_wait(verify: Verify) -> No
         verify.may_end.set()
         with pytest.raises(ModelLoadError, match="is not there"):
             await running
-        with pytest.raises(ServiceUnavailableError, match=r"nothing serves at this address.*--connect-timeout-s"):
+        with pytest.raises(
+            ServiceUnavailableError, match=r"nothing serves at this address.*--connect-timeout-s"
+        ):
             await waiting
