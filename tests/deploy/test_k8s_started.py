@@ -23,8 +23,7 @@ import pytest
 from specwire import TLS, Client, SamplingParams
 from specwire.security.bearer import make_token
 from tests.support.certificates import Authority
-from tests.support.manifest_rules import COMPONENT
-from tests.support.manifests import Manifests, Object, Pod, composed
+from tests.support.manifests import COMPONENT, Manifests, Object, Pod, composed
 from tests.support.processes import START_S
 
 pytestmark = pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ from specwire import (
     UnauthenticatedError,
 )
 from specwire.cli import main as cli
+from specwire.cli.supervisor import generate_line
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, PEER
 from specwire.security.bearer import make_token
@@ -394,6 +397,17 @@ class TestCommandLine:
         cert, key = keys.client
         shown = ["--client-cert", cert, "--client-key", key]
         return [*self.WORDS, "--server", address, "--tls-ca", keys.ours.path, *shown]
+
+    def test_the_line_that_up_suggests_is_admitted(
+        self, worlds: dict[str, dict[str, str]], keys: Keys
+    ) -> None:
+        config = UpConfig(target=TARGET, draft=DRAFT, **keys.listen_options)
+        line = generate_line(config, worlds["locked"]["coordinator"])
+        files = {"CA": keys.ours.path, "CERT": keys.client.cert, "KEY": keys.client.key}
+        own = {"def f(x):": "--token-ids=1,2", "TOKEN": keys.token_file} | files
+        program, *words = (own.get(word, word) for word in shlex.split(line))
+        assert program == "specwire"
+        assert cli.main([*words, "--max-tokens", "4"]) == 0
 
     def test_token_from_a_file_or_a_variable(
         self,
