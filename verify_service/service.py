@@ -52,6 +52,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         address = await server.start(is_loading=True)
         stack.push_async_callback(server.stop)  # where loading fails
         decider = VerifyDecider()
+        # The loop's own threads live as long as it does, and children end with the thread that started them.
         service = servicer.service = await asyncio.to_thread(boot.start, config, "verify", decider)
         stack.callback(service.close)
         decider.drafts = await asyncio.to_thread(_own_drafts, config, service)

@@ -20,7 +20,13 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
 from specwire.core import PROTOCOL_VERSION, ModelInfo
-from specwire.errors import HandshakeError, ServiceLoadingError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    DeadlineExceededError,
+    HandshakeError,
+    ServiceLoadingError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
 from specwire.rpc import channel
 from specwire.security.tls import PLAINTEXT, Credentials
 from specwire.tokenizer_files import TokenizerFiles, fetch
@@ -378,7 +384,7 @@ class VerifyPool(Pool):
                     assert isinstance(replica, RemoteReplica)
                     try:
                         return await replica.page_of_tokenizer(offset)
-                    except ServiceUnavailableError as error:
+                    except (ServiceUnavailableError, DeadlineExceededError) as error:
                         replica.mark_lost(str(error))
                 await self._wait_for_change()
 

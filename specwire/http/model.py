@@ -10,6 +10,7 @@ from specwire import AsyncClient, embedded, tokenizer_files
 from specwire.config.client import HttpConfig
 from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
+from specwire.errors import HandshakeError, ModelLoadError, ServiceUnavailableError
 from specwire.http.answer_cache import AnswerCache
 from specwire.tokenizer import Tokenizer
 from specwire.tokenizer_files import TokenizerFiles
@@ -69,16 +70,20 @@ class Models:
         """The model's tokenizer, loaded the first time; None if it has none.
 
         Raises:
-            ModelLoadError: it cannot be loaded here.
-            SpecwireError: the coordinator does not send it.
+            ServiceUnavailableError: it cannot be loaded here, or the coordinator does not send it.
+            SpecwireError: the coordinator does not answer.
         """
         info = model.info
         source = self._config.tokenizer or info.tokenizer_source
         wanted = source, info.tokenizer_hash, info.chat_template
         async with self._loading:
             if wanted != self._loaded:
-                files = await self._files(model)
-                self._tokenizer = await asyncio.to_thread(_load, files, info.name, info.chat_template)
+                try:
+                    files = await self._files(model)
+                    name = self._config.tokenizer or info.name
+                    self._tokenizer = await asyncio.to_thread(_load, files, name, info.chat_template)
+                except (HandshakeError, ModelLoadError) as error:
+                    raise ServiceUnavailableError(str(error)) from None
                 self._loaded = wanted
         return self._tokenizer
 

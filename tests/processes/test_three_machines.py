@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def started(machine: list[str], command: str, cwd: Path, environ: dict[str, str]
         process.communicate()
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_it_generates_text(tmp_path: Path, environ: dict[str, str]) -> None:
     with machines([VERIFY, DRAFT, COORDINATOR, CLIENT]) as network, contextlib.ExitStack() as stack:
         prepare = ["sh", "-e", "-c", "\n".join(FILES)]

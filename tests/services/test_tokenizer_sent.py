@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,25 @@ def test_a_front_without_files_tokenizes(address: str) -> None:
         assert post(f"http://{http}/detokenize", {"tokens": found})["prompt"] == "import os"
         found = post(f"http://{http}/tokenize", {"messages": MESSAGES})["tokens"]
         assert found == local.apply_chat_template(MESSAGES)
+
+
+def test_a_front_that_cannot_have_it_says_why(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked of it that needs the tokenizer, and nothing else."""
+    monkeypatch.setattr("specwire.tokenizer_files.MAX_BYTES", 1_000)
+    for options, reason in (
+        ({"tokenizer": f"{tmp_path}/none"}, f"{tmp_path}/none is not a directory"),
+        ({}, "--tokenizer names"),
+    ):
+        with front(address, **options) as http:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"http://{http}/tokenize", {"prompt": "import os"})
+            assert refused.value.code == 503
+            assert reason in json.loads(refused.value.read())["error"]["message"]
+            assert post(
+                f"http://{http}/v1/completions", {"prompt": "import", "max_tokens": 1, "model": "model"}
+            )
 
 
 def test_replicas_have_the_same_tokenizer(thread: LoopThread, verify: str, tmp_path: Path) -> None:

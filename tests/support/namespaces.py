@@ -1,4 +1,4 @@
-"""Machines of a network: namespaces whose addresses are on one bridge. Needs root, and `ip`."""
+"""Machines of a network: namespaces whose addresses are on one bridge. Needs root."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Machines:
 def machines(addresses: Sequence[str]) -> Iterator[Machines]:
     """Such a network while the body runs; skips the test where namespaces are not permitted."""
     if shutil.which("ip") is None:
-        pytest.skip("needs `ip` (iproute2)")
+        pytest.skip("ip (iproute2) is not installed")
     with contextlib.ExitStack() as stack:
         try:
             made = Machines(stack, addresses)
