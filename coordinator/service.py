@@ -11,13 +11,15 @@ from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
 from coordinator.workers.worker import Worker
-from specwire import embedded, tokenizer
+from specwire import embedded, tokenizer, tokenizer_files
 from specwire.config.models import EMBEDDED
 from specwire.config.services import CoordinatorConfig
 from specwire.errors import ConfigError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.metrics import Group
+from specwire.tokenizer import Tokenizer
+from specwire.tokenizer_files import TokenizerFiles
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 _SYSTEM_NAMES = Names()
@@ -35,7 +37,8 @@ async def serving(
 
     Raises:
         ServiceUnavailableError: no verify service answered in time.
-        HandshakeError: draft and target are incompatible, or replicas differ.
+        HandshakeError: draft and target are incompatible, replicas differ, or the target has no tokenizer to
+            send.
         ConfigError: the address cannot be bound, or a chat template is of no use.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -57,10 +60,11 @@ async def serving(
         await draft.connect()
         if worker is None:
             starting.log_found(config, verify, draft)
-        loaded = _load_tokenizer(config, verify.info.tokenizer_source)
+        files = await _tokenizer_files(config, verify)
+        loaded = _load_tokenizer(config, files, verify.info.name)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name], shares_port=worker is not None)
-        servicer = GenerationServicer(config, verify, draft, loaded, tracer, worker)
+        servicer = GenerationServicer(config, verify, draft, loaded, tracer, worker, files=files)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         groups: list[Group[Any]] = [servicer.metrics(), endpoint.spans(tracer, "coordinator")]
         if worker is not None:
@@ -71,11 +75,17 @@ async def serving(
         yield await server.start()
 
 
-def _load_tokenizer(config: CoordinatorConfig, of_target: str) -> tokenizer.Tokenizer | None:
-    source, path = config.tokenizer or of_target, config.chat_template
+async def _tokenizer_files(config: CoordinatorConfig, verify: VerifyPool) -> TokenizerFiles:
+    """Those that `--tokenizer` names, or those of the target."""
+    if config.tokenizer:
+        return tokenizer_files.read(embedded.TARGET_DIR if config.tokenizer == EMBEDDED else config.tokenizer)
+    return await verify.tokenizer(config.connect_timeout_s)
+
+
+def _load_tokenizer(config: CoordinatorConfig, files: TokenizerFiles, model: str) -> Tokenizer | None:
+    path = config.chat_template
     template = tokenizer.read_chat_template(path) if path else ""
-    directory = embedded.TARGET_DIR if source == EMBEDDED else source
-    loaded = tokenizer.load(directory, chat_template=template) if source else None
+    loaded = files.load(config.tokenizer or model, chat_template=template)
     if path and loaded is None:
         raise ConfigError(f"--chat-template {path}: the target has no tokenizer")
     return loaded

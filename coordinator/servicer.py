@@ -50,6 +50,7 @@ from specwire.telemetry.metrics import Group
 from specwire.telemetry.propagation import REQUEST_ID
 from specwire.telemetry.tracing import Span, SpanKind
 from specwire.tokenizer import Tokenizer
+from specwire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from specwire.wire import client as client_wire
 from specwire.wire import model as wire
@@ -73,15 +74,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
         worker: Worker | None = None,
+        *,
+        files: TokenizerFiles = NO_FILES,
     ) -> None:
         """Args:
         worker: None where this process is the whole coordinator.
+        files: of the tokenizer.
         """
         self._config = config
         self._texts = TextDrafts(config.speculation, tokenizer)
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
+        self._files = files
+        self._files_hash = files.hash
         self._tracer = tracer
         self._started_s = time.monotonic()
         self._worker = worker
@@ -434,10 +440,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_draft_tokens=self._config.fixed_draft_tokens,
         )
 
+    async def GetTokenizer(  # noqa: N802
+        self, request: generation_pb2.GetTokenizerRequest, context: Any
+    ) -> generation_pb2.GetTokenizerResponse:
+        await self._send_headers(context)
+        return generation_pb2.GetTokenizerResponse(page=self._files.page(request.offset))
+
     def _target_info(self) -> ModelInfo:
         """The target with what clients of a conversation need to know."""
         template = self._tokenizer.tool_template if self._tokenizer else ""
-        return replace(self._verify.info, chat_template=template)
+        return replace(
+            self._verify.info,
+            chat_template=template,
+            tokenizer_hash=self._files_hash,
+            tokenizer_bytes=len(self._files.data),
+        )
 
     def _draft_info(self) -> ModelInfo | None:
         """The draft, and whether it is beside the target."""

@@ -30,13 +30,12 @@ async def waiting_for(config: CoordinatorConfig, verify: VerifyPool) -> AsyncIte
 
 async def _say(config: CoordinatorConfig, verify: VerifyPool) -> None:
     await asyncio.sleep(_AT_ONCE_S)
-    left_s = config.connect_timeout_s - _AT_ONCE_S
     draft = f", draft at {config.draft_address}" if config.draft_address else ""
-    log.log(NOTICE, "waiting for verify at %s%s, for %.0f s", config.verify_address, draft, left_s)
+    patience = f"for {config.connect_timeout_s:g} s, and as long as it loads its model"
+    log.log(NOTICE, "waiting for verify at %s%s, %s", config.verify_address, draft, patience)
     while True:
         await asyncio.sleep(_AGAIN_S)
-        left_s -= _AGAIN_S
-        log.log(NOTICE, "still waiting, for %.0f s: %s", left_s, verify.unavailable)
+        log.log(NOTICE, "still waiting: %s", verify.unavailable)
 
 
 def log_found(config: CoordinatorConfig, verify: VerifyPool, draft: DraftPool) -> None:

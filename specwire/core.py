@@ -558,7 +558,8 @@ class ModelInfo:
         eos_token_ids: the model's own end-of-sequence tokens.
         protocol_version: of `specwire.v1`.
         incarnation: differs after every restart of the service.
-        tokenizer_source: where the tokenizer can be loaded from; empty without a tokenizer.
+        tokenizer_source: where the service has loaded the tokenizer from; empty without a tokenizer.
+        tokenizer_hash, tokenizer_bytes: of a target, SHA-256 and size of its `TokenizerFiles`.
         prepares_outcomes: whether it can prepare proposals before the verdict on the last.
         batch_invariant: whether a token is computed bitwise the same in any batch.
         weights_fingerprint: of config and weights; empty without weights.
@@ -608,6 +609,8 @@ class ModelInfo:
     chat_template: str = ""
     least_pass_ms: float = 0.0
     shares_machine: bool = False
+    tokenizer_hash: str = ""
+    tokenizer_bytes: int = 0
 
     @property
     def summary(self) -> str:

@@ -13,6 +13,7 @@
     ├── StreamIdleError             the client read no token for too long; the generation can be resumed
     │   └── GenerationIdleError     the same from the SDK, with the tokens received before
     ├── ServiceUnavailableError     the peer cannot be reached, or was lost
+    │   ├── ServiceLoadingError     draft or verify loads its model
     │   └── GenerationLostError     a coordinator was lost, and none resumed in time; with the tokens received
     ├── DeadlineExceededError       the deadline passed
     ├── RequestCancelledError       cancelled by the caller or the server's shutdown
@@ -171,6 +172,12 @@ class ServiceUnavailableError(SpecwireError):
 
     def details(self) -> dict[str, str]:
         return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
+
+
+class ServiceLoadingError(ServiceUnavailableError):
+    """The service loads its model, and serves afterwards."""
+
+    reason = "LOADING"
 
 
 class StreamIdleError(SpecwireError):

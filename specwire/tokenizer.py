@@ -41,6 +41,8 @@ _COMPANION_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
+FILES = (*_TOKENIZER_FILES, *_COMPANION_FILES)
+"""What a tokenizer may be loaded from."""
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 """A tag of transformers' own, which marks the assistant's tokens."""
@@ -288,7 +290,12 @@ def load(source: str | Path, *, chat_template: str = "") -> Tokenizer | None:
     Raises:
         ModelLoadError: `source` does not exist, or its tokenizer files are invalid.
     """
-    directory = _directory(str(source))
+    directory = directory_of(str(source))
+    return load_from(directory, f"in {directory}", chat_template=chat_template)
+
+
+def load_from(directory: Path, where: str, *, chat_template: str = "") -> Tokenizer | None:
+    """As `load`; errors name it by `where` it is from."""
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
@@ -298,19 +305,23 @@ def load(source: str | Path, *, chat_template: str = "") -> Tokenizer | None:
         _ = tokenizer.vocab_size, tokenizer.special_ids
     except Exception as error:  # the readers below raise many types
         problem = f"{type(error).__name__}: {error}"
-        raise ModelLoadError(f"the tokenizer in {directory} cannot be loaded ({problem})") from error
+        raise ModelLoadError(f"the tokenizer {where} cannot be loaded ({problem})") from error
     return tokenizer
 
 
-def _directory(source: str) -> Path:
-    """The local directory of `source`, downloaded from the hub if necessary."""
+def directory_of(source: str) -> Path:
+    """The local directory of a model, downloaded from the hub if necessary.
+
+    Raises:
+        ModelLoadError: `source` does not exist.
+    """
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=[*_TOKENIZER_FILES, *_COMPANION_FILES]))
+        return Path(snapshot_download(source, allow_patterns=[*FILES]))
     except HFValidationError:
         raise ModelLoadError(f"{source} is not a directory") from None
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -36,6 +37,8 @@ from verify_service.verifier import VerifyDecider
 async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     """A running service; yields its `HOST:PORT`, and shuts down gracefully.
 
+    It listens before the model is loaded: until then, coordinators are told to wait.
+
     Raises:
         ModelLoadError: the model cannot be served.
         ConfigError: an address cannot be bound.
@@ -43,19 +46,20 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-verify")
         stack.callback(tracer.shutdown)
+        server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
+        servicer = VerifyServicer(tracer, trace_detail=config.trace_detail, limits=Limits(server.drain))
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
+        address = await server.start(is_loading=True)
+        stack.push_async_callback(server.stop)  # where loading fails
         decider = VerifyDecider()
-        service = boot.start(config, "verify", decider)
+        # The loop's own threads live as long as it does, and children end with the thread that started them.
+        service = servicer.service = await asyncio.to_thread(boot.start, config, "verify", decider)
         stack.callback(service.close)
-        decider.drafts = _own_drafts(config, service)
+        decider.drafts = await asyncio.to_thread(_own_drafts, config, service)
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
-        server = Server(config, [verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
-        verify_pb2_grpc.add_VerifyServiceServicer_to_server(
-            VerifyServicer(service, tracer, trace_detail=config.trace_detail, limits=Limits(server.drain)),
-            server.grpc,
-        )
-        address = await server.start()
+        await server.loaded()
         await stack.enter_async_context(service.watched(server.set_serving))
         yield address
 

@@ -18,24 +18,24 @@ _METHOD = "specwire.v1.VerifyService/Verify"
 
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
-    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends."""
+    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends.
+
+    Attributes:
+        service: the loaded model; set before the first request.
+    """
+
+    service: ModelService
 
     def __init__(
-        self,
-        service: ModelService,
-        tracer: tracing.Tracing,
-        *,
-        trace_detail: bool = False,
-        limits: Limits | None = None,
+        self, tracer: tracing.Tracing, *, trace_detail: bool = False, limits: Limits | None = None
     ) -> None:
-        self._service = service
         self._tracer = tracer
         self._trace_detail = trace_detail
         self._limits = limits or Limits()
 
     async def Verify(self, requests: AsyncIterator[verify_pb2.VerifyRequest], context: Any) -> None:  # noqa: N802
         caller = listening.caller(context)
-        stream = VerifyStream(self._service, context.write, self._limits, caller, self._spans)
+        stream = VerifyStream(self.service, context.write, self._limits, caller, self._spans)
         await stream.serve(requests)
 
     def _spans(self, headers: Iterable[tuple[str, str]]) -> SequenceSpans:
@@ -45,5 +45,10 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
         return verify_pb2.VerifyServiceGetModelInfoResponse(
-            model=wire.model_info_to_proto(self._service.info), status=self._service.status()
+            model=wire.model_info_to_proto(self.service.info), status=self.service.status()
         )
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: verify_pb2.VerifyServiceGetTokenizerRequest, context: Any
+    ) -> verify_pb2.VerifyServiceGetTokenizerResponse:
+        return verify_pb2.VerifyServiceGetTokenizerResponse(page=self.service.files.page(request.offset))

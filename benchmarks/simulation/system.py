@@ -120,7 +120,9 @@ class VerifyService(_Service):
         fast = LogitsDecider(GreedyVerdicts(model).consume)
         decider = VerifyDecider() if setting.exact else fast
         super().__init__(setting, hosts, model, decider, setting.target, Device())
-        self.handler = VerifyServicer(self.service, _NO_TRACING).Verify
+        servicer = VerifyServicer(_NO_TRACING)
+        servicer.service = self.service
+        self.handler = servicer.Verify
 
 
 class DraftService(_Service):

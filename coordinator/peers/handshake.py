@@ -17,18 +17,26 @@ from coordinator.peers.addresses import Names
 from coordinator.peers.codecs import draft_codec, verify_codec
 from coordinator.peers.link import Codec, Link
 from coordinator.peers.pool import Pool
-from coordinator.peers.replicas import Replica
+from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
 from specwire.core import PROTOCOL_VERSION, ModelInfo
-from specwire.errors import HandshakeError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    DeadlineExceededError,
+    HandshakeError,
+    ServiceLoadingError,
+    ServiceUnavailableError,
+    SpecwireError,
+)
 from specwire.rpc import channel
 from specwire.security.tls import PLAINTEXT, Credentials
+from specwire.tokenizer_files import TokenizerFiles, fetch
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 from specwire.wire import model as wire
 
 _RETRY_S = 0.25
 _POLL_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
+_PAGE_TIMEOUT_S = 30.0
 _NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """The service does not implement health checks, or has as many watches of its health as it allows."""
 
@@ -95,8 +103,8 @@ def check_version(info: ModelInfo) -> None:
 
 
 _SAME = (
-    *("name", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_len", "dtype"),
-    *("eos_token_ids", "batch_invariant", "trees", "encoder_len", "decoder_token_ids"),
+    *("name", "weights_fingerprint", "tokenizer_fingerprint", "tokenizer_hash", "vocab_size", "context_len"),
+    *("dtype", "eos_token_ids", "batch_invariant", "trees", "encoder_len", "decoder_token_ids"),
 )
 """What a text depends on: a generation may begin at one replica and continue at another."""
 
@@ -249,10 +257,26 @@ class RemoteReplica(Replica):
         self.num_other_streams = max(0, response.status.num_sequences - self.num_streams)
         self.mark_ready(info)
 
+    async def page_of_tokenizer(self, offset: int) -> bytes:
+        """Of the target's `TokenizerFiles`, from a target.
+
+        Raises:
+            SpecwireError: it is unavailable.
+        """
+        request = verify_pb2.VerifyServiceGetTokenizerRequest(offset=offset)
+        try:
+            response = await self._stub.GetTokenizer(request, timeout=_PAGE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise peer_error(error) from None
+        page: bytes = response.page
+        return page
+
     async def _mark_not_serving(self) -> None:
-        """Its health is NOT_SERVING: its device hangs, or it drains and refuses further calls."""
+        """Its health is NOT_SERVING: it loads, its device hangs, or it drains and refuses further calls."""
         try:
             await self._shake_hands()
+        except ServiceLoadingError:
+            self.mark_unavailable(LOADING)
         except _DeviceHangsError as error:
             super().mark_lost(str(error))
         except SpecwireError:
@@ -325,19 +349,51 @@ class VerifyPool(Pool):
     async def connect(self, timeout_s: float) -> None:
         """Contact all replicas, and wait until one is available.
 
+        Args:
+            timeout_s: longest wait; while one loads its model, it has not begun.
+
         Raises:
             ServiceUnavailableError: none is in time; names the addresses.
             HandshakeError: none is available, and one is incompatible.
         """
         self.start()
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as patience:
                 await self.all_contacted()
                 while not self.available:
+                    if any(replica.unavailable == LOADING for replica in self.replicas):
+                        patience.reschedule(loop.time() + timeout_s)
                     await self._wait_for_change()
                     await self.all_contacted()
         if self._info is None:
-            raise ServiceUnavailableError(self.unavailable)
+            problem = f"{self.unavailable} (waited {timeout_s:g} s, --connect-timeout-s)"
+            raise ServiceUnavailableError(problem)
+
+    async def tokenizer(self, timeout_s: float) -> TokenizerFiles:
+        """The files of the target's tokenizer; where one target is lost, another one goes on.
+
+        Raises:
+            HandshakeError: they cannot be used; names `--tokenizer`.
+            ServiceUnavailableError: no target sends them in time.
+        """
+
+        async def page(offset: int) -> bytes:
+            while True:
+                for replica in self.available:
+                    assert isinstance(replica, RemoteReplica)
+                    try:
+                        return await replica.page_of_tokenizer(offset)
+                    except (ServiceUnavailableError, DeadlineExceededError) as error:
+                        replica.mark_lost(str(error))
+                await self._wait_for_change()
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await fetch(self.info, page)
+        except TimeoutError:
+            problem = f"the tokenizer was not received within {timeout_s:g} s (--connect-timeout-s)"
+            raise ServiceUnavailableError(problem) from None
 
     def check_info(self, info: ModelInfo) -> None:
         """Check a target against the first one, or make it the first one.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOADING = "loads its model"
+"""Why a replica is unavailable that will serve by itself."""
 _PAGE_LEN = 64
 _MAX_PAGES = 128
 _MAX_KNOWN_PAGES = 1 << 14

@@ -10,18 +10,29 @@ import grpc.aio
 
 from coordinator.cost import Cost
 from specwire.core import Proposal
-from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
+from specwire.errors import (
+    RequestCancelledError,
+    ServiceUnavailableError,
+    SpecwireError,
+    UnauthenticatedError,
+)
 from specwire.rpc import private, statuses
+from specwire.rpc.connecting import PEER, explain
 from specwire.telemetry import semantics as names
 from specwire.telemetry.tracing import Span, SpanKind, Tracing
 
 
 def peer_error(error: grpc.RpcError) -> SpecwireError:
-    """Why a peer's stream failed; a cancellation that is not ours means that the service shuts down."""
+    """Why a peer's stream failed; a cancellation that is not ours means that the service shuts down.
+
+    A token that a peer refuses is this process's own: no client is at fault.
+    """
     ours = statuses.from_rpc_error(error)
     text = str(ours)
-    if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
-        return ServiceUnavailableError(f"nothing serves there ({text.rpartition(': ')[2]})")
+    if isinstance(ours, ServiceUnavailableError) and (why := explain(text, "this address", PEER)):
+        return ServiceUnavailableError(why)
+    if isinstance(ours, UnauthenticatedError):
+        return ServiceUnavailableError(f"{text}; --peer-token-file holds the one that is sent")
     return ServiceUnavailableError(text) if isinstance(ours, RequestCancelledError) else ours
 
 

@@ -6,8 +6,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire.config.client import ClientConfig
+from specwire.errors import ServiceUnavailableError
 from specwire.rpc import statuses
 from specwire.rpc.channel import open_channel
+from specwire.rpc.connecting import CLIENT, explain
 from specwire.security.tls import Credentials
 
 SERVING = "SERVING"
@@ -27,6 +29,8 @@ async def status(settings: ClientConfig, service: str) -> str:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
         except grpc.RpcError as error:
-            raise statuses.from_rpc_error(error) from None
+            ours = statuses.from_rpc_error(error)
+            why = explain(str(ours), settings.server, CLIENT)
+            raise (ServiceUnavailableError(why) if why else ours) from None
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name

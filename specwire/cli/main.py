@@ -28,7 +28,7 @@ from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
 from specwire.config.stack import DemoConfig, UpConfig
-from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
+from specwire.errors import ConfigError, InvalidRequestError, SpecwireError, UnauthenticatedError
 from specwire.telemetry import logs, stacks
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
-        logs.report(error)
+        hint = "; SPECWIRE_TOKEN or --token-file gives one" if isinstance(error, UnauthenticatedError) else ""
+        logs.report(f"{error}{hint}")
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 130

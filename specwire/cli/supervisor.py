@@ -363,11 +363,21 @@ def _ask_to_end(services: Sequence[Service], timeout_s: float) -> None:
 def _example(config: StackConfig, stack: Stack) -> str:
     """A command line that tries what serves; a secret is named, and not shown."""
     if stack.http is None:
-        return f"specwire generate 'def f(x):' --server {stack.address}"
+        return generate_line(config, stack.address)
     body = json.dumps({"model": _model_name(config), "prompt": "def f(x):", "max_tokens": 32})
     token = ' -H "Authorization: Bearer $API_KEY"' if config.requires_tokens else ""
     url = f"http://{stack.http.address}/v1/completions"
     return f"curl {url} -H 'Content-Type: application/json'{token} -d '{body}'"
+
+
+def generate_line(config: StackConfig, address: str) -> str:
+    """A command line of a client that the coordinator admits; files of the client's own are capitals."""
+    line = f"specwire generate 'def f(x):' --server {address}"
+    if isinstance(config, UpConfig):
+        line += " --tls-ca CA" if config.tls_cert else ""
+        line += " --client-cert CERT --client-key KEY" if config.tls_client_ca else ""
+        line += " --token-file TOKEN" if config.tokens else ""
+    return line
 
 
 def _model_name(config: StackConfig) -> str:

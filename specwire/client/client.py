@@ -32,6 +32,7 @@ from specwire.security.tls import TLS, Credentials
 from specwire.telemetry import tracing
 from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Tracing
+from specwire.tokenizer_files import TokenizerFiles, fetch
 from specwire.v1 import generation_pb2
 from specwire.wire.client import generate_request
 from specwire.wire.model import model_info_from_proto
@@ -246,6 +247,25 @@ class AsyncClient:
         draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
         return model_info_from_proto(response.target), draft
 
+    async def get_tokenizer(self, *, timeout_s: float = 60.0, token: str = "") -> TokenizerFiles:
+        """The files of the target's tokenizer; `token` as for `stream`.
+
+        Raises:
+            HandshakeError: they are too large, or others than announced.
+        """
+        authorization = self._authorization(token)
+        ends_s = asyncio.get_running_loop().time() + arguments.timeout(timeout_s)
+
+        async def page(offset: int) -> bytes:
+            request = generation_pb2.GetTokenizerRequest(offset=offset)
+            left_s = max(0.0, ends_s - asyncio.get_running_loop().time())
+            response = await self._endpoints.unary("GetTokenizer", request, left_s, authorization)
+            received: bytes = response.page
+            return received
+
+        target, _ = await self.get_model_info(timeout_s=timeout_s, token=token)
+        return await fetch(target, page)
+
     async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
         """The coordinator's current status."""
         request = generation_pb2.GetStatusRequest()
@@ -373,6 +393,10 @@ class Client:
     ) -> tuple[ModelInfo, ModelInfo | None]:
         """The target, and the draft while one is reachable; `token` as for `AsyncClient.stream`."""
         return self._run(self._client.get_model_info(timeout_s=timeout_s, token=token))
+
+    def get_tokenizer(self, *, timeout_s: float = 60.0, token: str = "") -> TokenizerFiles:
+        """The files of the target's tokenizer; as `AsyncClient.get_tokenizer`."""
+        return self._run(self._client.get_tokenizer(timeout_s=timeout_s, token=token))
 
     def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
         """The coordinator's current status."""

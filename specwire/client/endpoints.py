@@ -20,6 +20,7 @@ from specwire.errors import (
     StreamIdleError,
 )
 from specwire.rpc import statuses
+from specwire.rpc.connecting import CLIENT, explain
 
 
 class Endpoint:
@@ -48,8 +49,8 @@ class Endpoint:
         """The error in terms of the caller: which server, which argument."""
         ours = statuses.from_rpc_error(error)
         text = str(ours)
-        if isinstance(ours, ServiceUnavailableError) and "failed to connect" in text:
-            return ServiceUnavailableError(_why_not_connected(self.address, text))
+        if isinstance(ours, ServiceUnavailableError) and (why := explain(text, self.address, CLIENT)):
+            return ServiceUnavailableError(why)
         if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
             sizes = text.partition("(")[2].partition(")")[0]
             return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
@@ -116,13 +117,3 @@ class Endpoints:
         """Close all channels."""
         for endpoint in self._endpoints:
             await endpoint.close()
-
-
-def _why_not_connected(address: str, text: str) -> str:
-    """gRPC's message for a failed connection, reduced to what helps the caller."""
-    why = text.partition("last error: ")[2].removesuffix(": OK")
-    if "handshake failed" in why or "Verification" in why:
-        return f"no TLS connection to {address} ({why.rpartition(': ')[2]})"
-    if why.endswith("Socket closed"):
-        return f"{address} closes the connection; it may expect TLS, or a certificate of this client"
-    return f"nothing serves at {address} ({why.rpartition(': ')[2]})"

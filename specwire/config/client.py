@@ -10,6 +10,7 @@ from specwire.config.fields import (
     GRACE_HELP,
     MAX_PROMPT_HELP,
     MAX_WORKERS,
+    SERVER_TLS,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
     WORKERS_HELP,
@@ -146,7 +147,8 @@ class HttpConfig(ConnectionConfig):
         super().__post_init__()
         check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
         # Bearer tokens travel over both connections.
-        check_plaintext("address", self.address, allowed=bool(self.tls_cert) or self.allow_plaintext)
+        allowed = bool(self.tls_cert) or self.allow_plaintext
+        check_plaintext("address", self.address, allowed=allowed, remedy=SERVER_TLS)
         for address in self.server.split(","):
             allowed = self.server_tls is not None or self.allow_plaintext
-            check_plaintext("server", address.strip(), allowed=allowed)
+            check_plaintext("server", address.strip(), allowed=allowed, remedy="give --tls or --tls-ca")

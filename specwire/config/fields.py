@@ -128,10 +128,18 @@ def check_addresses(name: str, addresses: str) -> None:
         split_address(name, address.strip())
 
 
-def check_plaintext(name: str, address: str, *, allowed: bool) -> None:
-    """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed."""
+SERVER_TLS = "give --tls-cert and --tls-key"
+FRONT_TLS = "start `specwire http` by itself, with --tls-cert"
+
+
+def check_plaintext(name: str, address: str, *, allowed: bool, remedy: str) -> None:
+    """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed.
+
+    Args:
+        remedy: what gives it TLS.
+    """
     host, _ = split_address(name, address)
-    problem = "would be plaintext beyond this machine; give TLS files, or --allow-plaintext"
+    problem = f"would be plaintext beyond this machine; {remedy}, or --allow-plaintext"
     check(allowed or is_loopback(host), name, address, problem)
 
 

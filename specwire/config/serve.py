@@ -8,7 +8,7 @@ from typing import Any
 from specwire import cuda, ports
 from specwire.config import extras
 from specwire.config.client import HttpConfig
-from specwire.config.fields import AUTO, between, check, check_address, check_plaintext
+from specwire.config.fields import AUTO, FRONT_TLS, between, check, check_address, check_plaintext
 from specwire.config.flags import option, same, secret
 from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
 from specwire.config.services import CoordinatorConfig, VerifyConfig
@@ -90,7 +90,7 @@ class ServeConfig(UpConfig):
     def __post_init__(self) -> None:
         host = f"[{self.host}]" if ":" in self.host else self.host
         self._set("http_address", f"{host}:{self.port}")
-        check_plaintext("host", self.http_address, allowed=self.allow_plaintext)
+        check_plaintext("host", self.http_address, allowed=self.allow_plaintext, remedy=FRONT_TLS)
         for name in ("device", "draft_device"):
             if getattr(self, name) == AUTO:
                 self._set(name, "cuda" if cuda.is_usable() else "cpu")

@@ -16,6 +16,7 @@ from specwire.config.fields import (
     GRACE_HELP,
     MAX_PROMPT_HELP,
     MAX_WORKERS,
+    SERVER_TLS,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
     WORKERS_HELP,
@@ -145,7 +146,7 @@ class ListenConfig(CheckedConfig):
         encrypted = bool(self.tls_cert)
         ca = self.tls_client_ca
         check(encrypted or not ca, "tls_client_ca", ca, "is of use together with --tls-cert only")
-        check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext)
+        check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext, remedy=SERVER_TLS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +383,9 @@ class CoordinatorConfig(ServiceConfig):
     idle_timeout_s: float = option(60.0, IDLE_TIMEOUT_HELP, check=check_duration)
     max_prompt_bytes: int = option(1 << 20, MAX_PROMPT_HELP, check=at_least(1))
     connect_timeout_s: float = option(
-        60.0, "longest wait for the verify service at start, in seconds", check=check_duration
+        60.0,
+        "longest wait for a verify service at start, in seconds; one that loads its model is waited for",
+        check=check_duration,
     )
     failover_timeout_s: float = option(
         5.0, "longest wait of a running generation for a verify service, in seconds", check=check_duration
@@ -426,7 +429,7 @@ class CoordinatorConfig(ServiceConfig):
         for name in ("verify_address", "draft_address"):
             addresses = getattr(self, name)
             for entry in split_addresses(name, addresses) if addresses or name == "verify_address" else ():
-                check_plaintext(name, entry.removeprefix(DNS), allowed=allowed)
+                check_plaintext(name, entry.removeprefix(DNS), allowed=allowed, remedy="give --peer-ca")
 
     @property
     def peer_credentials(self) -> Credentials:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specwire.config.fields import (
     AUTO,
+    FRONT_TLS,
     GRACE_HELP,
     at_least,
     chat_template_option,
@@ -274,7 +275,7 @@ class UpConfig(StackConfig, ListenConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.http_address:
-            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext)
+            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext, remedy=FRONT_TLS)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
             check(not self.tls_cert, "http_address", self.http_address, problem)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from specwire import embedded
+from specwire import embedded, tokenizer_files
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.config.services import ModelServiceConfig
 from specwire.core import ModelInfo
@@ -32,6 +32,7 @@ from specwire.rpc import process
 from specwire.telemetry.logs import NOTICE
 from specwire.tokenizer import Tokenizer
 from specwire.tokenizer import load as load_tokenizer
+from specwire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
 
@@ -50,6 +51,8 @@ class ModelService:
     max_sequences: int
     grammars: Grammars | None = None
     """None where outputs, or drafts, cannot be constrained."""
+    files: TokenizerFiles = NO_FILES
+    """Of a target's tokenizer."""
 
     @contextlib.contextmanager
     def opened(self, message: common_pb2.OpenSequence) -> Iterator[TokenSequence]:
@@ -146,7 +149,8 @@ def start(
     _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
-    info = _model_info(config, source, description, tokenizer)
+    files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
+    info = _model_info(config, source, description, tokenizer, files)
     _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)
     end_ids = info.eos_token_ids
     if target_tokenizer is not None:
@@ -166,7 +170,8 @@ def start(
     )
     runner.on_loss = engine.check_device
     info = dataclasses.replace(info, grammars=known is not None)
-    return ModelService(engine, runner, info, config.max_sequences, Grammars(known) if known else None)
+    grammars = Grammars(known) if known else None
+    return ModelService(engine, runner, info, config.max_sequences, grammars, files)
 
 
 def _end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -230,7 +235,11 @@ def resolve(model: str, role: str) -> str:
 
 
 def _model_info(
-    config: ModelServiceConfig, source: str, description: dict[str, object], tokenizer: Tokenizer | None
+    config: ModelServiceConfig,
+    source: str,
+    description: dict[str, object],
+    tokenizer: Tokenizer | None,
+    files: TokenizerFiles,
 ) -> ModelInfo:
     name = config.model
     is_emulated = source.startswith(EMULATED)
@@ -238,6 +247,8 @@ def _model_info(
         name=Path(name).name if Path(name).exists() else name,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
         tokenizer_source=name if tokenizer else "",
+        tokenizer_hash=files.hash,
+        tokenizer_bytes=len(files.data),
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
         trees=not config.batch_invariant,

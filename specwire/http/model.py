@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from specwire import AsyncClient, embedded, tokenizer
+from specwire import AsyncClient, embedded, tokenizer_files
 from specwire.config.client import HttpConfig
 from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
+from specwire.errors import HandshakeError, ModelLoadError, ServiceUnavailableError
 from specwire.http.answer_cache import AnswerCache
 from specwire.tokenizer import Tokenizer
+from specwire.tokenizer_files import TokenizerFiles
 
 Spell = Callable[[int], str]
 """One token for display."""
@@ -20,11 +22,16 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The target, under the name that clients ask for, and its draft model, if there is one."""
+    """The target, under the name that clients ask for, and its draft model, if there is one.
+
+    Attributes:
+        token: bearer token of the caller, who may know all of this.
+    """
 
     name: str
     info: ModelInfo
     draft: ModelInfo | None = None
+    token: str = field(default="", repr=False)
 
 
 class Models:
@@ -35,7 +42,7 @@ class Models:
         self._config = config
         self._answers = AnswerCache(self._ask)
         self._loading = asyncio.Lock()
-        self._loaded = ("", "")
+        self._loaded = ("", "", "")
         self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
@@ -52,7 +59,7 @@ class Models:
 
     async def _ask(self, token: str) -> ServedModel:
         info, draft = await self._client.get_model_info(timeout_s=_TIMEOUT_S, token=token)
-        return ServedModel(self._config.model_name or info.name, info, draft)
+        return ServedModel(self._config.model_name or info.name, info, draft, token)
 
     async def speller(self, model: ServedModel) -> Spell:
         """Spells the model's tokens. Raises as `tokenizer`."""
@@ -63,25 +70,37 @@ class Models:
         """The model's tokenizer, loaded the first time; None if it has none.
 
         Raises:
-            ModelLoadError: it cannot be loaded here.
+            ServiceUnavailableError: it cannot be loaded here, or the coordinator does not send it.
+            SpecwireError: the coordinator does not answer.
         """
-        wanted = self._config.tokenizer or model.info.tokenizer_source, model.info.chat_template
+        info = model.info
+        source = self._config.tokenizer or info.tokenizer_source
+        wanted = source, info.tokenizer_hash, info.chat_template
         async with self._loading:
             if wanted != self._loaded:
-                self._tokenizer = await asyncio.to_thread(_load, *wanted)
+                try:
+                    files = await self._files(model)
+                    name = self._config.tokenizer or info.name
+                    self._tokenizer = await asyncio.to_thread(_load, files, name, info.chat_template)
+                except (HandshakeError, ModelLoadError) as error:
+                    raise ServiceUnavailableError(str(error)) from None
                 self._loaded = wanted
         return self._tokenizer
+
+    async def _files(self, model: ServedModel) -> TokenizerFiles:
+        source = self._config.tokenizer
+        if source:
+            directory = embedded.TARGET_DIR if source == EMBEDDED else source
+            return await asyncio.to_thread(tokenizer_files.read, directory)
+        return await self._client.get_tokenizer(token=model.token)
 
 
 def _spell_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _load(source: str, template: str) -> Tokenizer | None:
+def _load(files: TokenizerFiles, name: str, template: str) -> Tokenizer | None:
     """With the coordinator's chat template where that is not the model's own."""
-    if not source:
-        return None
-    directory = embedded.TARGET_DIR if source == EMBEDDED else source
-    loaded = tokenizer.load(directory)
+    loaded = files.load(name)
     is_own = loaded is None or template in ("", loaded.tool_template)
-    return loaded if is_own else tokenizer.load(directory, chat_template=template)
+    return loaded if is_own else files.load(name, chat_template=template)

@@ -1,4 +1,4 @@
-"""The running requests of a service, and its graceful end. Knows no grpc."""
+"""The running requests of a service, from when it serves to its graceful end. Knows no grpc."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from specwire.errors import ServiceUnavailableError
+from specwire.errors import ServiceLoadingError, ServiceUnavailableError
 
 
 class Drain:
-    """Admits requests until it is closed, and waits for those that run. For one event loop."""
+    """Admits requests until it is closed, and waits for those that run. For one event loop.
+
+    Attributes:
+        is_loading: whether it admits none yet, as the service loads its model.
+    """
 
     def __init__(self) -> None:
+        self.is_loading = False
         self._num_running = 0
         self._is_closed = False
         self._idle = asyncio.Event()
@@ -35,9 +40,12 @@ class Drain:
 
         Raises:
             ServiceUnavailableError: it is closed.
+            ServiceLoadingError: the service loads its model.
         """
         if self._is_closed:
             raise ServiceUnavailableError("the service is shutting down")
+        if self.is_loading:
+            raise ServiceLoadingError("the service loads its model")
         self._num_running += 1
         self._idle.clear()
         try:

@@ -76,6 +76,12 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._streams, self._watches = Slots("streams"), Slots("health watches")
         self._opened = _FirstMessages(self._max_streams)
         self._probed = _FirstMessages(_MAX_SILENT_PROBES)
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def ended(self) -> None:
+        """Wait until the tasks of all calls have ended, which is after gRPC has ended the calls."""
+        if self._calls:
+            await asyncio.wait(self._calls)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, like its method."""
@@ -84,6 +90,10 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         serve = self._serve_health if is_health else self._serve
 
         async def served(_: Any, context: Any) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
             try:
                 return await serve(handler, details, context)
             except Exception as error:

@@ -74,17 +74,18 @@ class Server:
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
-        self.grpc = grpc.aio.server(
-            options=options,
-            interceptors=[Interceptor(tokens, self.drain, config.capacity, _abort)],
-        )
+        self._interceptor = Interceptor(tokens, self.drain, config.capacity, _abort)
+        self.grpc = grpc.aio.server(options=options, interceptors=[self._interceptor])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
 
-    async def start(self) -> str:
+    async def start(self, *, is_loading: bool = False) -> str:
         """Bind, serve, report healthy.
+
+        Args:
+            is_loading: refuse requests, and report NOT_SERVING, until `loaded`.
 
         Returns:
             HOST:PORT that clients can use.
@@ -98,10 +99,16 @@ class Server:
             raise ConfigError(
                 f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
             )
+        self.drain.is_loading = is_loading
         await self.grpc.start()
         self._started = True
-        await self.set_serving(True)
+        await self.set_serving(not is_loading)
         return f"{host}:{port}"
+
+    async def loaded(self) -> None:
+        """Serve from now on, and report healthy."""
+        self.drain.is_loading = False
+        await self.set_serving(True)
 
     async def set_serving(self, serving: bool) -> None:
         """Set the `grpc.health.v1` status of every service."""
@@ -111,13 +118,14 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self) -> None:
-        """Drain, then end: at the latest after the grace period, or at once when this is cancelled.
+        """Drain, then end: at the latest after the grace period, or at once when this is cancelled. Once.
 
         Health reports NOT_SERVING and new requests are refused with UNAVAILABLE from the start, on old and
         new connections, while running requests and streams continue.
         """
         if not self._started:
             return
+        self._started = False
         self.drain.close()
         try:
             await self._health.enter_graceful_shutdown()
@@ -132,6 +140,8 @@ class Server:
         try:
             async with asyncio.timeout(grace_s + _HUNG_S):
                 await self.grpc.stop(grace_s)
+                # Calls whose peers leave at this moment: gRPC would report tasks that the loop's end cancels.
+                await self._interceptor.ended()
         except TimeoutError:
             log.warning("gRPC has not ended its calls within %g s: leaving them", grace_s + _HUNG_S)
 

@@ -45,6 +45,11 @@ class GenerationServiceStub:
                 request_serializer=specwire_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=specwire_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/specwire.v1.GenerationService/GetTokenizer',
+                request_serializer=specwire_dot_v1_dot_generation__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=specwire_dot_v1_dot_generation__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/specwire.v1.GenerationService/GetStatus',
                 request_serializer=specwire_dot_v1_dot_generation__pb2.GetStatusRequest.SerializeToString,
@@ -90,6 +95,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """GetTokenizer sends a page of the target's serialised TokenizerFiles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """GetStatus reports the coordinator's current state.
         """
@@ -109,6 +121,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=specwire_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=specwire_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=specwire_dot_v1_dot_generation__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=specwire_dot_v1_dot_generation__pb2.GetTokenizerResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -171,6 +188,33 @@ class GenerationService:
             '/specwire.v1.GenerationService/GetModelInfo',
             specwire_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             specwire_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specwire.v1.GenerationService/GetTokenizer',
+            specwire_dot_v1_dot_generation__pb2.GetTokenizerRequest.SerializeToString,
+            specwire_dot_v1_dot_generation__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

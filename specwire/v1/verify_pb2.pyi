@@ -138,3 +138,15 @@ class VerifyServiceGetModelInfoResponse(_message.Message):
     model: _common_pb2.ModelInfo
     status: _common_pb2.EngineStatus
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., status: _Optional[_Union[_common_pb2.EngineStatus, _Mapping]] = ...) -> None: ...
+
+class VerifyServiceGetTokenizerRequest(_message.Message):
+    __slots__ = ("offset",)
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+
+class VerifyServiceGetTokenizerResponse(_message.Message):
+    __slots__ = ("page",)
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    page: bytes
+    def __init__(self, page: _Optional[bytes] = ...) -> None: ...

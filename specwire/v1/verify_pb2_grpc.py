@@ -45,6 +45,11 @@ class VerifyServiceStub:
                 request_serializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.SerializeToString,
                 response_deserializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/specwire.v1.VerifyService/GetTokenizer',
+                request_serializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerRequest.SerializeToString,
+                response_deserializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerResponse.FromString,
+                _registered_method=True)
 
 
 class VerifyServiceServicer:
@@ -66,6 +71,13 @@ class VerifyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """GetTokenizer sends a page of the target's serialised TokenizerFiles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_VerifyServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.FromString,
                     response_serializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerRequest.FromString,
+                    response_serializer=specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +152,33 @@ class VerifyService:
             '/specwire.v1.VerifyService/GetModelInfo',
             specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.SerializeToString,
             specwire_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specwire.v1.VerifyService/GetTokenizer',
+            specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerRequest.SerializeToString,
+            specwire_dot_v1_dot_verify__pb2.VerifyServiceGetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import os
 import re
@@ -20,10 +21,19 @@ import yaml
 
 from specwire.cli import main as cli
 from tests.support.manifest_rules import HEALTH_SERVICES, ROLES, problems
-from tests.support.manifests import COMPONENT, K8S, OVERLAYS, ROOT, Manifests, Object, may_connect, render
+from tests.support.manifests import (
+    COMPONENT,
+    K8S,
+    OVERLAYS,
+    ROOT,
+    Manifests,
+    Object,
+    composed,
+    may_connect,
+    render,
+)
 
-NOT_WITH_THOSE = {"autoscaling", "http"}
-"""Components that the gpu overlay has already, or that do not fit components/tls."""
+COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 
 rendered = functools.cache(lambda name: Manifests(render(K8S / "overlays" / name)))
 
@@ -47,15 +57,14 @@ class TestOverlay:
 
 
 def test_components_fit_every_overlay(tmp_path: Path) -> None:
-    """All at once, with the one that is furthest from the base."""
-    wanted = [
-        K8S / "overlays/gpu",
-        *(path for path in (K8S / "components").iterdir() if path.name not in NOT_WITH_THOSE),
-    ]
-    gpu, *components = (os.path.relpath(path, tmp_path) for path in wanted)
-    kustomization = {"resources": [gpu], "components": sorted(components)}
-    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
-    assert problems(Manifests(render(tmp_path))) == []
+    """All at once, with the one that is furthest from the base, which has one of them already."""
+    components = [name for name in COMPONENTS if name != "autoscaling"]
+    assert problems(Manifests(composed(tmp_path, "gpu", components))) == []
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(COMPONENTS, 2)], ids="+".join)
+def test_components_fit_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
+    assert problems(Manifests(composed(tmp_path, "local", pair))) == []
 
 
 def test_every_service_is_asked_for_its_own_health() -> None:

@@ -124,7 +124,7 @@ class TestPairs:
     def test_no_verify_service(self, thread: LoopThread) -> None:
         config = CoordinatorConfig(verify_address="127.0.0.1:1", connect_timeout_s=0.3)
         with (
-            refused(ServiceUnavailableError, "127.0.0.1:1"),
+            refused(ServiceUnavailableError, "127.0.0.1:1", "waited 0.3 s, --connect-timeout-s"),
             serve(thread, lambda: coordinator.service.serving(config)),
         ):
             pass

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import verify_service.service
 from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.rpc import interceptor as calls
+from specwire.rpc import private
 from specwire.rpc import server as rpc_server
 from specwire.rpc.server import Server
 from specwire.rpc.slots import Slots
@@ -214,6 +217,51 @@ async def test_a_connection_that_says_nothing_is_closed(
     assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
     await server.stop()
+
+
+class Ending:
+    """A server on a loop that ends with it, as that of a process does after Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.address: Future[str] = Future()
+        self._begun = asyncio.Event()
+        self._loop = private.Loop()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+        ):
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = Server(VerifyConfig(model=MODEL, grace_s=2.0), [])
+        self.address.set_result(await server.start())
+        await self._begun.wait()
+        await server.stop()
+        raise KeyboardInterrupt
+
+    def begin(self) -> None:
+        self._loop.call_soon_threadsafe(self._begun.set)
+
+    def ended(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def test_peers_that_leave_as_a_service_ends_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """As after Ctrl-C to all services: gRPC reports tasks of calls that the end of the loop cancels."""
+    for _ in range(20):
+        server = Ending()
+        with grpc.insecure_channel(server.address.result(60)) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            next(watch)
+            server.begin()
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        server.ended()
+    assert "Exception not handled" not in caplog.text
 
 
 class TestPlaces:

@@ -71,7 +71,7 @@ class TestShape:
             assert public == calls | {"stream", "generate_many", "close"}
 
     def test_sync_and_async_methods_take_the_same_arguments(self) -> None:
-        for name in ("get_model_info", "get_status", "close", "__init__"):
+        for name in ("get_model_info", "get_tokenizer", "get_status", "close", "__init__"):
             ours, theirs = (inspect.signature(getattr(k, name)) for k in (Client, AsyncClient))
             assert list(ours.parameters) == list(theirs.parameters), name
         for name in ("stream", "generate"):

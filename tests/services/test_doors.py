@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import coordinator.service
 import draft_service.service
 import verify_service.service
 from coordinator.__main__ import main as coordinator_main
+from coordinator.peers.addresses import Names
+from coordinator.peers.handshake import VerifyPool
 from draft_service.__main__ import main as draft_main
 from specwire import (
     TLS,
@@ -33,8 +36,11 @@ from specwire import (
     UnauthenticatedError,
 )
 from specwire.cli import main as cli
+from specwire.cli.supervisor import generate_line
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
 from specwire.rpc.channel import open_channel
+from specwire.rpc.connecting import CLIENT, PEER
 from specwire.security.bearer import make_token
 from specwire.security.tls import PLAINTEXT, Credentials, is_loopback
 from specwire.v1 import (
@@ -119,6 +125,7 @@ class Case:
     Attributes:
         world: locked, expired (the server's own certificate) or plain.
         status: of every request.
+        says: a part of the error, with the names that settings have at the end that made the call.
     """
 
     world: str
@@ -128,6 +135,7 @@ class Case:
     server_name: str = ""
     token: str = "token"
     tls: bool = True
+    says: str = ""
 
     def credentials(self, keys: Keys) -> Credentials:
         pair = getattr(keys, self.cert) if self.cert else None
@@ -136,19 +144,29 @@ class Case:
         return Credentials(tls=tls, token=getattr(keys, self.token) if self.token else "")
 
 
+CLOSED = "{server} closes the connection; it may expect TLS ({ca}), or a certificate of this end ({cert})"
+NOT_ACCEPTED = "the certificate of {{server}} is not accepted ({}); {{ca}} names the authorities"
+OTHER_HOST = "the certificate of {server} is for other hosts; {server_name} names one of them"
 CASES = {
     "valid": Case("locked", OK),
-    "no certificate": Case("locked", UNAVAILABLE, cert=""),
-    "certificate of a foreign authority": Case("locked", UNAVAILABLE, cert="foreign_client"),
-    "expired certificate": Case("locked", UNAVAILABLE, cert="expired_client"),
-    "server of a foreign authority": Case("locked", UNAVAILABLE, ca="foreign"),
-    "expired server": Case("expired", UNAVAILABLE),
-    "server of another name": Case("locked", UNAVAILABLE, server_name="other.example"),
-    "plaintext to TLS": Case("locked", UNAVAILABLE, tls=False),
-    "TLS to plaintext": Case("plain", UNAVAILABLE),
-    "no token": Case("locked", UNAUTHENTICATED, token=""),
-    "unknown token": Case("locked", UNAUTHENTICATED, token="unknown_token"),
-    "expired token": Case("locked", UNAUTHENTICATED, token="expired_token"),
+    "no certificate": Case("locked", UNAVAILABLE, cert="", says=CLOSED),
+    "certificate of a foreign authority": Case("locked", UNAVAILABLE, cert="foreign_client", says=CLOSED),
+    "expired certificate": Case("locked", UNAVAILABLE, cert="expired_client", says=CLOSED),
+    "server of a foreign authority": Case(
+        "locked",
+        UNAVAILABLE,
+        ca="foreign",
+        says=NOT_ACCEPTED.format("unable to get local issuer certificate"),
+    ),
+    "expired server": Case("expired", UNAVAILABLE, says=NOT_ACCEPTED.format("certificate has expired")),
+    "server of another name": Case("locked", UNAVAILABLE, server_name="other.example", says=OTHER_HOST),
+    "plaintext to TLS": Case("locked", UNAVAILABLE, tls=False, says=CLOSED),
+    "TLS to plaintext": Case("plain", UNAVAILABLE, says="{server} speaks plaintext, and this end TLS ({ca})"),
+    "no token": Case("locked", UNAUTHENTICATED, token="", says="a bearer token is required"),
+    "unknown token": Case(
+        "locked", UNAUTHENTICATED, token="unknown_token", says="the bearer token is not known"
+    ),
+    "expired token": Case("locked", UNAUTHENTICATED, token="expired_token", says="the bearer token expired"),
     "plaintext to plaintext": Case("plain", OK, tls=False),
 }
 
@@ -241,7 +259,23 @@ def test_the_client_raises_the_type(worlds: dict[str, dict[str, str]], keys: Key
                 client.generate(params=SamplingParams(max_tokens=5), prompt_token_ids=[1, 2])
             assert type(refused.value) is TYPES[case.status]
             assert not shown.token or shown.token not in str(refused.value)
-            assert "nothing serves" not in str(refused.value)
+            server = worlds[case.world]["coordinator"]
+            assert case.says.format(server=server, **CLIENT._asdict()) in str(refused.value)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+async def test_a_coordinator_says_what_is_wrong_with_a_peer(
+    worlds: dict[str, dict[str, str]], keys: Keys, case: Case
+) -> None:
+    pool = VerifyPool(worlds[case.world]["verify"], Names(), case.credentials(keys))
+    try:
+        pool.start()
+        await pool.all_contacted()
+        assert case.says.format(server="this address", **PEER._asdict()) in pool.unavailable
+        assert bool(pool.unavailable) == (case.status is not OK)
+        assert ("--peer-token-file" in pool.unavailable) == (case.status is UNAUTHENTICATED)
+    finally:
+        await pool.close()
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -364,6 +398,17 @@ class TestCommandLine:
         shown = ["--client-cert", cert, "--client-key", key]
         return [*self.WORDS, "--server", address, "--tls-ca", keys.ours.path, *shown]
 
+    def test_the_line_that_up_suggests_is_admitted(
+        self, worlds: dict[str, dict[str, str]], keys: Keys
+    ) -> None:
+        config = UpConfig(target=TARGET, draft=DRAFT, **keys.listen_options)
+        line = generate_line(config, worlds["locked"]["coordinator"])
+        files = {"CA": keys.ours.path, "CERT": keys.client.cert, "KEY": keys.client.key}
+        own = {"def f(x):": "--token-ids=1,2", "TOKEN": keys.token_file} | files
+        program, *words = (own.get(word, word) for word in shlex.split(line))
+        assert program == "specwire"
+        assert cli.main([*words, "--max-tokens", "4"]) == 0
+
     def test_token_from_a_file_or_a_variable(
         self,
         worlds: dict[str, dict[str, str]],
@@ -381,6 +426,9 @@ class TestCommandLine:
         monkeypatch.setenv("SPECWIRE_TOKEN", keys.expired_token)
         assert cli.main(words) == 1
         assert "the bearer token expired" in capsys.readouterr().err
+        monkeypatch.delenv("SPECWIRE_TOKEN")
+        assert cli.main(words) == 1
+        assert "required; SPECWIRE_TOKEN or --token-file gives one" in capsys.readouterr().err
 
     def test_no_flag_takes_a_token(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
@@ -431,7 +479,7 @@ class TestPlaintext:
 
     @pytest.mark.parametrize("kind", [CoordinatorConfig, DraftConfig, VerifyConfig])
     def test_a_service_refuses_to_listen_beyond_this_machine(self, kind: Any) -> None:
-        with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:7070: would be plaintext"):
+        with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:7070: would be plaintext .*--tls-cert"):
             kind(address="0.0.0.0:7070")
         assert kind(address="0.0.0.0:7070", allow_plaintext=True)
         assert kind(address="0.0.0.0:7070", tls_cert=__file__, tls_key=__file__)
@@ -440,7 +488,7 @@ class TestPlaintext:
     def test_a_coordinator_refuses_peers_beyond_this_machine(self, name: str) -> None:
         flag = "--" + name.replace("_", "-")
         peer: dict[str, Any] = {name: "10.0.0.2:7072"}
-        with pytest.raises(ConfigError, match=f"{flag} 10.0.0.2:7072: would be plaintext"):
+        with pytest.raises(ConfigError, match=f"{flag} 10.0.0.2:7072: would be plaintext .*--peer-ca"):
             CoordinatorConfig(**peer)
         assert CoordinatorConfig(**peer, allow_plaintext=True)
         assert CoordinatorConfig(**peer, peer_ca=__file__)

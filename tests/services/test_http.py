@@ -19,6 +19,7 @@ from specwire.cli.supervisor import Stack
 from specwire.config.client import HttpConfig
 from specwire.config.stack import UpConfig
 from specwire.http.model import Models
+from specwire.tokenizer_files import TokenizerFiles
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import local_stack
 
@@ -367,12 +368,13 @@ async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest
         source = "base"
 
         async def get_model_info(self, **_: object) -> tuple[ModelInfo, None]:
-            return ModelInfo(
-                name=self.source, vocab_size=8, context_len=8, tokenizer_source=self.source
-            ), None
+            return ModelInfo(name=self.source, vocab_size=8, context_len=8, tokenizer_hash=self.source), None
+
+        async def get_tokenizer(self, token: str) -> TokenizerFiles:
+            return TokenizerFiles()
 
     class Spelled:
-        def __init__(self, source: str, template: str) -> None:
+        def __init__(self, files: TokenizerFiles, source: str, template: str) -> None:
             loaded.append(source)
             self.source = source
 

@@ -124,6 +124,12 @@ METHODS: Sequence[Method] = (
     ),
     _unary(
         "coordinator",
+        "/specwire.v1.GenerationService/GetTokenizer",
+        generation_pb2.GetTokenizerRequest(offset=7),
+        generation_pb2.GetTokenizerResponse,
+    ),
+    _unary(
+        "coordinator",
         "/specwire.v1.GenerationService/GetStatus",
         generation_pb2.GetStatusRequest(),
         generation_pb2.GetStatusResponse,
@@ -155,6 +161,12 @@ METHODS: Sequence[Method] = (
         "/specwire.v1.VerifyService/GetModelInfo",
         verify_pb2.VerifyServiceGetModelInfoRequest(),
         verify_pb2.VerifyServiceGetModelInfoResponse,
+    ),
+    _unary(
+        "verify",
+        "/specwire.v1.VerifyService/GetTokenizer",
+        verify_pb2.VerifyServiceGetTokenizerRequest(offset=7),
+        verify_pb2.VerifyServiceGetTokenizerResponse,
     ),
     Method("verify", "/grpc.health.v1.Health/Check", False, _CHECK, health_pb2.HealthCheckResponse),
     Method(

@@ -151,6 +151,8 @@ def _started(manifests: Manifests) -> Iterator[tuple[Pod, Any]]:
 def configuration(manifests: Manifests) -> Iterator[str]:
     """Every process starts: flags and variables exist, are its own, and their values are good."""
     for pod in manifests.services_pods:
+        if ":" not in pod.container["image"]:
+            yield f"{pod.owner}: its image has no tag"
         if role_of(pod) not in ROLES:
             yield f"{pod.owner}: specwire has no service {role_of(pod)}"
             continue
@@ -281,6 +283,23 @@ def reachability(manifests: Manifests) -> Iterator[str]:
                 port = named_port(server, entry["targetPort"])
                 if port is None or not may_connect(manifests, pod, server, port):
                     yield f"{pod.owner}: {what} {address} is not allowed to reach {server.owner}"
+
+
+def encryption(manifests: Manifests) -> Iterator[str]:
+    """Both ends of a connection use TLS, or neither."""
+    started = list(_started(manifests))
+    listens = {pod.labels[COMPONENT]: bool(values.tls_cert) for pod, values in started}
+    for pod, values in started:
+        calls = bool(getattr(values, "server_tls", None) or getattr(values, "peer_ca", ""))
+        for name in ADDRESSES:
+            for address in filter(None, getattr(values, name, "").split(",")):
+                server = address.removeprefix(DNS).partition(":")[0]
+                if listens.get(server, calls) != calls:
+                    yield f"{pod.owner}: {flag_name(name)} {address} has TLS at one end only"
+        for name, probe in pod.probes.items():
+            is_https = probe.get("httpGet", {}).get("scheme") == "HTTPS"
+            if "httpGet" in probe and is_https != bool(values.tls_cert):
+                yield f"{pod.owner}: {name} has TLS at one end only"
 
 
 def _connections(pod: Pod, values: Any) -> Iterator[tuple[str, str]]:
@@ -471,6 +490,7 @@ RULES: tuple[Rule, ...] = (
     ports,
     probes,
     reachability,
+    encryption,
     selectors,
     measures,
     namespaces,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def render(directory: Path) -> list[Object]:
     )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
+
+
+def composed(directory: Path, overlay: str, components: Sequence[str]) -> list[Object]:
+    """What an overlay with further components comes to, written to a directory."""
+    resource, *others = (
+        os.path.relpath(K8S / path, directory)
+        for path in (f"overlays/{overlay}", *(f"components/{name}" for name in components))
+    )
+    kustomization = {"resources": [resource], "components": others}
+    (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+    return render(directory)
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ class Manifests:
     @property
     def services_pods(self) -> list[Pod]:
         """Those that run `specwire`."""
-        return [pod for pod in self._deployed() if pod.container["image"].startswith("specwire:")]
+        return [pod for pod in self._deployed() if pod.container["image"].startswith("specwire")]
 
     def _deployed(self) -> Iterator[Pod]:
         for name, item in self.of("Deployment").items():

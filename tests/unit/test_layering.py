@@ -21,7 +21,7 @@ ORDER = (
     ("schema",),
     ("grammar",),
     ("core", "support", "tokenizer"),
-    ("tree", "history", "token_texts"),
+    ("tree", "history", "token_texts", "tokenizer_files"),
     ("chains",),
     ("prepared", "pushes"),
     ("completion",),

@@ -501,6 +501,7 @@ class TestErrors:
         errors.ResourceExhaustedError("too large"),
         errors.StreamIdleError("no token was taken for 60 s"),
         errors.ServiceUnavailableError("gone"),
+        errors.ServiceLoadingError("the service loads its model"),
         errors.DeadlineExceededError("late"),
         errors.RequestCancelledError("cancelled"),
         errors.InternalError("a defect"),
