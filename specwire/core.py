@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
