@@ -49,6 +49,8 @@ class Grammar:
                 "grammar", ", ".join(kinds) or "nothing", f"give exactly one of {', '.join(self.__slots__)}"
             )
         _check(f"grammar.{kinds[0]}", getattr(self, kinds[0]))
+        if kinds[0] == "json_schema":
+            object.__setattr__(self, "json_schema", _held("grammar.json_schema", self.json_schema))
 
     @property
     def kind(self) -> str:
@@ -82,13 +84,17 @@ def _check(name: str, value: Any) -> None:
         raise InvalidRequestError(name, f"{length} characters", f"is over the limit of {MAX_SOURCE_LEN}")
     if len(texts) > MAX_CHOICES:
         raise InvalidRequestError(name, f"{len(texts)} texts", f"is over the limit of {MAX_CHOICES}")
-    if name == "grammar.json_schema":
-        _check_schema(name, value)
 
 
-def _check_schema(name: str, text: str) -> None:
+def _held(name: str, text: Any) -> str:
+    """The text of a schema, in the form that the compiler of grammars knows."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(name, text, f"is not JSON: {error}") from None
-    check_schema(name, schema)
+    held = check_schema(name, schema)
+    if held is schema:
+        return str(text)
+    text = _dumped(held)
+    _check(name, text)
+    return text

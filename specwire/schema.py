@@ -4,6 +4,8 @@ xgrammar ignores keywords that it does not know, and some combinations of those 
 then not validate, so such a schema is refused here, naming the place. `tests/exactness/test_schemas.py`
 generates random ones of what is left, and validates the outputs.
 
+`oneOf` and `allOf` are held in another form, where they have one (`schema_unions`).
+
 What is left is held as it stands, or more strictly: an object has no properties but those that are named, in
 the order of their names in the schema.
 """
@@ -11,10 +13,11 @@ the order of their names in the schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from specwire.errors import InvalidRequestError, UnsupportedError
+from specwire.schema_unions import NotExactError, Unions
 
 _ANNOTATIONS = {
     *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),
@@ -27,7 +30,7 @@ _KEYWORDS = {
     "integer": _INTEGER,
     "number": _INTEGER - {"multipleOf"},
     "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
     "boolean": set[str](),
     "null": set[str](),
 }
@@ -40,8 +43,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-_ALONE = ("$ref", "anyOf", "enum", "const")
+_ALONE = ("$ref", "anyOf", "oneOf", "enum", "const")
 """Keywords beside which others would be ignored."""
+_REF = re.compile(r"#(/(\$defs|definitions|properties)/[^/~%]+|/(items|additionalProperties))*")
+"""To where a schema is, which is checked there."""
 _FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference"),
     *("uuid", "json-pointer", "relative-json-pointer"),
@@ -50,18 +55,21 @@ _PATTERN = re.compile(r"""\^ (?: [^\\"$^\x00-\x1f] | \[\^ | \\[dDwWS.()\[\]{}*+?
 """Anchored, and of characters that stand for themselves in a JSON string."""
 
 
-def check_schema(name: str, schema: Any) -> None:
+def check_schema(name: str, schema: Any) -> Any:
     """Refuse what an output could not be held to.
 
     Args:
         name: of the field that the schema was given in.
+
+    Returns:
+        The same schema without `oneOf` and `allOf`.
 
     Raises:
         InvalidRequestError: not a schema.
         UnsupportedError: a keyword, or a combination, that is not held exactly.
     """
     try:
-        _Checker(name, schema).check(schema, "#")
+        return _Checker(name, schema).held()
     except RecursionError:
         raise UnsupportedError(name, "schema", "is nested too deeply") from None
 
@@ -69,6 +77,27 @@ def check_schema(name: str, schema: Any) -> None:
 class _Checker:
     def __init__(self, name: str, root: Any) -> None:
         self._name, self._root = name, root
+        self._unions = Unions(root, _ANNOTATIONS)
+        self._found: list[tuple[Mapping[str, Any], str]] = []
+
+    def held(self) -> Any:
+        """The schema in its other form, if all of it has one."""
+        self.check(self._root, "#")
+        for schema, where in self._found:
+            if "allOf" in schema:
+                self._in_other_form(self._unions.merged, schema, where)
+            elif not self._in_other_form(self._unions.are_disjoint, schema["oneOf"], where):
+                problem = (
+                    "is only supported of objects that a required property with another const tells apart"
+                )
+                self._refuse(where, "oneOf", problem)
+        return self._in_other_form(self._unions.rewritten, self._root, "#") if self._found else self._root
+
+    def _in_other_form(self, form: Callable[[Any], Any], of: Any, where: str) -> Any:
+        try:
+            return form(of)
+        except NotExactError as error:
+            return self._refuse(where, "allOf", str(error))
 
     def check(self, schema: Any, where: str) -> None:
         """One schema, and those in it."""
@@ -78,7 +107,10 @@ class _Checker:
             raise InvalidRequestError(f"{self._name} at {where}", schema, "must be a schema")
         for defined in ("$defs", "definitions"):
             self._check_each(schema.get(defined, {}), f"{where}/{defined}")
-        given = schema.keys() - _ANNOTATIONS
+        given = schema.keys() - _ANNOTATIONS - ({"discriminator"} if "oneOf" in schema else set())
+        if "allOf" in schema:
+            self._check_all(schema, given - {"allOf"}, where)
+            return
         alone = next((keyword for keyword in _ALONE if keyword in schema), None)
         if alone is None:
             self._check_typed(schema, given, where)
@@ -88,12 +120,20 @@ class _Checker:
             self._refuse(where, min(others), f"is not supported beside {alone}")
         self._check_alone(alone, schema, where)
 
+    def _check_all(self, schema: Mapping[str, Any], beside: set[str], where: str) -> None:
+        self._check_each(dict(enumerate(self._list(schema["allOf"], where, "allOf"))), f"{where}/allOf")
+        if beside:
+            self.check({"type": "object"} | {keyword: schema[keyword] for keyword in beside}, where)
+        self._found.append((schema, where))
+
     def _check_alone(self, keyword: str, schema: Mapping[str, Any], where: str) -> None:
         value = schema[keyword]
         if keyword == "$ref":
             self._check_ref(value, where)
-        elif keyword == "anyOf":
-            self._check_each(dict(enumerate(self._list(value, where, keyword))), f"{where}/anyOf")
+        elif keyword in ("anyOf", "oneOf"):
+            self._check_each(dict(enumerate(self._list(value, where, keyword))), f"{where}/{keyword}")
+            if keyword == "oneOf":
+                self._found.append((schema, where))
         else:
             values = [value] if keyword == "const" else self._list(value, where, keyword)
             types = self._types(schema, where) if "type" in schema else [*_TYPES]
@@ -103,7 +143,7 @@ class _Checker:
 
     def _check_ref(self, ref: object, where: str) -> None:
         found = self._root
-        if not isinstance(ref, str) or not re.fullmatch(r"#(/[^~%]*)?", ref):
+        if not isinstance(ref, str) or not _REF.fullmatch(ref):
             self._refuse(
                 where, "$ref", f"{ref!r} is not supported: it must be in the schema, as #/$defs/NAME"
             )
@@ -158,6 +198,8 @@ class _Checker:
     def _check_array(self, schema: Mapping[str, Any], where: str) -> None:
         first = self._list(schema.get("prefixItems", []), where, "prefixItems")
         self._check_each(dict(enumerate(first)), f"{where}/prefixItems")
+        if schema.get("uniqueItems", False) is not False and schema.get("maxItems") not in (0, 1):
+            self._refuse(where, "uniqueItems", "is only supported with maxItems of 0 or 1")
         if schema.get("items", False) is not False:
             self.check(schema["items"], f"{where}/items")
 
@@ -181,7 +223,7 @@ class _Checker:
                 self._refuse(where, "type", f"{kind!r} is no type")
         return types
 
-    def _refuse(self, where: str, keyword: str, problem: str) -> None:
+    def _refuse(self, where: str, keyword: str, problem: str) -> NoReturn:
         raise UnsupportedError(f"{self._name} at {where}", keyword, problem)
 
 

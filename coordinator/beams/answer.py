@@ -105,7 +105,8 @@ class BeamAnswer:
     def _text(self, token_ids: Sequence[int]) -> list[str]:
         """What each token adds to the text."""
         before = self._request.target.decoded(self._request.prompt_token_ids)
-        assembler = TextAssembler[int](self._tokenizer, before, ())
+        skips = self._request.params.skip_special_tokens
+        assembler = TextAssembler[int](self._tokenizer, before, (), skip_special_tokens=skips)
         released: list[tuple[int, str]] = []
         for i, token_id in enumerate(token_ids):
             released += assembler.add(token_id, i, silent=token_id in self._request.end_ids)

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import sub
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,8 @@ from specwire.v1 import generation_pb2_grpc
 from specwire.wire.client import generate_request, resume_info_from_proto, resuming_request
 from tests.support import encoder_decoders, tiny_models
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
-from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+from tests.support.languages import save_speaker
+from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
 
 FAMILIES = ("llama", "gpt2", "t5")
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]
@@ -313,6 +314,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},
     "num_lists": {"num_lists": 2},
+    "stop": {"stop": ("x",)},
     "logprobs": {"logprobs": 2},
     "draft": {"draft": "ngram"},
     "num_beams": {"num_beams": 16, "stop_token_ids": (3, 4, 5, 6, 7)},
@@ -326,6 +328,63 @@ def test_what_does_not_combine_is_refused_by_name(stack: LocalStack, name: str) 
     with pytest.raises(UnsupportedError) as refusal:
         stack.client.generate(params=replace(BEAMS, **REFUSED[name]), prompt_token_ids=PROMPTS[0])
     assert refusal.value.field == name
+
+
+HELD: dict[str, dict[str, Any]] = {
+    "max_tokens": {"ignore_eos": True, "max_tokens": 5},
+    "stop_token_ids": {"ignore_eos": True, "stop_token_ids": (1, 2, 4, 5)},
+    "ignore_eos": {"ignore_eos": True},
+    "skip_special_tokens": {"ignore_eos": True, "skip_special_tokens": False},
+    "length_penalty": {"length_penalty": 8.0},
+    "early_stopping": {"early_stopping": True},
+    "num_beams": {"num_beams": 6},
+    "num_return_sequences": {"num_return_sequences": 1},
+    "num_draft_tokens": {"num_draft_tokens": 1},
+    "max_depth": {"num_draft_tokens": 4, "max_depth": 1},
+    "draft": {"num_draft_tokens": None, "draft": "off"},
+    "cache_salt": {"cache_salt": "mine"},
+}
+"""A change of each parameter that shows in the completion, beside others that let it show."""
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """Likely to say its end token, which is a special one with a name, often."""
+    model = markov_model()
+    with torch.no_grad():
+        model.lm_head.weight[0].copy_(model.lm_head.weight[3] * 1.2)
+        model.lm_head.weight[3].mul_(0.9)
+    target = save_speaker(model, tmp_path_factory.mktemp("speaker"))
+    with local_stack(target, target) as running:
+        yield running
+
+
+def test_every_parameter_is_refused_or_known_to_be_held() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert names == REFUSED.keys() | HELD.keys()
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_held_shows(speaker: LocalStack, name: str) -> None:
+    """In texts, scores, rounds or cached tokens: what was ignored would change none of them."""
+    base = {"num_draft_tokens": 4, "max_depth": 2} | {k: v for k, v in HELD[name].items() if k != name}
+    seen = []
+    for changes in (base, base | HELD[name]):
+        settings = {"temperature": 0, "max_tokens": 12, "num_beams": 4, "num_return_sequences": 4} | changes
+        params = SamplingParams(**settings)
+        prompt = [3] * 40
+        speaker.client.generate(params=replace(params, cache_salt=""), prompt_token_ids=prompt)
+        done = speaker.client.generate(params=params, prompt_token_ids=prompt)
+        counts = done.speculation
+        seen.append(
+            (done.hypotheses, counts.num_rounds, counts.num_draft_tokens, done.usage.cached_tokens > 0)
+        )
+        if name == "skip_special_tokens":
+            best = done.hypotheses[0]
+            assert 0 in best.token_ids
+            written = 0 if params.skip_special_tokens else best.token_ids.count(0)
+            assert best.text.count("<end>") == written
+    assert seen[0] != seen[1]
 
 
 def test_values_out_of_range_are_refused_by_name() -> None:

@@ -9,6 +9,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,6 +60,21 @@ def asked(output: Sequence[int]) -> verify_pb2.VerifyRequest:
     """A sequence that begins after this output, as for a replica that takes over."""
     opened = opening(sampling=sampling_to_proto(GREEDY), prompt_len=len(PROMPT))
     return verify(VerifyOrder(1, 1, 0, [*PROMPT, *output]), opened=[opened])
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_grammars_are_compiled_without_torch_where_that_works(is_enough: bool) -> None:
+    """It is what a first grammar would wait for; a version of xgrammar that needs more of it gets it."""
+    code = (
+        "import sys\n"
+        "from specwire.engine.grammars import helper\n"
+        f"if not {is_enough}: helper._Unused.__getattr__ = None\n"
+        "compiler = helper._compiler(helper.Vocabulary([b'a', None], 2, (1,)))\n"
+        "assert not helper._compile(compiler, 'regex', 'a+').problem\n"
+        "print('torch._C' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(not is_enough)
 
 
 @pytest.mark.slow

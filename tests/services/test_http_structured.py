@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
+import pydantic
 import pytest
 
 from specwire import embedded
@@ -23,6 +24,39 @@ SCHEMA = {
     "required": ["name", "kind", "size"],
     "additionalProperties": False,
 }
+
+
+class Named(pydantic.BaseModel):
+    """What both kinds inherit; pydantic writes their properties out."""
+
+    name: str = pydantic.Field(max_length=4)
+
+
+class Cat(Named):
+    kind: Literal["cat"]
+    lives: int = pydantic.Field(ge=1, le=9)
+
+
+class Dog(Named):
+    kind: Literal["dog", "wolf"]
+
+
+class Owner(pydantic.BaseModel):
+    """With a discriminated union: `oneOf` beside `discriminator`."""
+
+    pet: Cat | Dog = pydantic.Field(discriminator="kind")
+
+
+INHERITED = {
+    "allOf": [{"$ref": "#/$defs/Named"}, {"$ref": "#/$defs/Aged"}],
+    "properties": {"is_wild": {"type": "boolean"}},
+    "required": ["is_wild"],
+    "$defs": {
+        "Named": Named.model_json_schema(),
+        "Aged": {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]},
+    },
+}
+"""As OpenAPI writes inheritance."""
 SAID: Any = [{"role": "user", "content": "Describe a container."}]
 
 
@@ -47,6 +81,25 @@ def test_a_schema_holds(here: Fronted, stream: bool) -> None:
             text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
         assert reason == "stop"
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_unions_and_inherited_models_hold(here: Fronted) -> None:
+    union = Owner.model_json_schema()
+    assert "oneOf" in union["properties"]["pet"]
+    for schema in (union, INHERITED):
+        form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+        texts = set()
+        for seed in range(4):
+            answer = here.openai.chat.completions.create(
+                model=here.model, messages=SAID, response_format=form, seed=seed, max_tokens=120
+            )
+            [choice] = answer.choices
+            assert choice.finish_reason == "stop"
+            texts.add(choice.message.content or "")
+            jsonschema.validate(json.loads(choice.message.content or ""), schema)
+        assert len(texts) > 1
+        if schema is union:
+            assert all(Owner.model_validate_json(text) for text in texts)
 
 
 def test_a_response_in_a_schema(here: Fronted) -> None:

@@ -16,7 +16,11 @@ _MAX_DEPTH = 3
 def random_schema(rng: random.Random, depth: int = 0) -> Schema:
     """One schema; those of its parts are drawn alike, less deep."""
     simple = [_string, _integer, _number, _enum, _const, _plain]
-    kinds = simple if depth >= _MAX_DEPTH else [*simple, _object, _object, _object, _array, _any_of]
+    kinds = (
+        simple
+        if depth >= _MAX_DEPTH
+        else [*simple, _object, _object, _object, _array, _any_of, _one_of, _all_of]
+    )
     return rng.choice(kinds)(rng, depth)
 
 
@@ -90,3 +94,23 @@ def _array(rng: random.Random, depth: int) -> Schema:
 
 def _any_of(rng: random.Random, depth: int) -> Schema:
     return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+
+
+def _one_of(rng: random.Random, depth: int) -> Schema:
+    branches = [_object(rng, depth + 1) for _ in range(rng.randint(2, 3))]
+    for i, branch in enumerate(branches):
+        branch["properties"]["kind"] = {"const": f"k{i}"} if i else {"enum": ["k", "n"]}
+        branch["required"].append("kind")
+    return {"oneOf": branches}
+
+
+def _all_of(rng: random.Random, depth: int) -> Schema:
+    """As inheritance writes it: no branch is closed, and a constant narrows a text."""
+    base, own = _object(rng, depth + 1), _object(rng, depth + 1)
+    for branch in (base, own):
+        del branch["additionalProperties"]
+        branch["required"].append("kind")
+    own["properties"] = {f"own {name}": each for name, each in own["properties"].items()}
+    own["required"] = ["kind", *(f"own {name}" for name in own["required"][:-1])]
+    base["properties"]["kind"], own["properties"]["kind"] = {"type": "string"}, {"const": "own"}
+    return {"allOf": [base], **own} if rng.random() < 0.5 else {"allOf": [base, own]}

@@ -18,6 +18,7 @@ from tests.support.imports import (
 
 ORDER = (
     ("cuda", "ports", "errors", "interrupts", "parent", "v1", "embedded"),
+    ("schema_unions",),
     ("schema",),
     ("grammar",),
     ("core", "support", "tokenizer"),

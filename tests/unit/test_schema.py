@@ -11,11 +11,42 @@ from specwire import InvalidRequestError, UnsupportedError
 from specwire.schema import check_schema
 from tests.support.schemas import random_document
 
+
+def named(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def tagged(value: Any, *, is_required: bool = True, **properties: Any) -> dict[str, Any]:
+    return named(tag={"const": value}, **properties) | ({"required": ["tag"]} if is_required else {})
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, named()]}}}
+"""Made of itself."""
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "integer"}}, "at #=not: is not supported"),
-    ({"oneOf": [True]}, "at #=oneOf: is not supported"),
-    ({"allOf": [True]}, "at #=allOf: is not supported"),
-    ({"type": "array", "uniqueItems": True}, "at #=uniqueItems: is not supported"),
+    ({"oneOf": [True, True]}, "at #=oneOf: is only supported of objects that a required property"),
+    ({"oneOf": [tagged("a"), tagged("a")]}, "at #=oneOf: is only"),
+    ({"oneOf": [tagged("a"), tagged("b", is_required=False)]}, "at #=oneOf: is only"),
+    ({"oneOf": [tagged("a"), tagged("b") | {"type": ["object", "null"]}]}, "at #=oneOf: is only"),
+    ({"oneOf": [tagged(1), tagged(1.0)]}, "at #=oneOf: is only"),
+    ({"oneOf": [tagged("a"), {"not": True}]}, "at #/oneOf/1=not: is not supported"),
+    ({"allOf": [True]}, "at #=allOf: has a branch that is not of type object"),
+    ({"allOf": []}, "at #=allOf: is empty"),
+    ({"allOf": [tagged("a"), tagged("b")]}, "at #=allOf: has different schemas of 'tag'"),
+    ({"allOf": [tagged(1), tagged(True)]}, "at #=allOf: has different schemas of 'tag'"),
+    (
+        {"allOf": [tagged("a") | {"additionalProperties": False}, named(b=True)]},
+        "at #=allOf: forbids 'b' of another branch by additionalProperties",
+    ),
+    (
+        {"allOf": [named(), {"type": "object", "additionalProperties": True}]},
+        "at #=allOf: has a branch with additionalProperties",
+    ),
+    ({"allOf": [named(a={"if": True}), named()]}, "at #/allOf/0/properties/a=if: is not supported"),
+    ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"enum": [1]}}, "type": "object"}, "not of type"),
+    (LOOP, "is nested too deeply"),
+    ({"$ref": "#/default", "default": {"not": True}}, r"at #=\$ref: .* it must be in the schema"),
+    ({"type": "array", "uniqueItems": True, "maxItems": 2}, "at #=uniqueItems: is only supported with"),
     ({"type": "object", "patternProperties": {}}, "at #=patternProperties: is not supported"),
     ({"type": "number", "multipleOf": 0.5}, "at #=multipleOf: needs type integer"),
     ({"type": ["number", "integer"], "multipleOf": 2}, "at #=multipleOf: is not supported for type number"),
@@ -73,3 +104,26 @@ def test_all_else_is_taken() -> None:
         check_schema("schema", random_document(rng))
     annotated = {"title": "T", "description": "d", "type": "string", "default": "x", "examples": ["y"]}
     check_schema("schema", {"$ref": "#/$defs/a", "$defs": {"a": annotated}, "$schema": "x"})
+
+
+def test_one_of_is_any_of_where_a_tag_tells_the_branches_apart() -> None:
+    cats = {"oneOf": [tagged("black"), {"$ref": "#/$defs/white"}], "discriminator": {"propertyName": "tag"}}
+    schema = {"oneOf": [cats, tagged("dog")], "$defs": {"white": tagged("white")}}
+    held = check_schema("schema", schema)
+    [first, second] = held["anyOf"]
+    assert first == {"anyOf": [tagged("black"), {"$ref": "#/$defs/white"}]}
+    assert (second, held["$defs"]) == (tagged("dog"), schema["$defs"])
+
+
+def test_all_of_is_one_object() -> None:
+    base = named(a={"type": "string", "title": "A"}, b={"type": "integer"}) | {"required": ["b"]}
+    schema = {
+        "allOf": [{"$ref": "#/$defs/base"}, named(a={"const": "x"}, c=True), named(a={"type": "string"})],
+        "required": ["d"],
+        "properties": {"d": {"allOf": [{"$ref": "#/$defs/base"}], "description": "only one"}},
+        "$defs": {"base": base},
+    }
+    d = {"$ref": "#/$defs/base", "description": "only one"}
+    merged = named(a={"const": "x"}, b={"type": "integer"}, c=True, d=d)
+    expected = merged | {"required": ["b", "d"], "additionalProperties": False, "$defs": {"base": base}}
+    assert check_schema("schema", schema) == expected

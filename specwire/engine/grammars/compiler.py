@@ -30,7 +30,7 @@ _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 1 << 28
 _RETRY_AFTER_MS = 1000
 _REPLY_S = 120.0
-"""After which a helper hangs: importing xgrammar takes 4 s of processor time, and a grammar 20 s at most."""
+"""After which a helper hangs: importing xgrammar takes 4 s at worst, and a grammar 20 s at most."""
 
 
 def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary | None:

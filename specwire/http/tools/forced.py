@@ -12,11 +12,9 @@ from specwire.http.bodies.structured import grammar_of
 from specwire.http.bodies.tools import Function
 from specwire.http.tools.formats import LLAMA3, Format
 from specwire.schema import check_schema
+from specwire.schema_unions import mapped
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-_SCHEMAS = ("items", "additionalProperties")
-_LISTS_OF_SCHEMAS = ("anyOf", "prefixItems")
-_MAPS_OF_SCHEMAS = ("properties", "$defs", "definitions")
 
 
 def format_of_forced(form: Format | None) -> Format:
@@ -55,24 +53,13 @@ def _parameters(function: Function) -> dict[str, Any]:
     name = f"tools.{function.name}.parameters"
     if parameters.get("type") != "object":
         raise InvalidRequestError(name, parameters.get("type"), "must be of type object")
-    check_schema(name, parameters)
-    return parameters
+    held: dict[str, Any] = check_schema(name, parameters)
+    return held
 
 
 def _moved(schema: Any, to: str) -> Any:
     """A checked schema at another place: its references are from the root."""
     if not isinstance(schema, dict):
         return schema
-    return {keyword: _moved_value(keyword, value, to) for keyword, value in schema.items()}
-
-
-def _moved_value(keyword: str, value: Any, to: str) -> Any:
-    if keyword == "$ref":
-        return to + value.removeprefix("#")
-    if keyword in _SCHEMAS:
-        return _moved(value, to)
-    if keyword in _LISTS_OF_SCHEMAS:
-        return [_moved(each, to) for each in value]
-    if keyword in _MAPS_OF_SCHEMAS:
-        return {name: _moved(each, to) for name, each in value.items()}
-    return value
+    own = {"$ref": to + schema["$ref"].removeprefix("#")} if "$ref" in schema else {}
+    return mapped(schema, lambda each: _moved(each, to)) | own
