@@ -50,7 +50,7 @@ class Grammar:
             )
         _check(f"grammar.{kinds[0]}", getattr(self, kinds[0]))
         if kinds[0] == "json_schema":
-            object.__setattr__(self, "json_schema", _held("grammar.json_schema", self.json_schema))
+            object.__setattr__(self, "json_schema", _held("grammar.json_schema", str(self.json_schema)))
 
     @property
     def kind(self) -> str:
@@ -86,7 +86,7 @@ def _check(name: str, value: Any) -> None:
         raise InvalidRequestError(name, f"{len(texts)} texts", f"is over the limit of {MAX_CHOICES}")
 
 
-def _held(name: str, text: Any) -> str:
+def _held(name: str, text: str) -> str:
     """The text of a schema, in the form that the compiler of grammars knows."""
     try:
         schema = json.loads(text)
@@ -94,7 +94,7 @@ def _held(name: str, text: Any) -> str:
         raise InvalidRequestError(name, text, f"is not JSON: {error}") from None
     held = check_schema(name, schema)
     if held is schema:
-        return str(text)
+        return text
     text = _dumped(held)
     _check(name, text)
     return text

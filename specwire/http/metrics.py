@@ -27,7 +27,10 @@ class MetricsEndpoint:
         """The coordinator's metrics."""
         await self._entry.model(request)
         if not self._address:
-            message = "metrics are not served here; --metrics-from names the coordinator's --metrics-address"
+            message = (
+                "metrics are not served here: start serve or up with --metrics-address (serve does by itself "
+                "with the extra metrics), or http with --metrics-from, the coordinator's --metrics-address"
+            )
             raise ApiError(404, message, code="metrics_off")
         try:
             async with asyncio.timeout(_TIMEOUT_S):

@@ -367,11 +367,12 @@ def test_every_parameter_is_refused_or_known_to_be_held() -> None:
 @pytest.mark.parametrize("name", HELD)
 def test_what_is_held_shows(speaker: LocalStack, name: str) -> None:
     """In texts, scores, rounds or cached tokens: what was ignored would change none of them."""
-    base = {"num_draft_tokens": 4, "max_depth": 2} | {k: v for k, v in HELD[name].items() if k != name}
+    base: dict[str, Any] = {"num_draft_tokens": 4, "max_depth": 2} | {
+        k: v for k, v in HELD[name].items() if k != name
+    }
     seen = []
     for changes in (base, base | HELD[name]):
-        settings = {"temperature": 0, "max_tokens": 12, "num_beams": 4, "num_return_sequences": 4} | changes
-        params = SamplingParams(**settings)
+        params = replace(BEAMS, **{"max_tokens": 12, "ignore_eos": False} | changes)
         prompt = [3] * 40
         speaker.client.generate(params=replace(params, cache_salt=""), prompt_token_ids=prompt)
         done = speaker.client.generate(params=params, prompt_token_ids=prompt)

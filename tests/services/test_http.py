@@ -303,6 +303,7 @@ class TestHealth:
 
     def test_models(self, here: Fronted) -> None:
         [model] = here.openai.models.list().data
+        assert model.created > 1_700_000_000, "when the front began to serve it"
         assert model.id == here.model == "target"
         assert here.openai.models.retrieve(model.id) == model
 

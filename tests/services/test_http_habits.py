@@ -114,6 +114,7 @@ class TestAboutTheServer:
         with front(here.stack.address) as address:
             answer = httpx2.get(f"http://{address}/metrics")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "metrics_off")
+            assert "the extra metrics" in answer.json()["error"]["message"]
         with front(here.stack.address, metrics_from="127.0.0.1:1") as address:
             assert httpx2.get(f"http://{address}/metrics").status_code == 503
 
@@ -260,6 +261,24 @@ class TestTemplates:
         body = {"model": here.model, "messages": SAID, "max_tokens": 1} | changes
         answer = post(here, "/v1/chat/completions", **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+    def test_media_and_unknown_roles_are_refused_by_name(self, here: Fronted) -> None:
+        image = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+        for message, param, problem in (
+            (
+                {"role": "user", "content": image},
+                "messages[0].content[1].type",
+                "image input is not supported",
+            ),
+            (
+                {"role": "robot", "content": "x"},
+                "messages[0].role",
+                "'developer', 'system', 'user', 'assistant'",
+            ),
+        ):
+            error = post(here, "/v1/chat/completions", model=here.model, messages=[message]).json()["error"]
+            assert (error["param"], error["code"]) == (param, "unsupported_value")
+            assert problem in error["message"]
 
 
 class TestText:

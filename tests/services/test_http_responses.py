@@ -125,7 +125,7 @@ def test_an_error_in_mid_stream_is_an_event(here: Fronted) -> None:
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
     ],

@@ -119,8 +119,6 @@ def _import_lightly() -> None:
 class _Unused(types.ModuleType):
     """A module of which all that is asked for is a class without instances."""
 
-    __path__: Sequence[str] = ()
-
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)

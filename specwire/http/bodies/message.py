@@ -34,7 +34,7 @@ class ToolCall(Part):
 class Message(Part):
     """One message of a conversation, including earlier answers in the form of a response."""
 
-    role: str
+    role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | List[TextPart] | None = None
     name: str | None = None
     tool_calls: List[ToolCall] | None = None
