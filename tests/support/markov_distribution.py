@@ -69,7 +69,7 @@ def fit_p_value(
 
 
 def _pool(expected: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[num_cells, vocab_size] which tokens are counted together, so that at least 5 of each cell are expected.
+    """[num_cells, vocab_size] which tokens are counted together, so that 5 of each cell are expected.
 
     A token of which 0.003 are expected occurs once in one of 300 runs, and would be a p-value of 1e-60.
     """
