@@ -303,6 +303,7 @@ class TestHealth:
     def test_models(self, here: Fronted) -> None:
         [model] = here.openai.models.list().data
         assert model.id == here.model == "target"
+        assert time.time() - 3600 < model.created <= time.time()
         assert here.openai.models.retrieve(model.id) == model
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from specwire.http.bodies.part import List, Part, invalid
+from specwire.http.bodies.part import List, OnlyText, Part, invalid
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TextPart(Part):
@@ -35,7 +37,7 @@ class Message(Part):
     """One message of a conversation, including earlier answers in the form of a response."""
 
     role: str
-    content: str | List[TextPart] | None = None
+    content: Annotated[str | List[TextPart] | None, OnlyText] = None
     name: str | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -59,6 +61,8 @@ def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _as_turn(name: str, message: Message) -> dict[str, Any]:
+    if message.role not in _ROLES:
+        raise invalid(f"{name}.role", f"{message.role[:40]!r} is none of {', '.join(_ROLES)}")
     if message.content is None and not message.tool_calls:
         raise invalid(f"{name}.content", "is required of a message without tool_calls")
     if message.tool_calls and message.role != "assistant":

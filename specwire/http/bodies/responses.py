@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specwire.http.bodies.generating import Sampled
-from specwire.http.bodies.part import List, Part, Prompt, invalid
+from specwire.http.bodies.part import List, OnlyText, Part, Prompt, invalid
 from specwire.http.bodies.structured import TextFormat
 
 
@@ -26,7 +26,7 @@ class InputMessage(Part):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | List[TextItem]
+    content: Annotated[str | List[TextItem], OnlyText]
     id: str | None = None
     status: str | None = None
     phase: str | None = None

@@ -13,7 +13,7 @@ from specwire.http.errors import ApiError
 Kind = TypeVar("Kind", bound=Request)
 
 #: pydantic's errors of fields that accept their neutral value only.
-_UNSUPPORTED = {"literal_error", "none_required", "too_long"}
+_UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part"}
 
 
 def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = None) -> Kind:
