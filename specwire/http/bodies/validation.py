@@ -13,7 +13,7 @@ from specwire.http.errors import ApiError
 Kind = TypeVar("Kind", bound=Request)
 
 #: pydantic's errors of fields that accept their neutral value only.
-_UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part"}
+_UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part", "unsupported_item"}
 
 
 def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = None) -> Kind:
