@@ -104,6 +104,20 @@ class GenerationRequest:
         return self.prompt_len - len(self.target.decoder_token_ids)
 
     @property
+    def why_not_reproducible(self) -> str:
+        """What lets the text differ from one request to the next, and what does not; empty for nothing."""
+        sampled = (
+            f"draft tokens are sampled under rule {self.params.rule}, so the text depends on the draft: "
+            "rule gumbel with a seed, or temperature 0, does not"
+        )
+        rounded = (
+            "where tokens are nearly equal, rounding decides by the batch: a target with verify "
+            "--batch-invariant does not (one device; between machines of one kind; not for every model)"
+        )
+        is_met = {sampled: self.params.matches_tokens, rounded: self.target.batch_invariant}
+        return "; ".join(why for why, holds in is_met.items() if not holds)
+
+    @property
     def may_teach(self) -> bool:
         """Whether a draft may change its weights by the output: no other request uses the random numbers that
         decided about it, or tokens are matched, where any draft is exact. Not by live beams."""

@@ -137,7 +137,8 @@ class Session:
             seed=params.seed or 0,
             rule=params.rule or Rule.REJECTION,
             model=target.name,
-            reproducible=params.matches_tokens and target.batch_invariant,
+            reproducible=not self._request.why_not_reproducible,
+            why_not_reproducible=self._request.why_not_reproducible,
             num_lists=params.num_coupled_lists,
         )
 

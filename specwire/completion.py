@@ -336,6 +336,7 @@ class Completion:
         reproducible: whether the same request gives the same text, with any draft and under any load: tokens
             were matched, and the target is batch-invariant. Else rounding may decide between tokens of nearly
             equal probability.
+        why_not_reproducible: what it lacks for that, for people; empty where it is reproducible.
         tokens: the emitted tokens with their fates and log probabilities.
         num_resumes: how often it was resumed, at another coordinator or the same one.
         hypotheses: of a beam search, the best texts, best first; the first one is the completion's own.
@@ -355,6 +356,7 @@ class Completion:
     tokens: tuple[Token, ...] = ()
     num_resumes: int = 0
     reproducible: bool = False
+    why_not_reproducible: str = ""
     num_lists: int = 1
     hypotheses: tuple[Hypothesis, ...] = ()
     prompt: tuple[Token, ...] = ()
@@ -371,6 +373,7 @@ class Completion:
             "rule": self.rule.value,
             "num_lists": self.num_lists,
             "reproducible": self.reproducible,
+            "why_not_reproducible": self.why_not_reproducible,
             "usage": _fields(self.usage),
             "speculation": self.speculation.to_dict(),
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},

@@ -87,7 +87,8 @@ class BeamAnswer:
             seed=params.seed or 0,
             rule=params.rule or Rule.REJECTION,
             model=target.name,
-            reproducible=target.batch_invariant,
+            reproducible=not self._request.why_not_reproducible,
+            why_not_reproducible=self._request.why_not_reproducible,
             hypotheses=self._hypotheses,
         )
 

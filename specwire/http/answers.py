@@ -16,7 +16,10 @@ from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
 
 Json = dict[str, Any]
-_RECORD = ("seed", "rule", "num_lists", "reproducible", "stop_reason", "speculation", "timing")
+_RECORD = (
+    *("seed", "rule", "num_lists", "reproducible", "why_not_reproducible", "stop_reason"),
+    *("speculation", "timing"),
+)
 
 
 class Answer(ABC):

@@ -48,7 +48,7 @@ class Front:
     """The handlers of all routes, for one coordinator."""
 
     def __init__(self, client: AsyncClient, config: HttpConfig, tracer: Tracing) -> None:
-        self._started_s = int(time.time())
+        self._started = int(time.time())
         self._tracer = tracer
         self._client = client
         self._config = config
@@ -142,17 +142,13 @@ class Front:
     async def list_models(self, request: Request) -> Response:
         """The one model that is served."""
         model = await self._entry.model(request)
-        return JSONResponse({"object": "list", "data": [self._described(model)]})
+        return JSONResponse({"object": "list", "data": [_model(model, self._started)]})
 
     async def get_model(self, request: Request) -> Response:
         """One model by its name."""
         model = await self._entry.model(request)
         check_model(request.path_params["name"], model)
-        return JSONResponse(self._described(model))
-
-    def _described(self, model: ServedModel) -> dict[str, Any]:
-        """Created when this front began to serve it."""
-        return _model(model, self._started_s)
+        return JSONResponse(_model(model, self._started))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -189,12 +185,12 @@ def _choices(wanted: Sampled) -> list[Choice]:
     return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
 
 
-def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
+def _model(model: ServedModel, created: int) -> dict[str, Any]:
     target, draft = model.info, model.draft
     return {
         "id": model.name,
         "object": "model",
-        "created": created_s,
+        "created": created,
         "owned_by": "specwire",
         "max_model_len": target.context_len,
         "specwire": {

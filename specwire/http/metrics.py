@@ -12,6 +12,10 @@ from specwire.config.fields import split_address
 from specwire.http.entry import Entry
 from specwire.http.errors import ApiError
 
+_OFF = (
+    "metrics are not served here: `serve` needs the extra (pip install '.[metrics]'), `up` "
+    "--metrics-address, `http` --metrics-from with the coordinator's --metrics-address"
+)
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 
@@ -27,11 +31,7 @@ class MetricsEndpoint:
         """The coordinator's metrics."""
         await self._entry.model(request)
         if not self._address:
-            message = (
-                "metrics are not served here: start serve or up with --metrics-address (serve does by itself "
-                "with the extra metrics), or http with --metrics-from, the coordinator's --metrics-address"
-            )
-            raise ApiError(404, message, code="metrics_off")
+            raise ApiError(404, _OFF, code="metrics_off")
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._passed_on(request.headers.get("accept", "*/*"))

@@ -254,9 +254,10 @@ const card = {
     Object.assign($("card").style, { top: `${top}px`, left: `${left}px` });
   },
 
-  /** To another token of the text. */
+  /** To another token of the text, but for refused ones that have passed. */
   step(by) {
-    const spans = [...lanes.on.find(".text").querySelectorAll(".token")];
+    const all = [...lanes.on.find(".text").querySelectorAll(".token")];
+    const spans = all.filter((span) => span.getClientRects().length || span === this.span);
     const now = spans.indexOf(this.span);
     const next = spans[now < 0 ? (by > 0 ? 0 : spans.length - 1) : now + by];
     if (!next) return;

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: a response with one message, and the events of a stream. No I/O."""
+"""Answers of `/v1/responses`: a response, and the events of a stream. No I/O."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from specwire.completion import Chunk, Completion, FinishReason
 from specwire.http.answers import Json, record
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.model import Spell
+from specwire.http.output import Output
+from specwire.http.tools.parser import ToolParser
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "temperature", "top_p"),
     *("user", "safety_identifier", "prompt_cache_key"),
 )
 """Fields of the request that a response repeats."""
+_OF_ERROR = ("code", "message", "param")
 
 
 class ResponsesAnswer:
     """One response with its id; see `exchange.Answered`.
 
-    created, in_progress, output_item.added, content_part.added,
-    output_text.delta ..., output_text.done, content_part.done, output_item.done, completed or incomplete
+    created, in_progress, items, completed or incomplete. An item is one of
+    output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done,
+    output_item.done
+    output_item.added, function_call_arguments.delta ..., function_call_arguments.done, output_item.done
     """
 
     end = b""
 
     def __init__(self, body: ResponsesBody, model: str, _: Spell | None) -> None:
         self._body = body
-        self._message_id = "msg_" + secrets.token_hex(16)
+        self._output = _output_of(body)
         self._num_events = 0
         self._head: Json = {
             "id": "resp_" + secrets.token_hex(16),
@@ -41,8 +46,8 @@ class ResponsesAnswer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [],
+            "tool_choice": _choice_of(body),
+            "tools": [tool.model_dump() for tool in body.functions],
             "metadata": body.metadata or {},
             "reasoning": {"effort": body.effort, "summary": None},
             "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
@@ -52,31 +57,19 @@ class ResponsesAnswer:
     # --- streamed
 
     def first(self, index: int) -> Sequence[Json]:
-        """The response, its message and the part of it that the text is for, all empty."""
+        """The response, without output, and the message that the text is for, where there are no tools."""
         begun = self._response("in_progress", [])
-        return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
-            self._event("response.output_item.added", output_index=0, item=self._message("in_progress", [])),
-            self._on_text("response.content_part.added", part=_part("")),
-        ]
+        about = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+        return self._numbered([*about, *self._output.begin()])
 
     def chunk(self, index: int, chunk: Chunk) -> Sequence[Json]:
-        """New text, if there is some."""
-        if not chunk.text:
-            return ()
-        return [self._on_text("response.output_text.delta", delta=chunk.text, logprobs=[])]
+        """New text or arguments, if there are some."""
+        return self._numbered(self._output.add(chunk.text))
 
     def finish(self, index: int, completion: Completion) -> Sequence[Json]:
-        """What was empty at first, whole."""
-        response = self.whole([completion])
-        [message] = response["output"]
-        return [
-            self._on_text("response.output_text.done", text=completion.text, logprobs=[]),
-            self._on_text("response.content_part.done", part=_part(completion.text)),
-            self._event("response.output_item.done", output_index=0, item=message),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+        """What was held back, the ends of what has begun, and the response."""
+        ends, response = self._ended(completion)
+        return self._numbered([*ends, {"type": f"response.{response['status']}", "response": response}])
 
     def usage(self, completions: Sequence[Completion]) -> Sequence[Json]:
         """Nothing more."""
@@ -85,36 +78,42 @@ class ResponsesAnswer:
     def error(self, told: Json) -> Json:
         """The event of an error that ends the stream."""
         error = told["error"]
-        return self._event("error", **{name: error[name] for name in ("code", "message", "param")})
+        [event] = self._numbered([{"type": "error"} | {name: error[name] for name in _OF_ERROR}])
+        return event
 
     # --- at once
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         """The response; `incomplete` if its length was limited."""
         [done] = completions
+        self._output.add(done.text)
+        return self._ended(done)[1]
+
+    def _ended(self, done: Completion) -> tuple[list[Json], Json]:
         is_cut = done.finish_reason is FinishReason.LENGTH
-        status = "incomplete" if is_cut else "completed"
-        response = self._response(status, [self._message(status, [_part(done.text)])])
+        ends = self._output.end(is_cut=is_cut)
+        response = self._response("incomplete" if is_cut else "completed", self._output.items)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
-        return response | {"usage": _usage(done), "specwire": record(done)}
+        return ends, response | {"usage": _usage(done), "specwire": record(done)}
 
     def _response(self, status: str, output: list[Json]) -> Json:
         return self._head | {"status": status, "output": output, "incomplete_details": None, "usage": None}
 
-    def _message(self, status: str, content: list[Json]) -> Json:
-        head = {"id": self._message_id, "type": "message", "role": "assistant"}
-        return head | {"status": status, "content": content}
-
-    def _on_text(self, kind: str, **fields: Any) -> Json:
-        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1} | fields
+    def _numbered(self, events: Sequence[Json]) -> Sequence[Json]:
+        first, self._num_events = self._num_events, self._num_events + len(events)
+        return [{"type": each["type"], "sequence_number": i} | each for i, each in enumerate(events, first)]
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_of(body: ResponsesBody) -> Output:
+    if not body.active_functions:
+        return Output(None, None)
+    parser = ToolParser(body.call_format, {function.name for function in body.callable_functions})
+    return Output(parser, 1 if body.parallel_tool_calls is False else None)
+
+
+def _choice_of(body: ResponsesBody) -> Any:
+    choice = body.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _usage(done: Completion) -> Json:

@@ -498,6 +498,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         speculation=_speculation_to_proto(completion.speculation),
         timing=_timing_to_proto(completion.timing),
         reproducible=completion.reproducible,
+        why_not_reproducible=completion.why_not_reproducible,
         num_lists=completion.num_lists,
         hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
     )
@@ -522,6 +523,7 @@ def completion_from_proto(
         tokens=tuple(tokens),
         num_resumes=num_resumes,
         reproducible=message.reproducible,
+        why_not_reproducible=message.why_not_reproducible,
         num_lists=message.num_lists or 1,
         hypotheses=tuple(map(beams.hypothesis_from_proto, message.hypotheses)),
     )

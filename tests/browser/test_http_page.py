@@ -99,6 +99,17 @@ class Page:
     def state(self) -> str:
         return str(self.one("body").get_attribute("data-state"))
 
+    def tops(self, lane: str) -> list[int]:
+        """Of a lane's tokens that stay, within its text, once the others have passed."""
+        script = """
+            const [text, done] = [document.querySelector(arguments[0]), arguments[1]];
+            const top = (element) => Math.round(element.getClientRects()[0].top);
+            Promise.all(document.getAnimations().map((each) => each.finished)).then(() =>
+              done([...text.querySelectorAll(".token:not(.rejected)")].map((e) => top(e) - top(text))));
+        """
+        found: list[int] = self.driver.execute_async_script(script, f"#lane-{lane} .text")
+        return found
+
     def finished(self) -> None:
         self.until(lambda: self.state != "running")
         assert self.state == "done", self.text("#status")
@@ -398,6 +409,7 @@ def test_a_race_ends_with_the_same_text(here: Fronted, chromium: webdriver.Chrom
     assert shown.tokens("on") == shown.tokens("off")
     assert len(shown.tokens("off")) == 40
     assert shown.text("#verdict").startswith("Same text, all 40 tokens")
+    assert shown.tops("on") == shown.tops("off"), "what was refused has left no room behind"
     assert shown.record("off")["speculation"]["num_draft_tokens"] == 0
     assert shown.record("on")["speculation"]["num_draft_tokens"] > 0
     assert shown.record("on")["rule"] == shown.record("off")["rule"] == "gumbel"

@@ -62,7 +62,16 @@ def test_the_text_is_the_same_with_any_length_and_any_company(pair: tuple[Path, 
 def test_without_it_the_completion_does_not_promise_that(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, verify_options={"dtype": "bfloat16"}) as stack:
         for params in (SamplingParams(seed=1, max_tokens=4), SamplingParams(temperature=0, max_tokens=4)):
-            assert not stack.client.generate(params=params, prompt_token_ids=[5]).reproducible
+            done = stack.client.generate(params=params, prompt_token_ids=[5])
+            assert not done.reproducible
+            assert "verify --batch-invariant" in done.why_not_reproducible
+            assert "sampled" not in done.why_not_reproducible
     with local_stack(*pair, verify_options={"batch_invariant": True}) as stack:
         params = SamplingParams(seed=1, max_tokens=4, rule=Rule.REJECTION, num_draft_tokens=2)
-        assert not stack.client.generate(params=params, prompt_token_ids=[5]).reproducible
+        done = stack.client.generate(params=params, prompt_token_ids=[5])
+        assert not done.reproducible
+        assert done.why_not_reproducible.startswith("draft tokens are sampled under rule rejection")
+        assert "batch" not in done.why_not_reproducible
+        params = SamplingParams(seed=1, max_tokens=4, rule=Rule.GUMBEL)
+        done = stack.client.generate(params=params, prompt_token_ids=[5])
+        assert (done.reproducible, done.why_not_reproducible) == (True, "")

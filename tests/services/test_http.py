@@ -113,6 +113,7 @@ class TestCompletions:
         assert plain.choices[0].text == complete(here).choices[0].text
         rejection = complete(here, extra_body={"rule": "rejection", "num_draft_tokens": 3})
         assert rejection.specwire[0]["rule"] == "rejection"
+        assert "sampled under rule rejection" in rejection.specwire[0]["why_not_reproducible"]
         assert rejection.choices[0].text == by_sdk(here, rule="rejection", num_draft_tokens=3).text
         assert complete(here, seed=8).choices[0].text != plain.choices[0].text
 
@@ -305,6 +306,7 @@ class TestHealth:
         [model] = here.openai.models.list().data
         assert model.created > 1_700_000_000, "when the front began to serve it"
         assert model.id == here.model == "target"
+        assert time.time() - 3600 < model.created <= time.time()
         assert here.openai.models.retrieve(model.id) == model
 
 

@@ -40,8 +40,9 @@ def output(*command: str) -> str:
 
 
 def test_python(here: Fronted) -> None:
-    for code in examples(here, "python"):
-        assert "guesses accepted" in output(sys.executable, "-c", code)
+    completion, called = (output(sys.executable, "-c", code) for code in examples(here, "python"))
+    assert "guesses accepted" in completion
+    assert called.startswith("weather was called; ")
 
 
 @pytest.mark.slow

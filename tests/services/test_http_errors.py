@@ -129,6 +129,31 @@ def test_chat_refuses_by_name(here: Fronted, fields: dict[str, Any], param: str,
     assert (status, error["param"], error["code"]) == (400, param, code)
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [
+        (
+            {"role": "robot", "content": "x"},
+            "role",
+            "'robot' is none of system, developer, user, assistant, tool",
+        ),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "content", "image input is not supported"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content", "audio input is not supported"),
+        (
+            {"role": "user", "content": [{"type": "refusal"}]},
+            "content",
+            "this part is not supported (type 'refusal')",
+        ),
+    ],
+)
+def test_messages_are_refused_by_what_they_are(
+    here: Fronted, message: dict[str, Any], param: str, said: str
+) -> None:
+    status, error, _ = post(here, CHAT, conversation(here, messages=[message]))
+    assert (status, error["param"]) == (400, f"messages[0].{param}")
+    assert said in error["message"]
+
+
 def test_what_clients_send_by_habit_is_accepted(here: Fronted) -> None:
     habits = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "best_of": 1}
     neutral = {"echo": False, "suffix": None, "n": 1, "top_k": -1, "prompt_cache_key": "k"}

@@ -114,7 +114,7 @@ class TestAboutTheServer:
         with front(here.stack.address) as address:
             answer = httpx2.get(f"http://{address}/metrics")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "metrics_off")
-            assert "the extra metrics" in answer.json()["error"]["message"]
+            assert "`serve` needs the extra (pip install '.[metrics]')" in answer.json()["error"]["message"]
         with front(here.stack.address, metrics_from="127.0.0.1:1") as address:
             assert httpx2.get(f"http://{address}/metrics").status_code == 503
 

@@ -17,6 +17,11 @@ QUESTION = "How does a queue work?"
 SAID = [{"role": "user", "content": QUESTION}]
 
 
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+TOOL = {"type": "function", "name": "f"}
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     target = save_chat_target(tmp_path_factory.mktemp("pair") / "target")
@@ -57,6 +62,29 @@ def test_input_and_instructions_are_one_conversation(here: Fronted) -> None:
     ]
     assert answer.output_text == by_sdk(here, messages, temperature=0.5, top_p=0.9).text
     assert (answer.temperature, answer.top_p, answer.instructions) == (0.5, 0.9, "Be brief.")
+
+
+def test_a_history_with_calls_is_that_of_the_chat(here: Fronted) -> None:
+    """Text and calls of one response are one turn."""
+    call = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+    history = [
+        *SAID,
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "c1", "id": "fc_1", "status": "completed", **call},
+        {"type": "function_call", "call_id": "c2", **call},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+    ]
+    function = {"name": "weather", "arguments": {"city": "Ulm"}}
+    calls = [{"type": "function", "id": f"c{i}", "function": function} for i in (1, 2)]
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+    ]
+    answer, done = ask(here, input=history), by_sdk(here, messages)
+    assert (answer.usage.input_tokens, answer.output_text) == (done.usage.prompt_tokens, done.text)
 
 
 def test_one_that_ends_by_itself_is_complete(here: Fronted) -> None:
@@ -118,14 +146,21 @@ def test_an_error_in_mid_stream_is_an_event(here: Fronted) -> None:
     [
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+        ({"input": [CALL | {"arguments": "["}]}, "input[0].arguments"),
+        ({"input": [*SAID, CALL, RESULT | {"call_id": "c2"}]}, "input[2].call_id"),
+        ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
     ],

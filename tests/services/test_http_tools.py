@@ -98,6 +98,12 @@ def ask(here: Fronted, **fields: Any) -> Any:
     return here.openai.chat.completions.create(**given | fields)
 
 
+def respond(here: Fronted, **fields: Any) -> Any:
+    tools = [{"type": "function", **tool["function"]} for tool in (NOW, STOP)]
+    given = {"model": here.model, "input": SAID, "tools": tools, "max_output_tokens": 120}
+    return here.openai.responses.create(**given | fields, extra_body={"seed": 5})
+
+
 def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), PARAMETERS if name == "now" else {"maxProperties": 0})
 
@@ -194,3 +200,61 @@ def test_a_call_of_no_known_tool_is_content(speaker: Fronted, fields: dict[str, 
     [choice] = ask(speaker, temperature=0, **fields).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "".join(PIECES))
     assert choice.message.tool_calls is None
+
+
+class TestResponses:
+    """The same in `/v1/responses`."""
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}])
+    def test_a_forced_call_is_that_of_the_chat(self, here: Fronted, choice: Any) -> None:
+        answer = respond(here, tool_choice=choice)
+        [call] = answer.output
+        in_chat = ask(here, tool_choice=choice if isinstance(choice, str) else NAMED)
+        [expected] = in_chat.choices[0].message.tool_calls
+        assert (call.type, call.status, answer.status) == ("function_call", "completed", "completed")
+        assert (call.name, call.arguments) == (expected.function.name, expected.function.arguments)
+        assert answer.usage.input_tokens == in_chat.usage.prompt_tokens
+        assert (answer.tools[0].name, answer.tools[0].parameters) == ("now", PARAMETERS)
+        assert answer.tool_choice == choice or answer.tool_choice.name == "now"
+
+    def test_a_call_that_is_cut_is_incomplete(self, here: Fronted) -> None:
+        answer = respond(here, tool_choice="required", max_output_tokens=12)
+        assert {answer.status, *(item.status for item in answer.output)} == {"incomplete"}
+
+    def test_text_and_a_call_that_the_model_writes(self, speaker: Fronted) -> None:
+        message, call = respond(speaker, temperature=0).output
+        assert (message.type, message.content[0].text) == ("message", "Sure.")
+        assert (call.type, call.name, call.status) == ("function_call", "now", "completed")
+        assert json.loads(call.arguments) == {"zone": "CET", "hours": 2}
+        [hidden] = respond(speaker, temperature=0, tool_choice="none").output
+        assert hidden.content[0].text == "".join(PIECES)
+
+    def test_the_events_of_text_and_a_call(self, speaker: Fronted) -> None:
+        events = list(respond(speaker, temperature=0, stream=True))
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert [kind for i, kind in enumerate(kinds) if kinds[i - 1] != kind] == [
+            *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
+            *("output_text.done", "content_part.done", "output_item.done", "output_item.added"),
+            *("function_call_arguments.delta", "function_call_arguments.done"),
+            *("output_item.done", "completed"),
+        ]
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+        assert len(deltas) > 1
+        message, call = events[-1].response.output
+        assert {(each.output_index, each.item_id) for each in deltas} == {(1, call.id)}
+        assert "".join(each.delta for each in deltas) == call.arguments
+        assert [event.item for event in events if event.type == "response.output_item.done"] == [
+            message,
+            call,
+        ]
+
+    def test_openais_client_follows_a_forced_call(self, here: Fronted) -> None:
+        tools: Any = [{"type": "function", **NOW["function"]}]
+        given: Any = {"model": here.model, "input": SAID, "tools": tools, "tool_choice": "required"}
+        with here.openai.responses.stream(**given, extra_body={"seed": 5}) as stream:
+            kinds = {event.type for event in stream}
+            [call] = stream.get_final_response().output
+        assert not any(kind.startswith("response.output_text") for kind in kinds)
+        assert call.type == "function_call"
+        check(call.name, call.arguments)

@@ -2,5 +2,6 @@
 
 part.py         what all bodies have in common      size.py          bytes of prompts
 generating.py   what both generating APIs share     validation.py    JSON → body, errors in OpenAI's format
-completion.py, chat.py, tokens.py   one API each
+completion.py, chat.py, responses.py, tokens.py   one API each
+message.py, items.py   conversations            calling.py, tools.py   functions that the model may call
 """

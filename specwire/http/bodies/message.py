@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from specwire.http.bodies.part import List, Part, invalid
+from specwire.http.bodies.part import List, OnlyText, Part, invalid
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TextPart(Part):
@@ -34,8 +36,8 @@ class ToolCall(Part):
 class Message(Part):
     """One message of a conversation, including earlier answers in the form of a response."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | List[TextPart] | None = None
+    role: str
+    content: Annotated[str | List[TextPart] | None, OnlyText] = None
     name: str | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -59,6 +61,8 @@ def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _as_turn(name: str, message: Message) -> dict[str, Any]:
+    if message.role not in _ROLES:
+        raise invalid(f"{name}.role", f"{message.role[:40]!r} is none of {', '.join(_ROLES)}")
     if message.content is None and not message.tool_calls:
         raise invalid(f"{name}.content", "is required of a message without tool_calls")
     if message.tool_calls and message.role != "assistant":
@@ -70,17 +74,23 @@ def _as_turn(name: str, message: Message) -> dict[str, Any]:
         turn["name"] = message.name
     if message.tool_calls:
         turn["tool_calls"] = [
-            _as_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+            as_call(f"{name}.tool_calls[{i}].function", call.function.name, call.function.arguments, call.id)
+            for i, call in enumerate(message.tool_calls)
         ]
     return turn | ({"tool_call_id": message.tool_call_id} if message.tool_call_id is not None else {})
 
 
-def _as_call(name: str, call: ToolCall) -> dict[str, Any]:
+def as_call(param: str, name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
+    """A call as templates read it.
+
+    Raises:
+        ApiError: 400, `param` has arguments that are no JSON object.
+    """
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        read = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{name}.function.arguments", f"is not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise invalid(f"{name}.function.arguments", "is not a JSON object")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id is not None else {})
+        raise invalid(f"{param}.arguments", f"is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise invalid(f"{param}.arguments", "is not a JSON object")
+    function = {"name": name, "arguments": read}
+    return {"type": "function", "function": function} | ({"id": call_id} if call_id is not None else {})

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from specwire.http.errors import ApiError
 
@@ -16,6 +17,23 @@ Prompt = dict[str, Any]
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]
 """Validated up to the first error: one error for each item would take far more memory and time."""
+
+_MEDIA = {"image_url": "image", "input_image": "image", "input_audio": "audio", "video_url": "video"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def _check_parts(content: Any) -> Any:
+    """Refuse parts of a message that are no text by their type, which a union's errors would not name."""
+    for part in content if isinstance(content, list) else ():
+        kind = str(part.get("type", "text"))[:40] if isinstance(part, dict) else "text"
+        if kind not in _TEXT_PARTS:
+            what = f"{_MEDIA[kind]} input" if kind in _MEDIA else "this part"
+            problem = "{what} is not supported (type {kind}); give text"
+            raise PydanticCustomError("unsupported_part", problem, {"what": what, "kind": repr(kind)})
+    return content
+
+
+OnlyText = BeforeValidator(_check_parts)
 
 
 @dataclass

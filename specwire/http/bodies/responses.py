@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`: text in, text out. What needs stored responses or tools is refused by name."""
+"""The body of `/v1/responses`. What needs stored responses, and tools but functions, are refused by name."""
 
 from __future__ import annotations
 
@@ -7,35 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specwire.http.bodies.generating import Sampled
-from specwire.http.bodies.part import List, Part, Prompt, invalid
+from specwire.http.bodies.calling import Calling
+from specwire.http.bodies.items import Input, as_conversation
+from specwire.http.bodies.part import Part, Prompt, invalid
 from specwire.http.bodies.structured import TextFormat
-
-
-class TextItem(Part):
-    """A part of a message's content, of a request or of an earlier response."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
-
-
-class InputMessage(Part):
-    """A message of the input, including earlier output."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | List[TextItem]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-    def as_turn(self) -> dict[str, str]:
-        """As chat templates read it."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
+from specwire.http.bodies.tools import (
+    FunctionChoice,
+    FunctionTool,
+    FunctionTools,
+    NamedFunctionTool,
+    rendered,
+)
 
 
 class TextConfig(Part):
@@ -59,19 +41,19 @@ class ObfuscationOptions(Part):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesBody(Sampled):
+class ResponsesBody(Calling):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[List[InputMessage], Field(min_length=1)]
+    path = ""
+    input: Input
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ObfuscationOptions | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: FunctionTools | None = None
+    tool_choice: FunctionChoice | None = None
     max_tool_calls: None = None
     previous_response_id: None = None
     conversation: None = None
@@ -85,16 +67,24 @@ class ResponsesBody(Sampled):
     def prompts(self) -> list[Prompt]:
         """The instructions and the input, as one conversation."""
         given = self.input
-        said = (
-            [{"role": "user", "content": given}] if isinstance(given, str) else [m.as_turn() for m in given]
-        )
+        said = [{"role": "user", "content": given}] if isinstance(given, str) else as_conversation(given)
         if self.instructions is not None:
             said.insert(0, {"role": "system", "content": self.instructions})
         kwargs = dict(self.chat_template_kwargs or {})
         if self.effort is not None:
             kwargs["reasoning_effort"] = self.effort
         conversation: Prompt = {"messages": said}
+        if self.active_functions:
+            conversation["tools"] = rendered(self.active_functions)
         return [conversation | ({"chat_template_kwargs": kwargs} if kwargs else {})]
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return self.tools or []
+
+    @property
+    def chosen_name(self) -> str | None:
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
 
     @property
     def effort(self) -> str | None:
@@ -111,9 +101,10 @@ class ResponsesBody(Sampled):
         return (self.text and self.text.format) or TextFormat(type="text")
 
     def more_params(self) -> dict[str, Any]:
-        return {"grammar": self.format.grammar()}
+        return {"grammar": self.format.grammar()} | super().more_params()
 
     def check(self) -> None:
+        self.check_tools(self.format.grammar())
         if self.stream_options is not None and not self.streams:
             raise invalid("stream_options", "is only for requests with stream=true")
         if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):

@@ -13,6 +13,12 @@ MAX_TOOLS = 128
 """As OpenAI has it."""
 
 
+class _Typed(Part):
+    """Validated first, so that a tool of another type is refused as that."""
+
+    type: Literal["function"]
+
+
 class Function(Part):
     """A function that the model may call."""
 
@@ -22,11 +28,14 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(_Typed):
     """A tool; only functions are known."""
 
-    type: Literal["function"]
     function: Function
+
+
+class FunctionTool(Function, _Typed):
+    """A tool of `/v1/responses`, which is its function itself."""
 
 
 class NamedFunction(Part):
@@ -35,17 +44,24 @@ class NamedFunction(Part):
     name: str
 
 
-class NamedTool(Part):
+class NamedTool(_Typed):
     """The one tool that must be called."""
 
-    type: Literal["function"]
     function: NamedFunction
 
 
+class NamedFunctionTool(NamedFunction, _Typed):
+    """The one tool of `/v1/responses` that must be called."""
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+FunctionTools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+_Choice = Literal["none", "auto", "required"]
+ToolChoice = _Choice | NamedTool
+FunctionChoice = _Choice | NamedFunctionTool
 
 
-def rendered(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def rendered(functions: Sequence[Function]) -> list[dict[str, Any]]:
     """As chat templates read them."""
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    fields = [function.model_dump(exclude_none=True, exclude={"type"}) for function in functions]
+    return [{"type": "function", "function": each} for each in fields]

@@ -13,14 +13,7 @@ from specwire.http.errors import ApiError
 Kind = TypeVar("Kind", bound=Request)
 
 #: pydantic's errors of fields that accept their neutral value only.
-_UNSUPPORTED = {"literal_error", "none_required", "too_long"}
-_MEDIA = {
-    "image": ("image_url", "input_image", "image"),
-    "audio": ("input_audio", "audio", "audio_url"),
-    "video": ("video_url", "video"),
-    "file": ("file", "input_file"),
-}
-"""Kinds of a message's parts that are not text, under the names that clients give them."""
+_UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part", "unsupported_item"}
 
 
 def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = None) -> Kind:

@@ -64,4 +64,4 @@ class ToolAnswer(ChatAnswer):
 
 def chat_answer(body: ChatBody, model: str, spell: Spell | None) -> ChatAnswer:
     """The answer to a conversation with or without tools."""
-    return (ToolAnswer if body.active_tools else ChatAnswer)(body, model, spell)
+    return (ToolAnswer if body.active_functions else ChatAnswer)(body, model, spell)
