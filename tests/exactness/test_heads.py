@@ -57,7 +57,7 @@ def watched(request: Any, directories: tuple[Path, Path]) -> Iterator[Watched]:
     found: list[GenerationServicer] = []
     init = GenerationServicer.__init__
 
-    def noted(self: GenerationServicer, *args: Any) -> None:
+    def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
         init(self, *args)
         found.append(self)
 

@@ -53,7 +53,7 @@ def stack(
     target, draft = save(markov_model(), directory / "target"), save(markov_model(0.9), directory / "draft")
     init = GenerationServicer.__init__
 
-    def noted(self: GenerationServicer, *args: Any) -> None:
+    def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
         init(self, *args)
         servicers.append(self)
 

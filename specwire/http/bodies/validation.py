@@ -35,14 +35,7 @@ def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = No
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """The first error, in OpenAI's format."""
-    errors = error.errors(include_url=False, include_context=False)
-    for each in errors:
-        for media, names in _MEDIA.items():
-            if each["type"] == "literal_error" and each["loc"][-1] == "type" and each["input"] in names:
-                param = _path(each["loc"], unknown=False)
-                message = f"{param}: {media} input is not supported, only text"
-                return ApiError(400, message, param=param, code="unsupported_value")
-    first = errors[0]
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, param = first["type"], _path(first["loc"], unknown=first["type"] == "extra_forbidden")
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
