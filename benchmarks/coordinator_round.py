@@ -122,9 +122,7 @@ class Peers:
         """The proposals that a message asks for, in one message."""
         lens = self._committed_lens(request)
         answers = [
-            DraftAnswer(
-                sequence_id, request_id, self._answers.at(length)[0].first(num), _TIMINGS
-            )
+            DraftAnswer(sequence_id, request_id, self._answers.at(length)[0].first(num), _TIMINGS)
             for sequence_id, request_id, length, num in zip(
                 request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
             )

@@ -238,8 +238,6 @@ class Generation:
         self._longest_len = request.target.longest_len
         self._end_len = request.prompt_len + params.max_tokens
         self._params = params
-        # How long masks take depends on drafted tokens: what is late must not be dropped under rejection.
-        self._waits_for_drafts = params.grammar is not None and not params.matches_tokens
         self._drafter = drafter
         self._verifier = verifier
         self._planner = planner
@@ -282,8 +280,6 @@ class Generation:
         # The last token of a round is the target's own, so the last round may draft one token less.
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
-        if self._waits_for_drafts:
-            plan = replace(plan, patience_s=math.inf)
         proposal, draft_cost = await self._propose(plan, parent)
         verdict, verify_cost = await self._verify(proposal, parent)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:

@@ -18,8 +18,8 @@ from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.text import IncrementalDetokenizer
 from specwire.completion import Stage
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Logprobs, Proposal, Rule, SamplingParams
-from specwire.errors import ServiceUnavailableError
+from specwire.core import MAX_NUM_DRAFT_TOKENS, NO_TOKEN, Logprobs, Proposal, Rule, SamplingParams
+from specwire.errors import InternalError, ServiceUnavailableError
 from specwire.telemetry import tracing
 from specwire.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
@@ -83,6 +83,8 @@ class PromptScores:
             self._ledger.fail()
             raise
         self._ledger.settle(cost, Stage.EMIT)
+        if NO_TOKEN in verdict.target_token_ids[: len(token_ids)]:
+            raise InternalError("the target's logits are not finite")
         return verdict.logprobs[: len(token_ids)]
 
     def _message(self, start: int, logprobs: Sequence[Logprobs | None]) -> generation_pb2.GenerateResponse:

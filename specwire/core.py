@@ -429,6 +429,10 @@ class Logprobs:
         return [(int(t), float(v)) for t, v in zip(self.token_ids[start:], self.values[start:], strict=True)]
 
 
+NO_TOKEN = -2
+"""In a verdict: a grammar has no token of the vocabulary here, or the target's logits are not finite."""
+
+
 @dataclass(slots=True)
 class Verdict:
     """The target's verdict on a proposal of γ tokens: one row for the prefix, and one for each token.
@@ -440,7 +444,8 @@ class Verdict:
         base_len: committed length of the proposal, in tokens.
         target_token_ids: [γ + 1]. Where tokens are matched: the target's own choice at each position.
             Under rejection sampling: at draft positions the tail token, drawn from the target outside
-            the support (-1 where no mass is left there); at the last position the bonus token.
+            the support (-1 where no mass is left there); at the last position the bonus token. `NO_TOKEN`
+            where none can follow, never in the first row: a request whose first row is like that has failed.
         target_probs: [γ] arrays, float32 [support_size]: the target's probabilities there (rejection only).
         tail_mass: float64 [γ]: the target's mass outside each support (rejection only).
         logprobs: [γ + 1] if requested, else empty.

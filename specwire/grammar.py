@@ -15,6 +15,8 @@ from specwire.schema import check_schema
 
 MAX_SOURCE_LEN = 1 << 16
 """Longest source, in characters; of a choice, of all its texts together."""
+LONGEST_MASK_S = 1.0
+"""Of all masks of a sequence in a pass, in seconds; over it the request ends."""
 MAX_CHOICES = 1024
 
 

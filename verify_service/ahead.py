@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specwire.core import Continuation, Proposal, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Continuation, Proposal, SamplingParams, Verdict
 from specwire.prepared import PreparedProposals
 from specwire.rule import acceptance
 from specwire.wire.verify import AheadOrder
@@ -65,6 +65,8 @@ class Ahead:
             InternalError: the verdict cannot be judged.
         """
         if not self._prepared or len(self._committed) != proposal.base_len:
+            return None
+        if NO_TOKEN in verdict.target_token_ids:  # what follows may fail: the coordinator asks for it, or not
             return None
         outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
         emitted = [*(proposal.token_ids[node] for node in outcome.path), outcome.next_token]

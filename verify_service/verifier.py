@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specwire import tree
-from specwire.core import Logprobs, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Logprobs, SamplingParams, Verdict
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -188,19 +188,18 @@ class Cases(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The results of a step; the fields of a case whose logits are not finite are meaningless.
+    """The results of a step.
 
     Attributes:
-        is_finite: [num_cases], whether the logits are.
         token_ids: int64 [num_rows], the target's own token where tokens are matched, else one drawn outside
-            the support.
+            the support; `NO_TOKEN` where no logit is finite, or one is not a number, whose other fields are
+            meaningless.
         target_probs: float32 [num_sampled_rows, longest support], 0 beyond the row's own.
         tail_mass: float64 [num_sampled_rows].
         logprobs: of the cases that report them, by index.
         states: of the rows, on the device, where heads read them.
     """
 
-    is_finite: Sequence[bool]
     token_ids: IntArray
     target_probs: FloatArray
     tail_mass: npt.NDArray[np.float64]
@@ -263,7 +262,7 @@ class VerifyDecider:
         probs, support_len = [*judged.target_probs], judged.target_probs.shape[1]
         start = sampled = 0
         verifies = (job for job in jobs if isinstance(job, VerifyJob))
-        for i, (job, is_finite) in enumerate(zip(verifies, judged.is_finite, strict=True)):
+        for i, job in enumerate(verifies):
             end, num_drafts = start + job.num_rows, job.num_rows - 1
             target_probs: Sequence[FloatArray] = ()
             tails: Sequence[float] = ()
@@ -277,7 +276,8 @@ class VerifyDecider:
             logprobs = judged.logprobs.get(i, ())
             verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
             error = job.masks.error if job.masks is not None else None
-            job.result = error or (verdict if is_finite else _not_finite())
+            # Of rows that the rule does not reach nothing may be told: see `acceptance.accept`.
+            job.result = error or (verdict if token_ids[start] != NO_TOKEN else _not_finite())
             start = end
 
 
@@ -294,16 +294,8 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:
         token_ids[matched] = results[0]
     if sampled is not None:
         target_probs, tail_mass, token_ids[sampled] = results[-3:]
-    return Judged(_are_finite(maxima, cases), token_ids, target_probs, tail_mass, {})
-
-
-def _are_finite(maxima: FloatArray, cases: Cases) -> list[bool]:
-    """Of each case, whether all its rows are."""
-    is_finite = np.isfinite(maxima)
-    if is_finite.all():
-        return [True] * len(cases.rows.num_rows)
-    found: list[bool] = np.logical_and.reduceat(is_finite, cases.starts).tolist()
-    return found
+    token_ids[~np.isfinite(maxima)] = NO_TOKEN
+    return Judged(token_ids, target_probs, tail_mass, {})
 
 
 def _choose(log_probs: Tensor, rows: Rows, places: Places | None) -> tuple[Tensor, ...]:

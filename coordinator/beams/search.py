@@ -21,8 +21,8 @@ from coordinator.generation import Plan, Round, Turns
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
-from specwire.core import MAX_TREE_NODES, Logprobs, Outcome, Proposal, Verdict
-from specwire.errors import ServiceUnavailableError
+from specwire.core import MAX_TREE_NODES, NO_TOKEN, Logprobs, Outcome, Proposal, Verdict
+from specwire.errors import InternalError, ServiceUnavailableError
 from specwire.estimate import clock
 from specwire.rule.beam_search import Beam, BeamSearch, Scored
 from specwire.telemetry import tracing
@@ -103,8 +103,12 @@ class BeamGeneration:
         verdicts, verify_cost = await self._verify(trees, parent)
         rows: dict[Beam, Logprobs] = {}
         for tree, verdict in zip(trees, verdicts, strict=True):
-            rows |= zip([tree.prefix, *tree.nodes], verdict.logprobs, strict=True)
-        outcome = Outcome(range(self._step(rows, trees) - 1), -1)
+            each = zip([tree.prefix, *tree.nodes], verdict.target_token_ids, verdict.logprobs, strict=True)
+            rows |= {beam: found for beam, token_id, found in each if token_id != NO_TOKEN}
+        num_steps = self._step(rows, trees)
+        if not num_steps:
+            raise InternalError("the target's logits are not finite")
+        outcome = Outcome(range(num_steps - 1), -1)
         proposal = drafts_of(trees, verdicts[0].base_len)
         return Round(proposal, verdicts[0], outcome, draft_cost, verify_cost, plan.why_plain)
 
@@ -161,7 +165,7 @@ class BeamGeneration:
         return [verdict for verdict, _ in answers], cost
 
     def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:
-        """Step as far as the rows go; returns the number of steps, at least one."""
+        """Step as far as the rows go; returns the number of steps, none if a live beam has no row."""
 
         drafted = {place: node for tree in trees for place, node in tree.drafted.items()}
 

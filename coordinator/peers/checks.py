@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specwire.core import Proposal, Verdict
+from specwire.core import NO_TOKEN, Proposal, Verdict
 from specwire.errors import InternalError
 from specwire.support import IntArray
 from specwire.wire.verify import Rows
@@ -46,19 +46,21 @@ def check_rows(rows: Rows, vocab_size: int) -> None:
     Raises:
         InternalError: naming what is wrong.
     """
+    is_there = rows.target_token_ids != NO_TOKEN
     if not len(rows.support_lens):
-        _check_range("target token", rows.target_token_ids, vocab_size)
+        _check_range("target token", rows.target_token_ids[is_there], vocab_size)
         return
     has_support = rows.support_lens > 0
     may_be_missing = has_support & (rows.tail_mass == 0)
-    _check_range("target token", rows.target_token_ids[~may_be_missing], vocab_size)
+    _check_range("target token", rows.target_token_ids[is_there & ~may_be_missing], vocab_size)
     if not has_support.any():
         return
     starts = np.cumsum([0, *rows.support_lens[has_support][:-1]])
     masses = rows.tail_mass[has_support]
     sums = np.add.reduceat(rows.target_probs.astype(np.float64), starts) + masses
     is_negative = bool((rows.target_probs < 0).any() or (masses < 0).any())
-    if is_negative or not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
+    is_fit = (np.abs(sums - 1) < _SUM_TOLERANCE) | ~is_there[has_support]
+    if is_negative or not is_fit.all():
         raise InternalError(f"target probabilities that add up to {sums.tolist()}")
 
 
@@ -73,6 +75,8 @@ def check_verdict(verdict: Verdict, proposal: Proposal) -> None:
         raise InternalError(f"an answer for base_len={verdict.base_len}, not {proposal.base_len}")
     if len(verdict.target_token_ids) != num_drafted + 1:
         raise InternalError(f"{len(verdict.target_token_ids)} target tokens for {num_drafted} draft tokens")
+    if verdict.target_token_ids[0] == NO_TOKEN:
+        raise InternalError("no token after the committed ones")
     if proposal.supports or verdict.target_probs:
         lengths = [len(support.token_ids) for support in proposal.supports]
         if [*map(len, verdict.target_probs)] != lengths or len(verdict.tail_mass) != len(lengths):

@@ -24,6 +24,7 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.estimate import clock
+from specwire.grammar import LONGEST_MASK_S
 from specwire.prepared import Prepared
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
@@ -100,6 +101,8 @@ class RemoteDrafter:
             num_chains=request.num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
+        # How long masks take depends on drafted tokens: where they are sampled it must not decide.
+        self._waits_for_masks = params.grammar is not None and not params.matches_tokens
         self._deadline_s = deadline_s
         self._on_prepared = on_prepared
         self._tracer = tracer
@@ -218,8 +221,11 @@ class RemoteDrafter:
             raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
         expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
+        if self._waits_for_masks:
+            self._longest_wait_s += plan.num_steps * LONGEST_MASK_S
+        wanted_s = math.inf if self._waits_for_masks else plan.patience_s
         # A replica that has not answered since it was lost is sent the request, and not waited for.
-        patience_s = min(plan.patience_s, self._longest_wait_s) if replica.is_proven else 0.0
+        patience_s = min(wanted_s, self._longest_wait_s) if replica.is_proven else 0.0
         try:
             found, cost = await sequence.request(
                 committed,

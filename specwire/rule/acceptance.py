@@ -21,13 +21,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from specwire import chains, tree
-from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.errors import InternalError
 from specwire.rule.kseq import Selection
 from specwire.rule.random import DoubleArray, Purpose, uniforms
@@ -83,9 +84,21 @@ def accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: i
     """Apply the rule that `params` names, with random numbers addressed by absolute position and the
     round's base.
 
+    Where the accepted path ends before a row without a token, the round ends with the path's last token, and
+    the next one begins at that row. Then the request fails as in plain decoding, after the same tokens.
+
     Raises:
         InternalError: proposal and verdict do not match.
     """
+    outcome = _accept(proposal, verdict, params, seed)
+    if outcome.next_token != NO_TOKEN:
+        return outcome
+    if not outcome.path:
+        raise InternalError("a verdict without a token after the committed ones")
+    return Outcome(outcome.path[:-1], proposal.token_ids[outcome.path[-1]])
+
+
+def _accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
     if params.matches_tokens:
         return accept_by_match(proposal, verdict)
     base, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
@@ -115,6 +128,8 @@ class _ResidualUniforms:
 
 def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
     """Keep the longest path that equals the target's own tokens, then take the target's next one.
+
+    As in the other rules, that is `NO_TOKEN` if the path ends before a row without a token.
 
     Raises:
         InternalError: proposal and verdict do not match.
@@ -162,7 +177,8 @@ def accept_by_rejection(
         InternalError: proposal and verdict do not match, or are not probabilities.
     """
     _check_judged(proposal, verdict)
-    for i, uniform in enumerate(accept_uniforms):
+    proposal, verdict = _judgeable(proposal, verdict)
+    for i, uniform in enumerate(accept_uniforms[: len(proposal.token_ids)]):
         if not uniform < acceptance_probability(*_token_probs(proposal, verdict, i)):
             weights = _residual_at(proposal, verdict, i)
             return Outcome(range(i), _recover(proposal, verdict, i, weights, residual_uniforms[i]))
@@ -181,9 +197,10 @@ def accept_by_block(
     those that sampled the draft tokens: how many are kept depends on all of them.
     """
     _check_judged(proposal, verdict)
+    proposal, verdict = _judgeable(proposal, verdict)
     keep_probs = _keep_probs(proposal, verdict)
     num_kept = len(proposal.token_ids)
-    if not num_kept or accept_uniforms[-1] < keep_probs[-1]:
+    if not num_kept or accept_uniforms[num_kept - 1] < keep_probs[-1]:
         return Outcome(range(num_kept), int(verdict.target_token_ids[-1]))
     while True:
         num_kept -= 1
@@ -218,6 +235,8 @@ def accept_by_kseq(
     alive, path = [*range(len(paths))], list[int]()
     for i in range(len(paths[0])):
         row = path[-1] + 1 if path else 0
+        if verdict.target_token_ids[row] == NO_TOKEN:
+            return Outcome(path, NO_TOKEN)
         candidates = [(chain, paths[chain][i]) for chain in alive]
         selection = _selection(proposal, verdict, row, len(candidates))
         uniform_of = functools.partial(accept_uniforms, i)
@@ -295,6 +314,23 @@ def _check_judged(proposal: Proposal, verdict: Verdict, *, may_be_tree: bool = F
     num_draft_tokens = len(proposal.token_ids)
     if not len(proposal.supports) == len(verdict.target_probs) == len(verdict.tail_mass) == num_draft_tokens:
         raise InternalError(f"{num_draft_tokens} draft tokens, but not as many supports and judgements")
+
+
+def _judgeable(proposal: Proposal, verdict: Verdict) -> tuple[Proposal, Verdict]:
+    """A chain up to its first row without a token: what follows is never reached.
+
+    Where that is depends on the tokens before alone, so the rule's law holds for the shorter chain.
+    """
+    if NO_TOKEN not in verdict.target_token_ids:
+        return proposal, verdict
+    num_tokens = verdict.target_token_ids.index(NO_TOKEN)
+    judged = replace(
+        verdict,
+        target_token_ids=verdict.target_token_ids[: num_tokens + 1],
+        target_probs=verdict.target_probs[:num_tokens],
+        tail_mass=verdict.tail_mass[:num_tokens],
+    )
+    return proposal.first(num_tokens), judged
 
 
 def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def watched(request: Any, directories: tuple[Path, Path]) -> Iterator[Watched]:
     init = GenerationServicer.__init__
 
     def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
-        init(self, *args)
+        init(self, *args, **named)
         found.append(self)
 
     options = {"speculative_config": HEADS, "verify_ahead": request.param, "num_draft_tokens": "auto"}

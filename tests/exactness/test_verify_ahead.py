@@ -54,7 +54,7 @@ def stack(
     init = GenerationServicer.__init__
 
     def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
-        init(self, *args)
+        init(self, *args, **named)
         servicers.append(self)
 
     with (

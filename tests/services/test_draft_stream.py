@@ -7,13 +7,14 @@ import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.lookahead import MAX_REQUESTS
-from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
+from specwire import Grammar, InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation
 from specwire.engine import boot
@@ -97,6 +98,23 @@ def test_draft_tokens_are_drawn_with_the_numbers_of_their_base(
                     assert support.token_ids[place] == token_id
 
     run(drawn())
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_nothing_is_prepared_whose_time_depends_on_tokens(service: boot.ModelService, rule: Rule) -> None:
+    """Where tokens are sampled: under a grammar, and by a draft with another vocabulary."""
+
+    async def check() -> None:
+        order = DraftOrder(1, 1, 0, PROMPT, 4, prepare=Preparation(4, 3))
+        plain = replace(PARAMS, rule=rule)
+        masked = replace(plain, grammar=Grammar(regex="a"))
+        async with draft_stream(service) as (_, stream):
+            assert stream._checked(order, plain).prepare
+            assert bool(stream._checked(order, masked).prepare) is plain.matches_tokens
+            stream._settings = replace(stream._settings, shared=mock.Mock())
+            assert bool(stream._checked(order, plain).prepare) is plain.matches_tokens
+
+    run(check())
 
 
 def test_a_closed_sequence_is_freed_and_the_other_goes_on(service: boot.ModelService) -> None:

@@ -52,6 +52,27 @@ def test_a_penalty_that_leads_out_of_the_numbers(stack: LocalStack, rule: Rule) 
     assert len(generate(stack, rule, 0.01, [1, 2]).token_ids) == 8
 
 
+def test_rows_that_are_not_reached(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+    """The target's logits after draft tokens that it never emits: plain decoding does not see them."""
+    log_probs = EmulatedModel.log_probs
+
+    def strange(model: EmulatedModel, positions: IntArray, before: IntArray) -> npt.NDArray[np.float32]:
+        out = log_probs(model, positions, before)
+        if model.alpha == 1:
+            out[np.asarray(before) >= model.vocab_size // 2] = np.nan
+        return out
+
+    monkeypatch.setattr(EmulatedModel, "log_probs", strange)
+    options = {"num_draft_tokens": "4", "num_outcomes": "0"}
+    with local_stack(
+        "emulated:step_ms=0", "emulated:step_ms=0,alpha=0.5", coordinator_options=options
+    ) as stack:
+        params = SamplingParams(max_tokens=40, rule=rule, seed=3)
+        done = stack.client.generate(prompt_token_ids=[1, 2], params=params)
+        assert len(done.token_ids) == 40
+        assert done.speculation.num_draft_tokens > done.speculation.num_accepted_tokens > 0
+
+
 def test_a_draft_whose_logits_are_no_numbers(stack: LocalStack, rule: Rule) -> None:
     done = generate(stack, rule, 1.0, [1, 2])
     assert len(done.token_ids) == 8

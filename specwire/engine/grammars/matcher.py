@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from specwire.core import num_in_common
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.grammar import LONGEST_MASK_S
 from specwire.rule.columns import Bits
 
 _MASKS_S = 0.05
@@ -23,7 +24,6 @@ _MASKS_S = 0.05
 takes some 10 us; where texts have many derivations it grows with the text."""
 _NUM_SLOW = 3
 """Passes in a row over it, after which the sequence is ended: one may be the machine's fault."""
-_LONGEST_S = 1.0
 _MOST_SPELLINGS = 64
 """Tokens that one text begins with: no more than the longest token has characters."""
 _WORD = 32
@@ -49,14 +49,14 @@ class GrammarMatcher:
         self._num_slow, self._spent_s = 0, 0.0
 
     def fill(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
-        """The masks after the output, and after each draft token.
+        """The masks after the output, and after each draft token; empty where no token can follow.
 
         Args:
             output: all tokens after the prompt.
             parents: of the draft tokens in a tree; empty for a chain.
 
         Raises:
-            InvalidRequestError: the grammar does not allow the output.
+            InvalidRequestError: the grammar does not allow the output, or no token can follow it.
             ResourceExhaustedError: it takes too long.
         """
         started_s = time.thread_time() - self._spent_s
@@ -135,13 +135,15 @@ class GrammarMatcher:
         words = np.full((num_nodes, self._num_words), -1, np.int32)
         first, following = _links(parents, num_nodes)
         tokens = np.array([0, *draft_token_ids], np.int64)
-        if not self._matcher.traverse_draft_tree(first, following, tokens, words, _LONGEST_S):
+        if not self._matcher.traverse_draft_tree(first, following, tokens, words, LONGEST_MASK_S):
             raise _too_slow()
         masks = words.view(np.uint8)
         is_empty = masks.max(axis=1) == 0
         if is_empty[0]:
             raise InvalidRequestError("grammar", "set", "no token of the vocabulary goes on with the output")
-        masks[is_empty] = 255  # after a draft token that the grammar does not allow: it cannot be accepted
+        # What follows an end is never emitted. Other empty masks stay: after a draft token that the grammar
+        # does not allow, and cannot be accepted, or before what no token can spell.
+        masks[is_empty & np.isin(tokens, self._matcher.stop_token_ids)] = 255
         return masks
 
 
