@@ -9,6 +9,7 @@ import sys
 from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
+from specwire.engine import threads
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
 
@@ -30,6 +31,7 @@ async def _serve(args: argparse.Namespace) -> None:
     extras.require("specwire draft", "serve")
     preflight.check(settings)
     process.end_at_once_by_signals()
+    threads.spin_briefly(os.environ)
     with process.importing():
         from draft_service.service import serving  # loads torch: after the flags were checked
 

@@ -9,6 +9,7 @@ import sys
 from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
+from specwire.engine import threads
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
 
@@ -32,6 +33,7 @@ async def _serve(args: argparse.Namespace) -> None:
     extras.require("specwire verify", "serve")
     preflight.check(settings)
     process.end_at_once_by_signals()
+    threads.spin_briefly(os.environ)
     if settings.replicas > 1:
         from verify_service import replicas
 

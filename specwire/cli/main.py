@@ -28,6 +28,7 @@ from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
 from specwire.config.stack import DemoConfig, UpConfig
+from specwire.engine import threads
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError, UnauthenticatedError
 from specwire.telemetry import logs, stacks
 
@@ -321,6 +322,7 @@ def _drafts(args: argparse.Namespace) -> int:
 
 def _train_heads(args: argparse.Namespace) -> int:
     extras.require("specwire train-heads", "serve")
+    threads.spin_briefly(os.environ)
     from specwire.cli import train_heads
 
     _end_on_signals()
@@ -329,6 +331,7 @@ def _train_heads(args: argparse.Namespace) -> int:
 
 def _search_layers(args: argparse.Namespace) -> int:
     extras.require("specwire search-layers", "serve")
+    threads.spin_briefly(os.environ)
     from specwire.cli import search_layers
 
     _end_on_signals()

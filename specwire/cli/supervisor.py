@@ -82,7 +82,7 @@ class Service:
         self._model_flag = model_flag
         self._error = ""
         self._is_terminated = False
-        variables = _waiting(module) | _inherited(owner) | parent.environment() | dict(environ or {})
+        variables = _inherited(owner) | parent.environment() | dict(environ or {})
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
             stdin=subprocess.DEVNULL,
@@ -550,11 +550,6 @@ def _shared(config: StackConfig) -> dict[str, object]:
         "log_format": config.log_format,
         "metrics_names": config.metrics_names,
     }
-
-
-def _waiting(module: str) -> dict[str, str]:
-    """On shared cores, idle OpenMP threads of other services must not spin while the target computes."""
-    return {} if module == "verify_service" else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _inherited(owner: type[StackConfig]) -> dict[str, str]:

@@ -46,6 +46,7 @@ LEARN_SHARE_HELP = "most of the draft's time that learning may take while no req
 LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
+THREADS_HELP = "0: OMP_NUM_THREADS, or as many as other processes leave cores free"
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "

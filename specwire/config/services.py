@@ -52,6 +52,7 @@ from specwire.config.models import (
     RULE_HELP,
     RULES,
     SUFFIX_SHARED_HELP,
+    THREADS_HELP,
     TRACE_DETAIL_HELP,
     VERIFY_AHEAD_HELP,
     check_device,
@@ -180,7 +181,7 @@ class ModelServiceConfig(ServiceConfig):
         "auto", "number format of the weights: auto, float32, bfloat16 or float16", check=one_of(*DTYPES)
     )
     device: str = option("cpu", "device the model runs on: cpu, cuda or cuda:N", check=check_device)
-    num_threads: int = option(0, "CPU threads for the model; 0 leaves it to torch", check=at_least(0))
+    num_threads: int = option(0, f"CPU threads for the model; {THREADS_HELP}", check=at_least(0))
     tensor_parallel_size: int = option(1, "devices that share the model, placed by Ray; 1 needs no Ray")
     ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
     load_timeout_s: float = option(

@@ -39,6 +39,7 @@ from specwire.config.models import (
     RULE_HELP,
     RULES,
     SUFFIX_SHARED_HELP,
+    THREADS_HELP,
     TRACE_DETAIL_HELP,
     VERIFY_AHEAD_HELP,
     check_device,
@@ -120,8 +121,8 @@ class StackConfig(CheckedConfig):
     )
     prefix_sharing: bool = prefix_sharing_option()
     least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
-    num_threads: int = option(0, "CPU threads for the target; 0 leaves it to torch", check=at_least(0))
-    draft_num_threads: int = option(1, "CPU threads for the draft; 0 leaves it to torch", check=at_least(0))
+    num_threads: int = option(0, f"CPU threads for the target; {THREADS_HELP}", check=at_least(0))
+    draft_num_threads: int = option(1, f"CPU threads for the draft; {THREADS_HELP}", check=at_least(0))
     start_timeout_s: float = option(
         300.0, "longest wait for the services to be ready, in seconds", check=check_duration
     )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from specwire.engine.loop import Engine, StepHook
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ThreadCount, known_cores
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.preflight.memory import gigabytes
 from specwire.rpc import process
@@ -137,6 +139,7 @@ def start(
     source = resolve(config.model, role)
     thread = ComputeThread(role)
     try:
+        threads = thread.call(lambda: _threads(config, source))
         runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
         raise ModelLoadError(f"--model {error}") from error
@@ -167,6 +170,7 @@ def start(
         step_timeout_s=config.step_timeout_s,
         vocab_size=vocab_size,
         hook=hook,
+        threads=threads,
     )
     runner.on_loss = engine.check_device
     info = dataclasses.replace(info, grammars=known is not None)
@@ -205,9 +209,17 @@ def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:
     description["context_len"] = min(description["context_len"], num_slots - encoder_len)
 
 
+def _threads(config: ModelServiceConfig, source: str) -> ThreadCount:
+    """Of the calling thread's passes. Rounding depends on their number: it stays where tokens are to be the
+    same in any batch."""
+    if source.startswith(EMULATED):  # waking sleeping worker threads to sample would take milliseconds
+        return ThreadCount(1, torch.set_num_threads, is_fixed=True, cores=())
+    is_fixed = bool(config.num_threads or "OMP_NUM_THREADS" in os.environ or config.batch_invariant)
+    most = config.num_threads or torch.get_num_threads()
+    return ThreadCount(most, torch.set_num_threads, is_fixed=is_fixed, cores=known_cores())
+
+
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     if source.startswith(EMULATED):
         return _emulate(config, source)
     with process.importing():
@@ -218,7 +230,6 @@ def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
 
 def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     model = emulated.EmulatedModel.parse(source)
-    torch.set_num_threads(1)  # waking sleeping worker threads to sample would take milliseconds
     if config.fills_memory:
         flag = "--kv-cache-memory" if config.kv_cache_memory else "--gpu-memory-utilization"
         raise ModelLoadError(f"{source}: has no memory for {flag} to be a fraction of")

@@ -41,6 +41,7 @@ from specwire.engine.replies import Replies, Sink, into_future
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.spare import NoSpareWork, SpareWork
 from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ThreadCount
 from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
@@ -89,6 +90,7 @@ class Engine:
         step_timeout_s: float = 60.0,
         vocab_size: int | None = None,
         hook: StepHook | None = None,
+        threads: ThreadCount | None = None,
     ) -> None:
         """Starts to run.
 
@@ -96,12 +98,14 @@ class Engine:
             hook: it has been loaded.
             vocab_size: token ids that jobs and parameters name are below it; None for the model's own.
             step_timeout_s: time limit of a step while the cost of steps is unknown.
+            threads: that passes run on; None leaves them as they are.
         """
         self._runner = runner
         self._context_len = context_len
         self._vocab_size = vocab_size or runner.vocab_size
         self._step_timeout_s = step_timeout_s
         self._hook, self._hook_ns = hook, 0
+        self._threads = threads
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gathered: list[Callable[[], None]] | None = None  # event loop only
         self._sequences: set[TokenSequence] = set()
@@ -351,6 +355,8 @@ class Engine:
 
     def _step(self) -> None:
         started_ns = clock.stopwatch_ns()
+        if self._threads is not None:
+            self._threads.before_step(started_ns)
         step = self._begin_step(started_ns)
         if step is not None:
             self._end_step(step, started_ns)
