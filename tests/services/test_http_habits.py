@@ -262,24 +262,6 @@ class TestTemplates:
         answer = post(here, "/v1/chat/completions", **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
-    def test_media_and_unknown_roles_are_refused_by_name(self, here: Fronted) -> None:
-        image = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-        for message, param, problem in (
-            (
-                {"role": "user", "content": image},
-                "messages[0].content[1].type",
-                "image input is not supported",
-            ),
-            (
-                {"role": "robot", "content": "x"},
-                "messages[0].role",
-                "'developer', 'system', 'user', 'assistant'",
-            ),
-        ):
-            error = post(here, "/v1/chat/completions", model=here.model, messages=[message]).json()["error"]
-            assert (error["param"], error["code"]) == (param, "unsupported_value")
-            assert problem in error["message"]
-
 
 class TestText:
     def test_special_tokens_are_kept_on_request(self, here: Fronted) -> None:

@@ -8,10 +8,11 @@ import torch
 
 from draft_service.drafter import DraftDecider, DraftJob
 from specwire.config.services import DraftConfig
-from specwire.core import Proposal, Rule, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Proposal, Rule, SamplingParams, Verdict
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.device import Decider
 from specwire.engine.jobs import Job, TokenSequence
+from specwire.errors import InternalError
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 61
@@ -78,10 +79,15 @@ def test_verdicts() -> None:
 
 
 def test_only_the_sequence_with_bad_logits_fails() -> None:
+    """And only if nothing can follow the committed tokens: a draft token may never be reached."""
     logits = torch.zeros(3 * 4, VOCAB)
-    logits[5] = torch.nan
-    found = _results(VerifyDecider(), [_verify(i) for i in range(3)], logits)
-    assert [isinstance(result, Verdict) for result in found] == [True, False, True]
+    logits[[4, 9]] = torch.nan
+    first, second, third = _results(VerifyDecider(), [_verify(i) for i in range(3)], logits)
+    assert isinstance(second, InternalError)
+    assert isinstance(first, Verdict)
+    assert isinstance(third, Verdict)
+    assert NO_TOKEN not in first.target_token_ids
+    assert [token_id == NO_TOKEN for token_id in third.target_token_ids] == [False, True, False, False]
 
 
 def test_drafts() -> None:
