@@ -215,7 +215,7 @@ def test_groups_that_end_before_they_serve_leave_nothing(target: Path, tmp_path:
     weights = load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.down_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    flags = [*SMALL, "--tensor-parallel-size", "2"]
+    flags = [*SMALL, "--tensor-parallel-size", "2", "--address", "127.0.0.1:0"]
     with contextlib.ExitStack() as stack:
         failing, *ended = [
             Group(stack.enter_context(running("verify", "--model", str(model), *flags)))
