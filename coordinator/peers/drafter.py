@@ -57,6 +57,9 @@ class RemoteDrafter:
         no answer in time                   no tokens, `TIMED_OUT`; the answer is late from now on
         an answer in time                   the proposal, `ASKED` or `BEGUN`
 
+    How long masks of a grammar take depends on drafted tokens, which must not decide where they are sampled:
+    such a proposal is waited for, or its draft is lost.
+
     A draft that is lost or hangs costs one bounded wait; the next round tries another replica, or is a plain
     one. Which replica proposes depends on loads, failures and the clock, never on a token, and a proposal
     carries the distributions that it was drawn from: so the output distribution does not change even where
@@ -101,7 +104,6 @@ class RemoteDrafter:
             num_chains=request.num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
-        # How long masks take depends on drafted tokens: where they are sampled it must not decide.
         self._waits_for_masks = params.grammar is not None and not params.matches_tokens
         self._deadline_s = deadline_s
         self._on_prepared = on_prepared
@@ -221,11 +223,15 @@ class RemoteDrafter:
             raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
         expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
-        if self._waits_for_masks:
+        patience_s = plan.patience_s
+        if not replica.is_proven:  # since it was lost: it is sent the request, and not waited for
+            patience_s = 0.0
+            if self._waits_for_masks:
+                plan = Plan(0)
+        elif self._waits_for_masks:
             self._longest_wait_s += plan.num_steps * LONGEST_MASK_S
-        wanted_s = math.inf if self._waits_for_masks else plan.patience_s
-        # A replica that has not answered since it was lost is sent the request, and not waited for.
-        patience_s = min(wanted_s, self._longest_wait_s) if replica.is_proven else 0.0
+            patience_s = math.inf
+        patience_s = min(patience_s, self._longest_wait_s)
         try:
             found, cost = await sequence.request(
                 committed,
@@ -236,6 +242,8 @@ class RemoteDrafter:
             )
         except TimeoutError:
             sequence.abandon()
+            if self._waits_for_masks and plan.num_draft_tokens:
+                raise ServiceUnavailableError(f"no proposal within {patience_s * 1e3:.0f} ms") from None
             waited_ns = clock.stopwatch_ns() - started_ns
             cost = Cost(outcome=CallOutcome.TIMED_OUT, wall_ns=waited_ns, handling_ns=waited_ns)
             return Proposal(len(committed)), cost

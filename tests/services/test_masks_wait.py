@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 import coordinator.servicer
 from coordinator.generation import Plan
 from coordinator.length.draft_length import AdaptiveLength
+from coordinator.peers import drafter
+from coordinator.peers.draft_sequence import DraftSequence
 from specwire import Grammar, Rule, SamplingParams
 from specwire.engine.grammars.matcher import GrammarMatcher
+from specwire.testing.delay_proxy import Link
 from tests.support.harness import local_stack
 from tests.support.languages import REGEX, save_speaker
 from tests.support.pairs import markov_model
+from tests.support.processes import wait_until
 
 
 class Impatient(AdaptiveLength):
@@ -25,15 +31,18 @@ class Impatient(AdaptiveLength):
         return Plan(2, patience_s=0.0)
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
-def test_slow_masks_make_no_proposal_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule
-) -> None:
-    """Neither for the plan nor for the time-out; where tokens are matched both may end the wait."""
-    target, draft = (
-        save_speaker(markov_model(), tmp_path / "target"),
-        save_speaker(markov_model(0.9), tmp_path / "draft"),
-    )
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """Target and draft."""
+    return [
+        save_speaker(markov_model(*spread), tmp_path / name)
+        for name, spread in (("target", ()), ("draft", (0.9,)))
+    ]
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called: masks take 100 ms from now on."""
     fill = GrammarMatcher.fill
 
     def slowly(self: GrammarMatcher, *arguments: Any) -> Any:
@@ -41,14 +50,53 @@ def test_slow_masks_make_no_proposal_late(
         return fill(self, *arguments)
 
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
+    return lambda: monkeypatch.setattr(GrammarMatcher, "fill", slowly)
+
+
+OPTIONS = {"num_draft_tokens": "auto", "num_outcomes": "0", "draft_timeout_ms": 10.0}
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
+def test_slow_masks_make_no_proposal_late(
+    models: list[Path], slow_masks: Callable[[], None], rule: Rule
+) -> None:
+    """Neither for the plan nor for the time-out; where tokens are matched both may end the wait."""
     params = SamplingParams(rule=rule, seed=1, max_tokens=8, grammar=Grammar(regex=REGEX))
-    options = {"num_draft_tokens": "auto", "num_outcomes": "0", "draft_timeout_ms": 10.0}
-    with local_stack(target, draft, coordinator_options=options) as stack:
-        stack.client.generate(
-            params=params, prompt_token_ids=[3]
-        )  # the draft is proven, the grammar compiled
-        monkeypatch.setattr(GrammarMatcher, "fill", slowly)
-        done = stack.client.generate(params=params, prompt_token_ids=[3]).speculation
+    with local_stack(*models, coordinator_options=OPTIONS) as stack:
+        generate = partial(stack.client.generate, params=params, prompt_token_ids=[3])
+        generate()  # the draft is proven, the grammar compiled
+        slow_masks()
+        done = generate().speculation
     num_drafted = sum(source.num_drafts for source in done.by_source)
     num_possible = done.num_rounds - 1  # of the last token there may be no draft
     assert (num_drafted >= num_possible) is not params.matches_tokens, done
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
+def test_no_late_proposal_is_kept(
+    models: list[Path], slow_masks: Callable[[], None], monkeypatch: pytest.MonkeyPatch, rule: Rule
+) -> None:
+    """Neither past the longest wait, nor from a draft that has not answered since it was lost."""
+    num_late, received = [0, 0], DraftSequence.received
+
+    def noted(self: DraftSequence, answer: Any, num_bytes: int) -> None:
+        num_late[bool(answer.proposal.token_ids)] += self.error is None and self.late_s > 0
+        received(self, answer, num_bytes)
+
+    monkeypatch.setattr(DraftSequence, "received", noted)
+    params = SamplingParams(rule=rule, seed=1, max_tokens=8, grammar=Grammar(regex=REGEX))
+    options = OPTIONS | {"draft_timeout_ms": 60.0}
+    with local_stack(*models, coordinator_options=options, draft_link=Link()) as stack:
+        generate = partial(stack.client.generate, params=params, prompt_token_ids=[3])
+        generate()
+        slow_masks()
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, "LONGEST_MASK_S", 0.01)
+            patch.setattr(drafter, "_MAX_COST_RATIO", 0.0)
+            reason = generate().speculation.draft_unavailable
+        assert params.matches_tokens or "no proposal within" in reason
+        assert stack.draft_proxy is not None
+        stack.draft_proxy.cut()
+        num_late[0] = 0
+        wait_until(lambda: bool(generate() and sum(num_late)), 30.0)
+    assert (num_late[1] > 0) is params.matches_tokens
