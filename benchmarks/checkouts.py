@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.processes import THREADS, Devices, Usage, ask, difference, end, read_line, start_python
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.config.flags import flag_words
 
 HERE = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from coordinator.peers.codecs import verify_codec
 from coordinator.peers.link import Link
 from coordinator.peers.streams import GrpcCall
 from specwire import SamplingParams
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.errors import SpecwireError

@@ -24,7 +24,7 @@ import psutil
 from benchmarks import cheap_models, stats
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Usage, ask, difference, end, read_line, start_module
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.config.flags import flag_words
 
 LEAST_RATIO = 1.6

@@ -14,7 +14,8 @@ from dataclasses import fields, replace
 from itertools import chain
 
 from specwire.cli.kept import KeptService
-from specwire.cli.supervisor import Service, device_of, wait_ready
+from specwire.cli.process import Service, wait_ready
+from specwire.cli.supervisor import device_of
 from specwire.config.fields import next_address
 from specwire.config.flags import flag_words
 from specwire.config.services import VerifyConfig
@@ -68,19 +69,15 @@ class LocalReplica(KeptService):
         self._config, self._environ = config, environ
         super().__init__()
 
-    def _start(self) -> Service:
+    def _start(self, address: str) -> Service:
+        self._config = replace(self._config, address=address or self._config.address)
         words = [flag_words(field.name, getattr(self._config, field.name)) for field in fields(self._config)]
         return Service("verify_service", [*chain(*words)], self._environ)
 
     @property
     def name(self) -> str:
         """See `KeptService`."""
-        return f"verify service {self._config.address}"
-
-    async def keep(self) -> None:
-        """Restart it at the same address whenever it ends, until cancelled."""
-        self._config = replace(self._config, address=self.service.address)
-        await super().keep()
+        return f"verify service {self.service.address or self._config.address}"
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:

@@ -20,7 +20,8 @@ from benchmarks.names import (
 from benchmarks.peers import Peer
 from benchmarks.systems import CONSTANT_TOKENS, Sample, SpecwireSystem, System, TransformersSystem, Work
 from specwire import Client
-from specwire.cli.supervisor import Service, Stack
+from specwire.cli.process import Service
+from specwire.cli.supervisor import Stack
 from specwire.config.flags import flag_words
 from specwire.config.stack import UpConfig
 

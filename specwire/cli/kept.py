@@ -5,10 +5,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+import math
+import select
 import time
 
-from specwire.cli.supervisor import Service, wait_ready
-from specwire.errors import ConfigError
+from specwire.cli.process import STOP_MARGIN_S, Service
+from specwire.errors import ConfigError, ServiceUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -16,67 +18,85 @@ _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0
 """A process that served for this long did not fail because of its start."""
-_STOP_MARGIN_S = 5.0
 
 
 class KeptService(abc.ABC):
-    """A service process, and the ones that replace it.
+    """A service process, and those that replace it at the same address.
 
     Attributes:
-        service: the process at present.
+        service: the process at present, or the last one, until the next one starts.
     """
 
-    def __init__(self) -> None:
-        """Start it; it does not serve yet."""
+    def __init__(self, max_failures: float = math.inf) -> None:
+        """Start it; it does not serve yet.
+
+        Args:
+            max_failures: in a row; after so many it is not started again.
+        """
+        self._max_failures = max_failures
         self._num_failures = 0
-        self.service = self._start()
+        self._address = ""
+        self._serving_since_s = self._due_s = math.inf
+        self.service = self._start("")
 
     @abc.abstractmethod
-    def _start(self) -> Service:
-        """A new process."""
+    def _start(self, address: str) -> Service:
+        """A new process at the address that the first one served; for the first one it is empty."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
         """What logs call it."""
 
+    def restart_if_due(self, now_s: float) -> None:
+        """See what became of it, and start it again after its pause; never blocks. It has served once.
+
+        Raises:
+            ServiceUnavailableError: it failed too often in a row; with the reason of the last time.
+        """
+        if now_s >= self._due_s:
+            self._due_s = math.inf
+            self.service = self._start(self._address)
+        elif self._due_s < math.inf:
+            pass
+        elif not self.service.address:
+            self._look_whether_ready(now_s)
+        elif self.service.process.poll() is not None:
+            self._address = self.service.address
+            if now_s - self._serving_since_s > _STEADY_S:
+                self._num_failures = 0
+            self._failed(f"ended with status {self.service.process.returncode}", now_s)
+        else:
+            self._serving_since_s = min(self._serving_since_s, now_s)
+
+    def _look_whether_ready(self, now_s: float) -> None:
+        output = self.service.process.stdout
+        assert output is not None
+        try:
+            if select.select([output], [], [], 0)[0] and self.service.read_address():
+                self._serving_since_s = now_s
+                log.warning("%s serves again", self.name)
+        except ConfigError as error:
+            self._failed(f"does not start: {error}", now_s)
+
+    def _failed(self, why: str, now_s: float) -> None:
+        self._num_failures += 1
+        if self._num_failures >= self._max_failures:
+            raise ServiceUnavailableError(f"{self.name} {why}, {self._num_failures} times in a row")
+        seconds = pause_s(self._num_failures)
+        log.warning("%s %s; it starts again in %g s", self.name, why, seconds)
+        self._due_s = now_s + seconds
+
     async def keep(self) -> None:
-        """Restart it whenever it ends, until cancelled."""
+        """Restart it whenever it ends, until cancelled. Raises as `restart_if_due`."""
         while True:
-            served_s = await self._ended()
-            self._num_failures = 0 if served_s > _STEADY_S else self._num_failures + 1
-            status = self.service.process.returncode
-            await self._pause(f"ended with status {status}")
-            while (problem := await self._try()) is not None:
-                self._num_failures += 1
-                await self._pause(f"does not start: {problem}")
-            log.warning("%s serves again", self.name)
+            self.restart_if_due(time.monotonic())
+            await asyncio.sleep(_POLL_S)
 
     async def stop(self, grace_s: float) -> None:
         """Shut it down gracefully; kill it after its grace period."""
         self.service.terminate()
-        await asyncio.to_thread(self.service.stop, grace_s + _STOP_MARGIN_S)
-
-    async def _ended(self) -> float:
-        """Wait until it ends; returns for how many seconds it served."""
-        started_s = time.monotonic()
-        while self.service.process.poll() is None:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(_POLL_S)
-        return time.monotonic() - started_s
-
-    async def _pause(self, why: str) -> None:
-        seconds = pause_s(self._num_failures)
-        log.warning("%s %s; it starts again in %g s", self.name, why, seconds)
-        await asyncio.sleep(seconds)
-
-    async def _try(self) -> ConfigError | None:
-        """Start it; the reason if that failed, None when it serves."""
-        self.service = self._start()
-        try:
-            await asyncio.to_thread(wait_ready, [self.service])
-        except ConfigError as error:
-            return error
-        return None
+        await asyncio.to_thread(self.service.stop, grace_s + STOP_MARGIN_S)
 
 
 def pause_s(num_failures: int) -> float:

@@ -235,20 +235,7 @@ def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
             print(f"page http://{stack.http.address}/", flush=True)
         if about:
             print(about, flush=True)
-        return _supervise(stack)
-
-
-def _supervise(stack: Stack) -> int:
-    """Wait until a service ends that the others need."""
-    while not stack.is_required(ended := stack.wait()):
-        if ended is stack.http:
-            pause_s, status = stack.restart_front(), ended.process.returncode
-            log.warning("the HTTP front ended with status %s; restarting in %g s", status, pause_s)
-            continue
-        what = "the draft service" if ended is stack.draft else f"the verify service {ended.address}"
-        log.warning("%s ended; decoding continues without it", what)
-    logs.report(f"{ended.module} ended with status {ended.process.returncode}")
-    return 1
+        stack.keep()
 
 
 def _end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:

@@ -9,184 +9,43 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import NoReturn, Self
 
-from specwire import interrupts, parent, preflight
-from specwire.config.environment import ALL_CONFIGS
+from specwire import interrupts, preflight
+from specwire.cli.kept import KeptService, pause_s
+from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
 from specwire.config.fields import next_address
-from specwire.config.flags import env_name, flag_words, known_variables, unknown_variables
+from specwire.config.flags import env_name, flag_words
 from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.serve import ServeConfig
-from specwire.config.services import ListenConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig, ListenConfig, VerifyConfig
 from specwire.config.stack import StackConfig, UpConfig
-from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.security.bearer import make_token, token_line
-from specwire.telemetry import logs, stacks
+from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-READY = "ready "
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Roles in the order of their ports."""
-_STOP_MARGIN_S = 5.0
 _CANCEL_S = 1.0
 """For a service to cancel by itself what exceeds its grace period."""
 _INTERRUPT_MARGIN_S = 0.75
 """After a grace period of 1 s, twice: Ctrl-C ends within 3 s."""
-_ANY_PORT = {env_name("address"): "127.0.0.1:0"}
-"""Several services of a kind may run beside each other; a flag wins."""
-_STACKS_S = 0.5
 _POLL_S = 0.1
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_STABLE_S = 60.0
-"""A process that ran for this long is restarted without a longer pause."""
-
-
-class Service:
-    """One service process. It ends with the thread that starts it."""
-
-    def __init__(
-        self,
-        module: str,
-        flags: Sequence[str],
-        environ: Mapping[str, str] | None = None,
-        *,
-        model_flag: str = "--model",
-        pass_fds: Sequence[int] = (),
-        owner: type[StackConfig] = UpConfig,
-    ) -> None:
-        """Start `python -m module flags`; wait with `ready`.
-
-        Args:
-            module: draft_service, verify_service or coordinator.
-            environ: added to this process's environment, without the variables of `owner`.
-            model_flag: the user's name of the service's `--model`, for errors.
-            pass_fds: descriptors that it inherits, under the same numbers.
-            owner: the config of this process, whose variables are not the service's.
-        """
-        self.module = module
-        self.address = ""
-        self._model_flag = model_flag
-        self._error = ""
-        self._is_terminated = False
-        variables = _inherited(owner) | parent.environment() | dict(environ or {})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,  # a selector does not see buffered lines
-            env=variables,
-            pass_fds=pass_fds,
-            start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
-        )
-        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
-        self._forwarder.start()
-
-    def ready(self, timeout_s: float) -> str:
-        """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
-        wait_ready([self], timeout_s)
-        return self.address
-
-    def read_address(self) -> bool:
-        """Read one line of the process's standard output; True if it is the `ready` line.
-
-        Raises:
-            ConfigError: the process ended.
-        """
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().decode()
-        if not line:
-            raise ConfigError(self._why_not_serving())
-        if line.startswith(READY):
-            self.address = line.removeprefix(READY).split()[0]
-        return bool(self.address)
-
-    def terminate(self) -> None:
-        """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""
-        self._is_terminated = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
-
-    def stop(self, timeout_s: float = 10.0 + _STOP_MARGIN_S) -> int:
-        """Stop gracefully, then by force, after printing its stacks; returns the exit status."""
-        if not self._is_terminated:
-            self.terminate()
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            log.warning("%s has not ended in time: ended by force", self.module)
-            self._show_stacks()
-            return self.kill()
-
-    def _show_stacks(self) -> None:
-        self.process.send_signal(stacks.SIGNAL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STACKS_S)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it ends, or for as long as the timeout."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-
-    def kill(self) -> int:
-        """Kill it, if it runs; returns the exit status."""
-        if self.process.poll() is None:
-            self.process.kill()
-        return self.process.wait()
-
-    def _why_not_serving(self) -> str:
-        status = self.process.wait()
-        self._forwarder.join(1.0)
-        error = self._error.replace("--model ", f"{self._model_flag} ", 1)
-        return error or f"{self.module} ended with status {status} instead of serving"
-
-    def _forward_errors(self) -> None:
-        """Forward standard error, except for the error that ends a service that did not start: it is raised
-        here instead."""
-        assert self.process.stderr is not None
-        for data in self.process.stderr:
-            line = data.decode(errors="replace")
-            if not self.address and (error := logs.reported(line)):
-                self._error = error
-            else:
-                logs.forward(line, self.module)
-
-
-def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
-    """Wait until all of them serve; the first failure is raised while others still load.
-
-    Raises:
-        ConfigError: a process ended, with its own error if it printed one.
-        ServiceUnavailableError: at the timeout.
-    """
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for service in services:
-            assert service.process.stdout is not None
-            selector.register(service.process.stdout, selectors.EVENT_READ, service)
-        while waiting := [key.data for key in selector.get_map().values()]:
-            left_s = max(0.0, deadline - time.monotonic())
-            events = selector.select(None if left_s == math.inf else left_s)
-            if not events:
-                names = " and ".join(service.module for service in waiting)
-                raise ServiceUnavailableError(f"{names} not ready within {timeout_s:g} s")
-            for key, _ in events:
-                if key.data.read_address():
-                    selector.unregister(key.fileobj)
+_MAX_FAILURES = 8
+"""In a row, within about a minute: the next start would fail as well."""
+_RESTART_MARGIN = 3.0
+"""A restart may take so many times as long as the start: requests are served beside it."""
 
 
 class Stack:
@@ -199,22 +58,23 @@ class Stack:
             ConfigError, ServiceUnavailableError: one of them did not start; the others are stopped.
         """
         preflight.check(config)
-        self.services: list[Service] = []
-        self.http: Service | None = None
+        self._kept: list[StackService] = []
+        self._draft: StackService | None = None
+        self._http: StackService | None = None
         self._grace_s = config.grace_s
-        self._front_options = config.front_options
         self._owner = UpConfig if not isinstance(config, UpConfig) else type(config)
-        self._metrics_from = metrics_address(config, "coordinator")
-        self._log_flags = _flags(log_level=config.log_level, log_format=config.log_format)
         self._environ = environ
-        self._pauses = Pauses()
-        self._front_due_s = math.inf
         self._required_tokens, self._peer_token = _internal_token(config)
         try:
-            self._start(config, environ)
+            self._start(config)
         except BaseException:
             self._kill()
             raise
+
+    @property
+    def services(self) -> list[Service]:
+        """The processes at present, in the order of their starts."""
+        return [each.service for each in self._kept]
 
     @property
     def address(self) -> str:
@@ -222,98 +82,100 @@ class Stack:
         return self.coordinator.address
 
     @property
+    def coordinator(self) -> Service:
+        """Its process at present."""
+        return self._coordinator.service
+
+    @property
+    def verifies(self) -> list[Service]:
+        """The verify services."""
+        return [each.service for each in self._verifies]
+
+    @property
     def verify(self) -> Service:
         """The verify service; with replicas, the first of them."""
         return self.verifies[0]
 
-    def is_required(self, ended: Service) -> bool:
-        """Remove a service that has ended; returns whether the others cannot run without it."""
-        self.services.remove(ended)
-        if ended is self.http:
-            return False
-        if ended in self.verifies:
-            return not any(verify in self.services for verify in self.verifies)
-        return ended is not self.draft
+    @property
+    def draft(self) -> Service | None:
+        """The draft service, if there is one."""
+        return self._draft.service if self._draft else None
 
-    def _start(self, config: StackConfig, environ: Mapping[str, str] | None) -> None:
-        self.verifies = [
-            self._service(
-                "verify_service",
-                _verify_flags(config, index),
-                environ,
-                "--target",
-                files=self._required_tokens,
+    @property
+    def http(self) -> Service | None:
+        """The HTTP front, if there is one."""
+        return self._http.service if self._http else None
+
+    def _start(self, config: StackConfig) -> None:
+        began_s, files = time.monotonic(), self._required_tokens
+        self._verifies = []
+        for number in range(config.replicas):
+            name = f"verify service {number + 1}" if config.replicas > 1 else "the verify service"
+            flags = _verify_flags(config, number)
+            self._verifies.append(
+                self._add(name, "verify_service", flags, model_flag="--target", files=files)
             )
-            for index in range(config.replicas)
-        ]
-        self.draft = (
-            self._service(
-                "draft_service", _draft_flags(config), environ, "--draft", files=self._required_tokens
+        if config.draft_model != NO_DRAFT:
+            flags = _draft_flags(config)
+            self._draft = self._add(
+                "the draft service", "draft_service", flags, model_flag="--draft", files=files
             )
-            if config.draft_model != NO_DRAFT
-            else None
-        )
         wait_ready(self.services, config.start_timeout_s)
+        restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
         draft_address = self.draft.address if self.draft else ""
         if self.draft and config.draft_rtt_ms:
-            link = self._service("specwire.cli", _proxy_flags(config, draft_address), environ)
-            draft_address = link.ready(config.start_timeout_s)
+            flags = _proxy_flags(config, draft_address)
+            link = self._add("the link to the draft", "specwire.cli", flags, address_flag="listen")
+            draft_address = link.service.ready(config.start_timeout_s)
         verify_addresses = ",".join(verify.address for verify in self.verifies)
-        flags = _coordinator_flags(config, verify_addresses, draft_address)
-        self.coordinator = self._service("coordinator", flags, environ, files=self._peer_token)
+        flags = [
+            *_coordinator_flags(config, verify_addresses, draft_address),
+            *_failover_flags(restart_s, {**os.environ, **(self._environ or {})}),
+        ]
+        self._coordinator = self._add("the coordinator", "coordinator", flags, files=self._peer_token)
         self.coordinator.ready(config.start_timeout_s)
         if config.http_address:
-            self.http = self._front(config.http_address)
-            self._front_address = self.http.ready(config.start_timeout_s)
+            self._http = self._add("the HTTP front", "specwire.cli", _front_flags(config, self.address))
+            self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
-    def _front(self, address: str) -> Service:
-        """Start the HTTP front."""
-        flags = _flags(
-            address=address,
-            server=self.address,
-            metrics_from=self._metrics_from,
-            grace_s=self._grace_s,
-            **self._front_options,
-        )
-        return self._service("specwire.cli", ["http", *flags, *self._log_flags], self._environ)
-
-    def restart_front(self) -> float:
-        """Schedule a restart of the ended HTTP front by `wait`; returns the pause in seconds."""
-        pause_s = self._pauses.next(time.monotonic())
-        self._front_due_s = time.monotonic() + pause_s
-        return pause_s
-
-    def _restart_front_if_due(self) -> None:
-        if time.monotonic() >= self._front_due_s:
-            self._front_due_s = math.inf
-            self.http = self._front(self._front_address)
-            self.http.address = self._front_address  # now set, so its errors are forwarded
-
-    def _service(
+    def _add(
         self,
+        name: str,
         module: str,
         flags: Sequence[str],
-        environ: Mapping[str, str] | None,
-        model_flag: str = "--model",
         *,
+        model_flag: str = "--model",
         files: Mapping[str, _UnnamedFile] = MappingProxyType({}),
-    ) -> Service:
-        """Start one; `files` are flags whose values are unnamed files."""
-        flags = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
-        fds = [file.fd for file in files.values()]
-        with _uninterrupted():
-            service = Service(module, flags, environ, model_flag=model_flag, pass_fds=fds, owner=self._owner)
-            self.services.append(service)
-        return service
+        address_flag: str = "address",
+    ) -> StackService:
+        """Start a service; `files` are flags whose values are unnamed files."""
+        given = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
+        start = partial(
+            Service,
+            environ=self._environ,
+            model_flag=model_flag,
+            pass_fds=[file.fd for file in files.values()],
+            owner=self._owner,
+        )
 
-    def wait(self) -> Service:
-        """Block until a service ends by itself; returns it."""
+        def started(address: str) -> Service:
+            return start(module, [*given, *(_flags(**{address_flag: address}) if address else [])])
+
+        with _uninterrupted():
+            self._kept.append(StackService(name, started))
+        return self._kept[-1]
+
+    def keep(self) -> NoReturn:
+        """Restart services that end by themselves.
+
+        Raises:
+            ServiceUnavailableError: one has ended too often in a row; with the reason of the last time.
+        """
         while True:
-            for service in self.services:
-                if service.process.poll() is not None:
-                    return service
-            self._restart_front_if_due()
+            with _uninterrupted():
+                for each in self._kept:
+                    each.restart_if_due(time.monotonic())
             time.sleep(_POLL_S)
 
     def stop(self, *, interrupted: bool = False) -> None:
@@ -323,7 +185,7 @@ class Stack:
             interrupted: by someone who waits for the end: the grace period is short, and what is late then is
                 ended by force without a word.
         """
-        margin_s = _INTERRUPT_MARGIN_S if interrupted else _STOP_MARGIN_S
+        margin_s = _INTERRUPT_MARGIN_S if interrupted else STOP_MARGIN_S
         grace_s = interrupts.GRACE_S if interrupted else self._grace_s + _CANCEL_S
         used = [each for each in self.services if each is self.http or each.module == "coordinator"]
         models = [each for each in self.services if each not in used]
@@ -349,6 +211,27 @@ class Stack:
         if interrupted:
             log.warning(interrupts.SAID)
         self.stop(interrupted=interrupted)
+
+
+class StackService(KeptService):
+    """A service of a stack."""
+
+    def __init__(self, name: str, start: Callable[[str], Service]) -> None:
+        """Start it; it does not serve yet.
+
+        Args:
+            start: starts a process, as `KeptService._start`.
+        """
+        self._name, self._start_at = name, start
+        super().__init__(_MAX_FAILURES)
+
+    def _start(self, address: str) -> Service:
+        return self._start_at(address)
+
+    @property
+    def name(self) -> str:
+        """See `KeptService`."""
+        return self._name
 
 
 def _ask_to_end(services: Sequence[Service], timeout_s: float) -> None:
@@ -384,21 +267,6 @@ def _model_name(config: StackConfig) -> str:
     """What the front calls its model."""
     given = config.front_options.get("model_name") or os.environ.get(env_name("model_name"))
     return str(given or (Path(config.target).name if Path(config.target).exists() else config.target))
-
-
-class Pauses:
-    """Pauses before restarts of a process: longer each time, unless it ran for a minute."""
-
-    def __init__(self) -> None:
-        self._last_s = -math.inf
-        self._pause_s = 0.0
-
-    def next(self, now_s: float) -> float:
-        """The pause in seconds, after an end at this time."""
-        was_stable = now_s - self._last_s > self._pause_s + _STABLE_S
-        self._last_s = now_s
-        self._pause_s = _FIRST_PAUSE_S if was_stable else min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return self._pause_s
 
 
 class _UnnamedFile:
@@ -529,6 +397,25 @@ def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: 
     )
 
 
+def _failover_flags(restart_s: float, environ: Mapping[str, str]) -> list[str]:
+    """Generations wait for a verify service that is restarted; a user's own variable wins."""
+    name, usual_s = "failover_timeout_s", CoordinatorConfig.failover_timeout_s
+    return [] if env_name(name) in environ else _flags(**{name: max(usual_s, pause_s(1) + restart_s)})
+
+
+def _front_flags(config: StackConfig, server: str) -> list[str]:
+    flags = _flags(
+        address=config.http_address,
+        server=server,
+        metrics_from=metrics_address(config, "coordinator"),
+        grace_s=config.grace_s,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        **config.front_options,
+    )
+    return ["http", *flags]
+
+
 def _listen_settings(config: StackConfig) -> dict[str, object]:
     names = [field.name for field in fields(ListenConfig)] if isinstance(config, ListenConfig) else []
     return {name: getattr(config, name) for name in names if name != "address"}
@@ -550,11 +437,3 @@ def _shared(config: StackConfig) -> dict[str, object]:
         "log_format": config.log_format,
         "metrics_names": config.metrics_names,
     }
-
-
-def _inherited(owner: type[StackConfig]) -> dict[str, str]:
-    """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
-    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services, but for those that no
-    process knows, of which each would warn."""
-    dropped = known_variables([owner]).union(unknown_variables(ALL_CONFIGS, os.environ))
-    return {name: value for name, value in os.environ.items() if name not in dropped}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.cli.kept import KeptService
-from specwire.cli.supervisor import Service, wait_ready
+from specwire.cli.process import Service, wait_ready
 from specwire.config.flags import CheckedConfig
 from specwire.errors import ServiceUnavailableError
 from specwire.rpc.line import Line, Methods
@@ -53,7 +53,7 @@ class Worker(KeptService):
         self._pass_fds, self._named_fds = pass_fds, _named_descriptors(config)
         super().__init__()
 
-    def _start(self) -> Service:
+    def _start(self, address: str) -> Service:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from specwire import Client, Completion, SamplingParams
-from specwire.cli.supervisor import Service, wait_ready
+from specwire.cli.process import Service, wait_ready
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from tests.support.fleet import START_S, flag_list, hung_device, stopped
 from tests.support.pairs import save_good_draft, save_target

@@ -16,7 +16,7 @@ import pytest
 
 from specwire import AsyncClient, Client, Completion, RequestCancelledError, SamplingParams
 from specwire.cli import main as cli
-from specwire.cli.supervisor import Service, wait_ready
+from specwire.cli.process import Service, wait_ready
 from specwire.security.bearer import make_token
 from tests.support import report
 from tests.support.effort import CHAOS, sized

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from specwire import Client, Rule, SamplingParams
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.completion import Stage, Timing
 from specwire.telemetry.semantics import stage_attribute

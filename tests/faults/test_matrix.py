@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.config.link import Link
 from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2

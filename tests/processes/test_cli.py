@@ -22,7 +22,7 @@ import draft_service.__main__
 import verify_service.__main__
 from specwire import Grammar, SamplingParams
 from specwire.cli import main as cli
-from specwire.cli import supervisor
+from specwire.cli import process, supervisor
 from specwire.config.flags import env_name, flag_name, flag_words
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
@@ -165,7 +165,7 @@ class TestUsage:
     ) -> None:
         monkeypatch.setenv("SPECWIRE_PAGE_SIZE", "4")
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
-        inherited = supervisor._inherited(UpConfig)
+        inherited = process._inherited(UpConfig)
         assert inherited["SPECWIRE_PAGE_SIZE"] == "4"
         assert "SPECWIRE_ADDRESS" not in inherited
         assert inherited["PATH"] == os.environ["PATH"]

@@ -21,7 +21,7 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.cli.supervisor import Service, wait_ready
+from specwire.cli.process import Service, wait_ready
 from specwire.config.services import VerifyConfig
 from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain

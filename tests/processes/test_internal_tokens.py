@@ -13,7 +13,8 @@ import pytest
 
 from specwire import Client, Rule, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
-from specwire.cli.supervisor import Service, Stack
+from specwire.cli.process import Service
+from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
 from specwire.rpc.statuses import from_rpc_error
 from specwire.security.bearer import make_token

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
-import threading
+import subprocess
+import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
-from specwire import AsyncClient, Client, SamplingParams
-from specwire.cli import main as cli
-from specwire.cli.supervisor import Pauses, Service, Stack
+from specwire import AsyncClient, Client, RetryPolicy, SamplingParams
+from specwire.cli import supervisor
+from specwire.cli.process import Service
+from specwire.cli.supervisor import Stack, StackService
 from specwire.config.models import NO_DRAFT
 from specwire.config.stack import StackConfig, UpConfig
+from specwire.errors import ServiceUnavailableError
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 HANGS = """
@@ -51,64 +54,136 @@ def test_what_hangs_is_ended_by_force_and_says_where_it_was(
     assert "in waits_for_ever" in told
 
 
-@pytest.mark.slow
-def test_up_starts_its_front_again_and_ends_with_its_coordinator(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = UpConfig(
-        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
-    )
-    with Stack(config, {"SPECWIRE_MODEL_NAME": "m"}) as stack:
-        assert stack.http is not None
-        address, pids = stack.http.address, [stack.http.process.pid]
-        served = []
-
-        def kill() -> None:
-            for _ in range(2):
-                os.kill(pids[-1], signal.SIGKILL)
-                served.append(answer(address, old_pid=pids[-1], stack=stack))
-                assert stack.http is not None
-                pids.append(stack.http.process.pid)
-            stack.coordinator.process.kill()
-
-        killing = threading.Thread(target=kill)
-        killing.start()
-        assert cli._supervise(stack) == 1
-        killing.join()
-    assert [data["data"][0]["id"] for data in served] == ["m", "m"]
-    assert len(set(pids)) == 3
-    told = capfd.readouterr().err + caplog.text
-    assert "the HTTP front ended with status -9; restarting in 0.5 s" in told
-    assert "the HTTP front ended with status -9; restarting in 1 s" in told
-    assert "error: coordinator ended with status -9" in told
+def test_each_service_that_is_killed_is_started_again_under_a_running_generation() -> None:
+    params = SamplingParams(temperature=0, max_tokens=400, num_draft_tokens=2)
+    with started("--draft", "emulated:step_ms=1") as (up, address, page):
+        with Client(address, retry=RetryPolicy(patience_s=60.0)) as client:
+            first = client.generate(params=replace(params, max_tokens=200), prompt_token_ids=[1, 2])
+            doomed, tokens = ["draft_service", "verify_service", "coordinator"], []
+            with client.stream(params=params, prompt_token_ids=[1, 2]) as stream:
+                for chunk in stream:
+                    tokens += [token.token_id for token in chunk.tokens]
+                    if doomed and len(tokens) > 90 * (4 - len(doomed)):
+                        child(up, doomed.pop(0)).kill()
+            assert not doomed
+            assert len(tokens) == params.max_tokens
+            assert tuple(tokens[:200]) == first.token_ids
+            assert stream.completion.num_resumes == 1, "the coordinator's loss is the client's, and no other"
+            until(
+                lambda: client.generate(params=params, prompt_token_ids=[1, 2]).speculation.num_draft_tokens
+            )
+        front = child(up, "http")
+        front.kill()
+        until(lambda: not front.is_running() and answers(f"{page}v1/models"))
 
 
-def answer(address: str, old_pid: int, stack: Stack) -> dict[str, list[dict[str, str]]]:
-    """Of the next front, when it answers."""
+@contextlib.contextmanager
+def started(*flags: str) -> Iterator[tuple[psutil.Process, str, str]]:
+    """`specwire up` with an emulated target: its process, its address and its page. It ends with status 0."""
+    command = [sys.executable, "-m", "specwire.cli", "up", "--target", "emulated:step_ms=8", *flags]
+    command += ["--address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address, page = (process.stdout.readline().split()[1] for _ in range(2))
+            yield psutil.Process(process.pid), address, page
+        finally:
+            process.terminate()
+            status = process.wait(30)
+    assert status == 0
+
+
+def child(parent: psutil.Process, word: str) -> psutil.Process:
+    """The service with this word in its command line."""
+    return next(each for each in parent.children() if word in each.cmdline())
+
+
+def until(succeeds: Callable[[], object]) -> None:
     ends_s = time.monotonic() + 60
-    while True:
+    while not succeeds():
         assert time.monotonic() < ends_s
-        with contextlib.suppress(OSError):
-            if stack.http and stack.http.process.pid != old_pid:
-                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=20) as response:
-                    return dict(json.load(response))
         time.sleep(0.05)
 
 
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=20):
+        return True
+    return False
+
+
+DIES = """
+import sys
+print("ready 127.0.0.1:1", flush=True) if "serves" in sys.argv else None
+sys.exit("error: its reason")
+"""
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In simulated time, with real processes."""
+    monkeypatch.setattr(supervisor, "_MAX_FAILURES", 4)
+    (tmp_path / "dies.py").write_text(DIES)
+    starts: list[str] = []
+
+    def start(address: str) -> Service:
+        starts.append(address)
+        return Service("dies", ["serves"] if serves or not address else [], {"PYTHONPATH": str(tmp_path)})
+
+    kept = supervisor.StackService("the service", start)
+    kept.service.ready(30)
+    end_at(kept, now_s=0.0)
+    for now_s in (0.5, 1.5, 3.5):
+        assert not kept.service.address or kept.service.process.poll() is not None
+        kept.restart_if_due(now_s - 0.01)
+        num_starts = len(starts)
+        kept.restart_if_due(now_s)
+        assert len(starts) == num_starts + 1, "not before its pause is over"
+        if now_s < 3.5:
+            end_at(kept, now_s)
+    reason = "ended with status 1" if serves else "does not start: its reason"
+    with pytest.raises(ServiceUnavailableError, match=f"the service {reason}, 4 times in a row"):
+        end_at(kept, 3.5)
+    assert starts == ["", *["127.0.0.1:1"] * 3]
+    pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
+    assert pauses == ["0.5", "1", "2"]
+
+
+def end_at(kept: StackService, now_s: float) -> None:
+    """Its end is seen at this time."""
+    kept.service.process.wait(30)
+    if not kept.service.address:
+        kept.restart_if_due(now_s)  # its line is read, or that there is none
+    if kept.service.address:
+        kept.restart_if_due(now_s)
+
+
+def test_what_has_served_for_long_begins_with_a_short_pause_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    kept = StackService("the service", lambda _: Service("dies", ["serves"], {"PYTHONPATH": str(tmp_path)}))
+    kept.service.ready(30)
+    now_s = 0.0
+    for served_s in (1, 100, 100, 1):
+        kept.service.process.wait(30)
+        kept.restart_if_due(now_s + served_s)  # it has ended
+        kept.restart_if_due(now_s + served_s + 2)  # it starts
+        kept.service.process.wait(30)
+        now_s += served_s + 3
+        kept.restart_if_due(now_s)  # it serves
+    pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
+    assert pauses == ["0.5", "0.5", "0.5", "1"]
+
+
 @pytest.mark.slow
-def test_up_starts_replicas_and_goes_on_while_one_is_left() -> None:
+def test_up_starts_replicas() -> None:
     config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
     params = SamplingParams(max_tokens=20, seed=1)
     with Stack(config) as stack:
         assert len(stack.verifies) == 2
         asyncio.run(served(stack, params, num_available=2))
-        stack.verifies[0].kill()
-        ended = stack.wait()
-        assert ended is stack.verifies[0]
-        assert not stack.is_required(ended)
-        asyncio.run(served(stack, params, num_available=1))
-        stack.verifies[1].kill()
-        assert stack.is_required(stack.wait())
 
 
 async def served(stack: Stack, params: SamplingParams, num_available: int) -> None:
@@ -118,13 +193,6 @@ async def served(stack: Stack, params: SamplingParams, num_available: int) -> No
         replicas = (await client.get_status()).verify_replicas
         assert {one.address for one in replicas} == {one.address for one in stack.verifies}
         assert sum(not one.unavailable for one in replicas) == num_available
-
-
-def test_pauses_grow_until_a_process_lasts() -> None:
-    pauses = Pauses()
-    assert [pauses.next(now_s) for now_s in (100, 101, 103, 110)] == [0.5, 1.0, 2.0, 4.0]
-    assert [pauses.next(111 + i) for i in range(5)] == [8.0, 16.0, 30.0, 30.0, 30.0]
-    assert pauses.next(300.0) == 0.5
 
 
 def test_drafts_from_the_text_need_the_target_alone() -> None:

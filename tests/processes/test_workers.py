@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specwire import AsyncClient, ConfigError, ResourceExhaustedError, SamplingParams, ServiceUnavailableError
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.client.connections import Connections
 from specwire.security.bearer import make_token
 from tests.support.fleet import START_S, Fleet

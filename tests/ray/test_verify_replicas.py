@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from specwire import Client, ConfigError, SamplingParams
 from specwire.cli import kept
-from specwire.cli.supervisor import Service
+from specwire.cli.process import Service
 from specwire.config.fields import next_address
 from specwire.config.services import VerifyConfig
 from tests.support.harness import local_stack

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from specwire.cli.supervisor import Service, wait_ready
+from specwire.cli.process import Service, wait_ready
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 START_S = 240.0

@@ -128,7 +128,7 @@ def test_calls_fail_when_the_other_end_is_gone() -> None:
 class LocalWorker(CoordinatorWorker):
     """A worker whose other end is in this process."""
 
-    def _start(self) -> Any:
+    def _start(self, address: str) -> Any:
         here, self.there = socket.socketpair()
         self.line = Line(self.methods())
         self.line.open(here).add_done_callback(lambda _: self.lost())

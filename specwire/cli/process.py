@@ -1,0 +1,170 @@
+"""A service process: its start, the address that it serves, its errors and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from specwire import parent
+from specwire.config.environment import ALL_CONFIGS
+from specwire.config.flags import known_variables, unknown_variables
+from specwire.config.stack import StackConfig, UpConfig
+from specwire.errors import ConfigError, ServiceUnavailableError
+from specwire.telemetry import logs, stacks
+
+log = logging.getLogger(__name__)
+
+READY = "ready "
+STOP_MARGIN_S = 5.0
+"""To end after a grace period, in seconds, before it is ended by force."""
+_STACKS_S = 0.5
+
+
+class Service:
+    """One service process. It ends with the thread that starts it."""
+
+    def __init__(
+        self,
+        module: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        model_flag: str = "--model",
+        pass_fds: Sequence[int] = (),
+        owner: type[StackConfig] = UpConfig,
+    ) -> None:
+        """Start `python -m module flags`; wait with `ready`.
+
+        Args:
+            module: draft_service, verify_service or coordinator.
+            environ: added to this process's environment, without the variables of `owner`.
+            model_flag: the user's name of the service's `--model`, for errors.
+            pass_fds: descriptors that it inherits, under the same numbers.
+            owner: the config of this process, whose variables are not the service's.
+        """
+        self.module = module
+        self.address = ""
+        self._model_flag = model_flag
+        self._error = ""
+        self._is_terminated = False
+        variables = _inherited(owner) | parent.environment() | dict(environ or {})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,  # a selector does not see buffered lines
+            env=variables,
+            pass_fds=pass_fds,
+            start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
+        )
+        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder.start()
+
+    def ready(self, timeout_s: float) -> str:
+        """Wait for the line `ready HOST:PORT`; returns the address. Errors as for `wait_ready`."""
+        wait_ready([self], timeout_s)
+        return self.address
+
+    def read_address(self) -> bool:
+        """Read one line of the process's standard output; True if it is the `ready` line.
+
+        Raises:
+            ConfigError: the process ended.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode()
+        if not line:
+            raise ConfigError(self._why_not_serving())
+        if line.startswith(READY):
+            self.address = line.removeprefix(READY).split()[0]
+        return bool(self.address)
+
+    def terminate(self) -> None:
+        """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""
+        self._is_terminated = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
+    def stop(self, timeout_s: float = 10.0 + STOP_MARGIN_S) -> int:
+        """Stop gracefully, then by force, after printing its stacks; returns the exit status."""
+        if not self._is_terminated:
+            self.terminate()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.warning("%s has not ended in time: ended by force", self.module)
+            self._show_stacks()
+            return self.kill()
+
+    def _show_stacks(self) -> None:
+        self.process.send_signal(stacks.SIGNAL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STACKS_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it ends, or for as long as the timeout."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+
+    def kill(self) -> int:
+        """Kill it, if it runs; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.wait()
+
+    def _why_not_serving(self) -> str:
+        status = self.process.wait()
+        self._forwarder.join(1.0)
+        error = self._error.replace("--model ", f"{self._model_flag} ", 1)
+        return error or f"{self.module} ended with status {status} instead of serving"
+
+    def _forward_errors(self) -> None:
+        """Forward standard error, except for the error that ends a service that did not start: it is raised
+        here instead."""
+        assert self.process.stderr is not None
+        for data in self.process.stderr:
+            line = data.decode(errors="replace")
+            if not self.address and (error := logs.reported(line)):
+                self._error = error
+            else:
+                logs.forward(line, self.module)
+
+
+def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:
+    """Wait until all of them serve; the first failure is raised while others still load.
+
+    Raises:
+        ConfigError: a process ended, with its own error if it printed one.
+        ServiceUnavailableError: at the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for service in services:
+            assert service.process.stdout is not None
+            selector.register(service.process.stdout, selectors.EVENT_READ, service)
+        while waiting := [key.data for key in selector.get_map().values()]:
+            left_s = max(0.0, deadline - time.monotonic())
+            events = selector.select(None if left_s == math.inf else left_s)
+            if not events:
+                names = " and ".join(service.module for service in waiting)
+                raise ServiceUnavailableError(f"{names} not ready within {timeout_s:g} s")
+            for key, _ in events:
+                if key.data.read_address():
+                    selector.unregister(key.fileobj)
+
+
+def _inherited(owner: type[StackConfig]) -> dict[str, str]:
+    """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
+    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services, but for those that no
+    process knows, of which each would warn."""
+    dropped = known_variables([owner]).union(unknown_variables(ALL_CONFIGS, os.environ))
+    return {name: value for name, value in os.environ.items() if name not in dropped}
