@@ -38,7 +38,6 @@ from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
-from specwire.config.fields import split_address
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo, Rule
 from specwire.estimate import clock
@@ -96,7 +95,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if worker is None
             else worker.admission
         )
-        self._shapes = SharedShapes(lambda: self._admission.num_running, num_outcomes=config.fixed_outcomes)
+        self._shapes = SharedShapes(
+            lambda: self._admission.num_running,
+            num_outcomes=config.fixed_outcomes,
+            may_prepare=self._may_prepare,
+        )
         self._own_shapes = SharedShapes(lambda: self._admission.num_running)
         self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
         self._beam_costs = SharedBeamCosts()
@@ -115,6 +118,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._num_finished = 0
         self._writes = Writes()
         self.totals = Totals()
+
+    def _may_prepare(self) -> bool:
+        """Whether the draft works during the target's passes: not where both would then be slower."""
+        draft, target = self._draft.info, self._verify.info
+        is_fixed = self._config.fixed_outcomes is not None
+        return is_fixed or draft is None or not draft.takes_turns_with(target)
 
     @property
     def shapes(self) -> SharedShapes:
@@ -433,7 +442,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
         await self._send_headers(context)
-        draft = self._draft_info()
+        draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._target_info()),
             draft=wire.model_info_to_proto(draft) if draft else None,
@@ -455,15 +464,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tokenizer_hash=self._files_hash,
             tokenizer_bytes=len(self._files.data),
         )
-
-    def _draft_info(self) -> ModelInfo | None:
-        """The draft, and whether it is beside the target."""
-        hosts, of_target = (
-            {split_address("address", replica.address)[0] for replica in pool.replicas}
-            for pool in (self._draft, self._verify)
-        )
-        info = self._draft.info
-        return replace(info, shares_machine=not hosts.isdisjoint(of_target)) if info else None
 
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any

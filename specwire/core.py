@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
@@ -584,7 +584,9 @@ class ModelInfo:
         chat_template: of a coordinator's target, what conversations with tools are rendered with (Jinja);
             empty without one.
         least_pass_ms: least time of a pass, in milliseconds, where passes are paced; 0 for others.
-        shares_machine: of a coordinator's draft, whether it runs on a machine of the target, by address.
+        host: names the machine that runs it, until that starts again; empty where that is not known.
+        devices: names of the accelerators that run it; empty on a CPU.
+        num_cores, num_threads: cores that the service may use, and most that a pass on a CPU uses.
     """
 
     name: str
@@ -613,9 +615,24 @@ class ModelInfo:
     learning: Learning | None = None
     chat_template: str = ""
     least_pass_ms: float = 0.0
-    shares_machine: bool = False
     tokenizer_hash: str = ""
     tokenizer_bytes: int = 0
+    host: str = ""
+    devices: tuple[str, ...] = ()
+    num_cores: int = 0
+    num_threads: int = 0
+
+    def is_beside(self, other: ModelInfo) -> bool:
+        """Whether both run on one machine, as far as that is known."""
+        return bool(self.host) and self.host == other.host
+
+    def takes_turns_with(self, other: ModelInfo) -> bool:
+        """Whether passes of both at a time take longer: on one accelerator, or on too few cores for the
+        threads of both and for the process that asks for them."""
+        if self.devices or other.devices:
+            return not set(self.devices).isdisjoint(other.devices)
+        most = min(self.num_cores, other.num_cores)
+        return self.is_beside(other) and self.num_threads + other.num_threads + 1 > most
 
     @property
     def summary(self) -> str:

@@ -45,7 +45,7 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 """
 _LEAST_SHARE = 0.05
 """A proposal that takes less than this share of a pass, such as the target's own, is not named as a cost."""
-_OWN = ("_num_streams", "_chains", "follows")
+_OWN = ("_num_streams", "_may_prepare", "_chains", "follows")
 """What a process does not export."""
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
@@ -95,6 +95,7 @@ class SharedMeasurements:
     Args:
         num_streams: that run now.
         num_outcomes: to prepare for; None finds out what pays.
+        may_prepare: whether any may be prepared for at present.
         num_nodes: of a tree, whose depth is meant by draft tokens here; 0 for chains.
         chains: for trees, the measurements of chains. As many outcomes are prepared at first as for them.
         num_chains: of a round, whose length is meant then.
@@ -105,12 +106,13 @@ class SharedMeasurements:
         num_streams: Callable[[], int],
         *,
         num_outcomes: int | None = 0,
+        may_prepare: Callable[[], bool] = lambda: True,
         num_nodes: int = 0,
         chains: SharedMeasurements | None = None,
         num_chains: int = 1,
     ) -> None:
         self.acceptance, self.costs = SharedAcceptance(), RoundCosts(num_nodes, num_chains)
-        self._num_streams, self._chains = num_streams, chains
+        self._num_streams, self._may_prepare, self._chains = num_streams, may_prepare, chains
         self._outcome_options = (0, MAX_OUTCOMES) if num_outcomes is None else (num_outcomes,)
         self._caps = Trials(CAPS, MIN_FIRST_CAP)
         self._outcomes = Trials(self._outcome_options, self._outcome_options[0])
@@ -129,7 +131,8 @@ class SharedMeasurements:
             length = WARMUP_LENGTHS[self._num_proposals % len(WARMUP_LENGTHS)]
             return Options(WARMUP_LENGTHS[-1], self.num_outcomes, warmup_length=length)
         _, caps, outcomes = self._levels()
-        return Options(caps.option, outcomes.option, min_length=int(caps.on_trial))
+        num_outcomes = outcomes.option if self._may_prepare() else 0
+        return Options(caps.option, num_outcomes, min_length=int(caps.on_trial))
 
     def refresh(self) -> Prospects:
         """The prospects, updated if there were enough rounds since the last time."""
@@ -169,7 +172,8 @@ class SharedMeasurements:
 
     def add_settled(self, cap: int | None, num_outcomes: int, num_drafted: int, elapsed_ns: int) -> None:
         """A round of a settled stream, and its time: under the shared cap, or None for a fixed length."""
-        has_no_choice = cap is None and len(self._outcome_options) == 1
+        may_prepare = self._may_prepare()
+        has_no_choice = cap is None and (len(self._outcome_options) == 1 or not may_prepare)
         if self.follows or has_no_choice:
             return
         if self.is_warming_up:
@@ -178,13 +182,13 @@ class SharedMeasurements:
         num_streams, caps, outcomes = self._levels()
         # Two trials at a time could not tell which one made the difference. Outcomes come first: with a slow
         # draft, no draft token may pay without them.
-        if cap != 0 and not caps.on_trial:
+        if cap != 0 and not caps.on_trial and may_prepare:
             best = outcomes.best
             if outcomes.add(num_outcomes, num_streams, num_drafted, elapsed_ns):
                 self._decide_outcomes(outcomes, num_streams)
             if outcomes.best != best:
                 caps.forget()
-        if cap is None or outcomes.on_trial:
+        if cap is None or (outcomes.on_trial and may_prepare):
             return
         if caps.add(cap, num_streams, num_drafted, elapsed_ns):
             self._decide_cap(caps, num_streams)
@@ -199,6 +203,8 @@ class SharedMeasurements:
     @property
     def num_outcomes(self) -> int:
         """Outcomes to prepare for at present."""
+        if not self._may_prepare():
+            return 0
         if self.is_warming_up:
             return self._outcome_options[0]
         return self._outcomes.look(self._num_streams()).option
@@ -207,18 +213,15 @@ class SharedMeasurements:
     def is_on_trial(self) -> bool:
         """Whether another cap or number of outcomes is tried at present, or the first one is still new."""
         num_streams = self._num_streams()
-        return (
-            not self._knows_outcomes
-            or self._caps.look(num_streams).on_trial
-            or self._outcomes.look(num_streams).on_trial
-        )
+        tries_outcomes = not self._knows_outcomes or self._outcomes.look(num_streams).on_trial
+        return self._caps.look(num_streams).on_trial or (tries_outcomes and self._may_prepare())
 
     @property
     def chosen(self) -> Chosen:
         """The latest choices."""
-        cap, num_outcomes = (each.look(self._num_streams()).option for each in (self._caps, self._outcomes))
         num_trials = self._caps.num_trials + self._outcomes.num_trials
-        return Chosen(self.costs.mean_drafted, cap, num_outcomes, num_trials)
+        cap = self._caps.look(self._num_streams()).option
+        return Chosen(self.costs.mean_drafted, cap, self.num_outcomes, num_trials)
 
     @property
     def why_plain(self) -> str:
@@ -247,7 +250,7 @@ class SharedMeasurements:
     @property
     def draft_is_far(self) -> bool:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
-        if self.is_warming_up or not self._outcomes.look(self._num_streams()).best:
+        if self.is_warming_up or not self._may_prepare() or not self._outcomes.look(self._num_streams()).best:
             return False
         return self.costs.is_draft_slower(_SLOW_SHARE)
 

@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import sub, truediv
 
 from coordinator.generation import Plan, Round
@@ -42,19 +43,24 @@ class SharedShapes:
     """
 
     def __init__(
-        self, num_streams: Callable[[], int], *, num_outcomes: int | None = 0, num_chains: int = 1
+        self,
+        num_streams: Callable[[], int],
+        *,
+        num_outcomes: int | None = 0,
+        may_prepare: Callable[[], bool] = lambda: True,
+        num_chains: int = 1,
     ) -> None:
         """Args:
-        num_streams, num_outcomes, num_chains: as of `SharedMeasurements`.
+        num_streams, num_outcomes, may_prepare, num_chains: as of `SharedMeasurements`.
         """
         self._num_own_streams = num_streams
         self._num_followed_streams: int | None = None  # None where this process learns
-        self.chains = SharedMeasurements(self._num_streams, num_outcomes=num_outcomes, num_chains=num_chains)
+        measured = partial(
+            SharedMeasurements, self._num_streams, num_outcomes=num_outcomes, may_prepare=may_prepare
+        )
+        self.chains = measured(num_chains=num_chains)
         self._measured = {CHAIN: self.chains} | {
-            nodes: SharedMeasurements(
-                self._num_streams, num_outcomes=num_outcomes, num_nodes=nodes, chains=self.chains
-            )
-            for nodes in SHAPES[1:]
+            nodes: measured(num_nodes=nodes, chains=self.chains) for nodes in SHAPES[1:]
         }
         self._trials = Trials(SHAPES, CHAIN)
 

@@ -93,6 +93,7 @@ class ThreadCount:
     changes seldom; what this process uses does not count, so that it does not follow itself.
 
     Attributes:
+        most: where all cores are free.
         num: at present.
     """
 
@@ -113,7 +114,7 @@ class ThreadCount:
             is_fixed: `most` was given: too many are said, and not changed.
             own_s: processor time of this process, in seconds.
         """
-        self._most, self._apply, self._is_fixed = most, apply, is_fixed
+        self.most, self._apply, self._is_fixed = most, apply, is_fixed
         self._cores, self._own_s = cores, own_s
         self._before: tuple[int, float, list[float]] | None = None
         self._seen: deque[tuple[int, list[float]]] = deque()
@@ -123,7 +124,7 @@ class ThreadCount:
 
     def before_step(self, now_ns: int) -> None:
         """Fit the number to the cores that are free now."""
-        if self._most == 1 or not self._cores:
+        if self.most == 1 or not self._cores:
             return
         if self._before is not None and now_ns - self._before[0] < _SHORTEST_NS:
             return
@@ -140,7 +141,7 @@ class ThreadCount:
 
     def _fit(self, others: Sequence[float]) -> None:
         num = self._fitting(others)
-        if num < self._most and not self._is_said:
+        if num < self.most and not self._is_said:
             self._is_said = True
             self._say(num, others)
         if num != self.num and not self._is_fixed:
@@ -152,7 +153,7 @@ class ThreadCount:
         free = (
             math.floor(each.num - used + _NEGLIGIBLE) for each, used in zip(self._cores, others, strict=True)
         )
-        return max(1, min([self._most, *free]))
+        return max(1, min([self.most, *free]))
 
     def _say(self, num: int, others: Sequence[float]) -> None:
         used, there = min(zip(others, self._cores, strict=True), key=lambda each: each[1].num - each[0])
@@ -160,11 +161,11 @@ class ThreadCount:
         if self._is_fixed:
             log.warning(
                 "%s: passes on %d threads may take many times as long; give --num-threads %d",
-                *(what, self._most, num),
+                *(what, self.most, num),
             )
         else:
             log.log(
                 NOTICE,
                 "%s: passes run on %d of %d threads while they do; --num-threads fixes a number",
-                *(what, num, self._most),
+                *(what, num, self.most),
             )

@@ -196,7 +196,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "specwire": {
             "draft": draft.name if draft else target.own_source or None,
             "least_pass_ms": target.least_pass_ms,
-            "draft_shares_machine": draft is not None and draft.shares_machine,
+            "draft_shares_machine": draft is not None and draft.is_beside(target),
         },
     }
 

@@ -183,7 +183,7 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """Field by field: the noun has the message's names, capabilities apart."""
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
-    fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids")}
+    fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids", "devices")}
     if message.HasField("learning"):
         fields["learning"] = Learning(**{name: getattr(message.learning, name) for name in _LEARNING})
     return ModelInfo(**fields)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from specwire import Rule, SamplingParams
+from specwire.core import ModelInfo
 from tests.support.harness import local_stack
+from tests.support.pairs import save_target
 
 CHOSEN = {"num_draft_tokens": "auto"}
 
@@ -76,3 +79,21 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
     hints = [record.getMessage() for record in caplog.records if "decoded plainly" in record.getMessage()]
     assert len(hints) == 1
     assert re.match(f"drafting {reason}", hints[0])
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_models_on_the_same_cores_prepare_nothing_by_themselves(
+    takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what both say of themselves; a draft step is a pass here, which would be prepared otherwise."""
+    target = save_target(tmp_path / "target")
+    if not takes_turns:
+        monkeypatch.setattr(ModelInfo, "takes_turns_with", lambda *_: False)
+    with local_stack(target, target) as stack:
+        params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+        done = [stack.client.generate(params=params, prompt_token_ids=[3, 1, 4]) for _ in range(4)]
+        assert any(each.speculation.num_prepared for each in done) is not takes_turns
+        infos = stack.client.get_model_info()
+        assert infos[1] is not None
+        assert infos[1].is_beside(infos[0])
+        assert infos[1].takes_turns_with(infos[0]) is takes_turns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from coordinator.length.measurements import (
     SharedMeasurements,
 )
 from coordinator.length.trials import Level, Trials
-from specwire.core import Load, Outcome, Proposal, Verdict
+from specwire.core import Load, ModelInfo, Outcome, Proposal, Verdict
 from specwire.estimate.costs import CostModel
 from specwire.estimate.rates import best_length
 
@@ -216,9 +217,8 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
     assert all(plan.num_draft_tokens and plan.num_outcomes for plan in plans[4:])
 
 
-def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
-    """As on a processor that both share. A proposal takes a third of a pass, so they are prepared."""
-    shared = SharedMeasurements(lambda: 1, num_outcomes=None)
+def plans_where_preparing_slows_the_target(shared: SharedMeasurements) -> list[Plan]:
+    """Of 60 rounds, as on a processor that both share. A proposal takes a third of a pass."""
     stream, plans = AdaptiveLength(shared), []
     for _ in range(60):
         plan = stream.plan()
@@ -231,10 +231,47 @@ def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
         accepted = Outcome(range(num), 0)
         done = Round(Proposal(0, [0] * num), Verdict(0, []), accepted, draft_cost, verify_cost)
         stream.observe(done, draft + verify)
+    return plans
+
+
+def test_where_to_prepare_slows_the_target_down_it_soon_ends() -> None:
+    shared = SharedMeasurements(lambda: 1, num_outcomes=None)
+    plans = plans_where_preparing_slows_the_target(shared)
     assert any(plan.num_outcomes for plan in plans)
     assert all(plan.num_draft_tokens and not plan.num_outcomes for plan in plans[-10:])
     tree = SharedMeasurements(lambda: 1, num_outcomes=None, num_nodes=16, chains=shared)
     assert tree._first_outcomes() == 0
+
+
+def test_where_draft_and_target_take_turns_nothing_is_prepared_until_they_do_not() -> None:
+    takes_turns = True
+    shared = SharedMeasurements(lambda: 1, num_outcomes=None, may_prepare=lambda: not takes_turns)
+    plans = plans_where_preparing_slows_the_target(shared)
+    assert all(plan.num_draft_tokens and not plan.num_outcomes for plan in plans)
+    assert shared.chosen.num_outcomes == 0
+    takes_turns = False
+    assert any(plan.num_outcomes for plan in plans_where_preparing_slows_the_target(shared))
+
+
+HERE = ModelInfo(name="x", vocab_size=64, context_len=64, host="here", num_cores=8, num_threads=4)
+
+
+@pytest.mark.parametrize(
+    ("draft", "takes_turns"),
+    [
+        ({}, True),
+        ({"num_threads": 3}, False),
+        ({"num_threads": 3, "num_cores": 7}, True),
+        ({"host": "there"}, False),
+        ({"devices": ("gpu 1",)}, False),
+    ],
+)
+def test_who_takes_turns_with_whom(draft: dict[str, Any], takes_turns: bool) -> None:
+    """By threads and cores of a host, one of which runs the coordinator; or by accelerators."""
+    assert HERE.takes_turns_with(replace(HERE, **draft)) is takes_turns
+    assert replace(HERE, **draft).takes_turns_with(HERE) is takes_turns
+    cards = replace(HERE, devices=("gpu 1", "gpu 2"))
+    assert cards.takes_turns_with(replace(HERE, **draft)) is ("devices" in draft)
 
 
 def test_a_beginner_prepares_what_is_fixed_and_waits_no_longer_than_it_is_worth() -> None:

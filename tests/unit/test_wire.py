@@ -426,6 +426,10 @@ def test_model_info_round_trip() -> None:
         encoder_len=6,
         decoder_token_ids=(3, 4),
         chat_template="{{ messages }}",
+        host="h",
+        devices=("gpu 1", "gpu 2"),
+        num_cores=8,
+        num_threads=4,
     )
     assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
 

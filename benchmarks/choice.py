@@ -1,0 +1,159 @@
+"""`python -m benchmarks.choice`: what is chosen by itself, beside plain decoding and fixed settings.
+
+Real services with real models and default flags. For each point (pair, streams, rule) they start anew, and
+the first requests take turns between automatic and plain, so that what is learnt is learnt from nothing. Then
+all settings take turns. A machine's speed wanders within minutes: only ratios within a turn count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import widen
+from benchmarks.prompts import PROMPTS
+from specwire import AsyncClient, Rule, SamplingParams, embedded
+from specwire.cli.supervisor import Stack
+from specwire.config.models import EMBEDDED
+from specwire.config.stack import UpConfig
+
+CACHE = Path("build/benchmarks")
+AUTO, PLAIN = "auto", "plain"
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    AUTO: {},
+    PLAIN: {"num_draft_tokens": 0},
+    **{f"{length} tokens": {"num_draft_tokens": length} for length in (2, 4, 8)},
+    **{f"tree of {nodes}": {"num_draft_tokens": nodes, "max_depth": 6} for nodes in (16, 32)},
+}
+RULES = {
+    "greedy": SamplingParams(temperature=0.0),
+    "rejection": SamplingParams(rule=Rule.REJECTION),
+    "gumbel": SamplingParams(rule=Rule.GUMBEL),
+}
+NUM_TOKENS = 64
+NUM_LEARNING_TOKENS = 1000
+"""Of automatic requests; after so many it is to be as good as the best fixed setting."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where it is measured."""
+
+    pair: str
+    num_streams: int
+    rule: str
+
+
+@dataclass
+class Measured:
+    """Ratios of automatic over plain, turn by turn; then tokens/s of all settings, turn by turn."""
+
+    point: Point
+    learning: list[float] = field(default_factory=list)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+
+    def over(self, setting: str) -> float:
+        """Automatic over a fixed setting: the median of the ratios within a turn."""
+        return statistics.median(a / b for a, b in zip(self.rates[AUTO], self.rates[setting], strict=True))
+
+    @property
+    def row(self) -> str:
+        """Of a Markdown table."""
+        half = len(self.learning) // 2
+        halves = [statistics.median(each) for each in (self.learning[:half], self.learning[half:])]
+        medians = {name: statistics.median(values) for name, values in self.rates.items()}
+        best = max((name for name in medians if name != AUTO), key=lambda name: medians[name])
+        cells = [*map(str, asdict(self.point).values()), ", ".join(f"{each:.2f}" for each in halves)]
+        cells += [f"{self.over(PLAIN):.2f}", f"{self.over(best):.2f} ({best})"]
+        cells += [f"{medians[name]:.0f}" if name in medians else "-" for name in SETTINGS]
+        return f"| {' | '.join(cells)} |"
+
+
+COLUMNS = (
+    *("pair", "streams", "rule", f"auto / plain, first {NUM_LEARNING_TOKENS} tokens: halves", "after them"),
+    *("auto / best", *(f"{name}, tokens/s" for name in SETTINGS)),
+)
+HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
+
+
+async def rate(client: AsyncClient, params: SamplingParams, num_streams: int, turn: int) -> float:
+    """Tokens a second of so many requests at once."""
+    started_s = time.monotonic()
+    done = await asyncio.gather(
+        *(
+            client.generate(
+                PROMPTS[(turn + index) % len(PROMPTS)], replace(params, seed=turn * num_streams + index)
+            )
+            for index in range(num_streams)
+        )
+    )
+    return sum(len(each.token_ids) for each in done) / (time.monotonic() - started_s)
+
+
+async def measure(address: str, point: Point, num_turns: int) -> Measured:
+    """All turns of a point, with services that have served nothing yet."""
+    may_be_tree = point.rule != "rejection"
+    settings = {name: each for name, each in SETTINGS.items() if may_be_tree or "max_depth" not in each}
+    found = Measured(point, rates={name: [] for name in settings})
+    params = replace(RULES[point.rule], max_tokens=NUM_TOKENS, ignore_eos=True)
+    async with AsyncClient(address, timeout_s=600.0) as client:
+        for turn in range(max(4, NUM_LEARNING_TOKENS // (NUM_TOKENS * point.num_streams))):
+            auto = await rate(client, params, point.num_streams, turn)
+            plain = await rate(client, replace(params, num_draft_tokens=0), point.num_streams, turn)
+            found.learning.append(auto / plain)
+        for turn in range(num_turns):
+            for name, setting in settings.items():
+                found.rates[name].append(
+                    await rate(client, replace(params, **setting), point.num_streams, turn)
+                )
+    return found
+
+
+def points(pairs: Sequence[str], streams: Sequence[int], rules: Sequence[str]) -> Iterator[Point]:
+    """In the order in which they are measured."""
+    return (Point(pair, num, rule) for pair in pairs for num in streams for rule in rules)
+
+
+def config_of(pair: str) -> UpConfig:
+    """What `specwire up` is given: the models, and a port."""
+    if pair == EMBEDDED:
+        return UpConfig(address="127.0.0.1:0", log_level="warning")
+    target = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
+    return UpConfig(
+        target=str(target), draft=EMBEDDED, dtype="bfloat16", address="127.0.0.1:0", log_level="warning"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.choice", description=__doc__)
+    parser.add_argument("--pairs", nargs="+", default=[EMBEDDED, "widened"], choices=[EMBEDDED, "widened"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the table here, and figures beside it as JSON")
+    args = parser.parse_args(argv)
+    print("\n".join(HEADER), flush=True)
+    found = []
+    for point in points(args.pairs, args.streams, args.rules):
+        with Stack(config_of(point.pair)) as stack:
+            found.append(asyncio.run(measure(stack.address, point, args.turns)))
+        print(found[-1].row, flush=True)
+    if args.out:
+        args.out.write_text("\n".join([*HEADER, *(each.row for each in found)]) + "\n")
+        args.out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in found], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Where a model runs, for the handshake: who shares a processor with whom decides what work ahead costs."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specwire.engine.threads import Cores
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def place(
+    runner: Any, device: str, cores: list[Cores], num_threads: int, *, is_emulated: bool
+) -> dict[str, Any]:
+    """Fields of a `ModelInfo`.
+
+    Args:
+        device: as `--device` names it.
+    """
+    if is_emulated:
+        devices = [f"emulated {uuid.uuid4().hex}"]  # it sleeps, beside whatever works
+    elif ranks := getattr(runner, "locations", None):
+        devices = [f"{rank.host} {rank.device}" for rank in ranks if rank.device != "cpu"]
+    elif device.startswith("cuda"):
+        devices = [str(torch.cuda.get_device_properties(torch.device(device)).uuid)]
+    else:
+        devices = []
+    num_cores = max(1, int(min(each.num for each in cores))) if cores else torch.get_num_threads()
+    return {"host": _host(), "devices": tuple(devices), "num_cores": num_cores, "num_threads": num_threads}
+
+
+def _host() -> str:
+    if not _BOOT_ID.exists():
+        return f"{uuid.getnode():x}"
+    return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:16]
