@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.length import measurements
 from specwire import Rule, SamplingParams
 from specwire.core import ModelInfo
 from tests.support.harness import local_stack
@@ -85,7 +86,8 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
 def test_models_on_the_same_cores_prepare_nothing_by_themselves(
     takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what both say of themselves; a draft step is a pass here, which would be prepared otherwise."""
+    """By what both say of themselves; others begin with it where a proposal takes a third of a pass."""
+    monkeypatch.setattr(measurements, "_SLOW_SHARE", 0.0)
     target = save_target(tmp_path / "target")
     if not takes_turns:
         monkeypatch.setattr(ModelInfo, "takes_turns_with", lambda *_: False)
