@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
 from specwire.engine.attention import paged as attention
@@ -101,7 +101,8 @@ def check_config(config: Any) -> None:
     """Refuse a model by its config if the engine cannot serve it.
 
     Raises:
-        ModelLoadError: an encoder-decoder, or layers with recurrent state.
+        ModelLoadError: an encoder-decoder, no causal language model, recurrent state, or attention that the
+            engine cannot replace.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -112,6 +113,28 @@ def check_config(config: Any) -> None:
             f"{config.model_type!r} has layers of type {', '.join(sorted(refused))}; only full and "
             "sliding-window attention can be rolled back"
         )
+    model_class = _model_class(config)
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelLoadError(f"{config.model_type!r} keeps a recurrent state, which cannot be rolled back")
+    if not model_class._can_set_attn_implementation():
+        raise ModelLoadError(
+            f"{config.model_type!r} has attention of its own, and not transformers' attention interface"
+        )
+
+
+def _model_class(config: Any) -> Any:
+    """transformers' class of the causal language model. Errors as of `check_config`."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config(decoder=True)
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"{config.model_type!r} reads more than text, which is not served; give its language model of "
+            f"type {text.model_type!r}, saved by itself (docs/models.md)"
+        )
+    raise ModelLoadError(
+        f"transformers {transformers.__version__} has no causal language model of type {config.model_type!r}"
+    )
 
 
 def is_quantised(config: Any) -> bool:
@@ -163,10 +186,6 @@ def load_weights(source: str, dtype: str, *, kind: Any = AutoModelForCausalLM, *
         ignore_mismatched_sizes=True,  # reported below; none is accepted
         **keywords,
     )
-    if getattr(model, "_is_stateful", False):
-        raise ModelLoadError(
-            f"{model.config.model_type!r} keeps a recurrent state, which cannot be rolled back"
-        )
     for name in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if problem := info.get(name):
             first = ", ".join(str(key) for key in list(problem)[:3])
