@@ -7,10 +7,10 @@ equal its own. The last check needs no list of supported models.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from specwire.engine.model.graphs import EagerReplay, Replay
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
+from specwire.preflight import quantised
 
 # Largest root mean square error of a row of logits, relative to the standard deviation of its reference.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -54,11 +55,12 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
     source = os.fspath(source)
     with errors_naming(source):
         config = read_config(source)
-        model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
-        if not is_quantised(config):
-            model = model.to(device)
-        pack_linears(model)
-        self_check(model)
+        with naming_method(config):
+            model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
+            if not is_quantised(config):
+                model = model.to(device)
+            pack_linears(model)
+            self_check(model)
     return model
 
 
@@ -84,7 +86,7 @@ def read_config(source: str, *, may_encode: bool = False) -> Any:
     return config
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_naming(source: str) -> Iterator[None]:
     """Turn any failure into a ModelLoadError that names the source."""
     try:
@@ -95,6 +97,13 @@ def errors_naming(source: str) -> Iterator[None]:
         # Corrupt files raise whatever the parser of their format raises; the first line is enough.
         lines = str(error).strip().splitlines() or ["no message"]
         raise ModelLoadError(f"{source}: {type(error).__name__}: {lines[0]}") from error
+
+
+def naming_method(config: Any) -> contextlib.AbstractContextManager[None]:
+    """As `errors_naming`, with the method by which weights are quantised, if they are."""
+    if not is_quantised(config):
+        return contextlib.nullcontext()
+    return errors_naming(f"its weights are quantised by {quantised.method(config.quantization_config)}")
 
 
 def check_config(config: Any) -> None:
@@ -145,9 +154,11 @@ def is_quantised(config: Any) -> bool:
 def _check_quantiser(config: Any) -> None:
     """transformers ignores a method that it does not know, and would read the stored bits as weights."""
     wanted = getattr(config, "quantization_config", None)
-    if isinstance(wanted, dict) and not AutoHfQuantizer.supports_quant_method(wanted):
-        method = wanted.get("quant_method")
+    method = quantised.method(wanted)
+    if isinstance(wanted, dict) and not (method and AutoHfQuantizer.supports_quant_method(wanted)):
         raise ModelLoadError(f"transformers {transformers.__version__} knows no quantisation {method!r}")
+    if missing := quantised.problem(wanted):
+        raise ModelLoadError(missing)
 
 
 def weights_dtype(config: Any, dtype: str, device: str) -> str:
