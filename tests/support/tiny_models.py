@@ -144,6 +144,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+NAMES = frozenset(_FAMILIES)
 _TEXT_CONFIGS = ("gemma3", "llama4", "qwen3_5")
 _HEADS = {"gpt2": "LMHeadModel", "mistral3": "ForConditionalGeneration"}
 

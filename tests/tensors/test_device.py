@@ -146,6 +146,25 @@ def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
     assert agreement > 0.7
 
 
+def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
+    """As gpt-oss stores them: blocks of 32 with a common exponent."""
+    pytest.importorskip("accelerate")
+    save(build("gpt_oss", intermediate_size=32), tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name in [n for n in weights if n.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, _, num_rows = weights.pop(name).shape
+        shape = (num_experts, num_rows, 1)
+        weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        weights[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    config["quantization_config"]["modules_to_not_convert"] = ["self_attn", "router", "lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path).model.layers[0].mlp.experts.down_proj.dtype.is_floating_point
+
+
 @pytest.mark.parametrize(
     ("method", "reason"),
     [

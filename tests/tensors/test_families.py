@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
@@ -16,7 +17,7 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from tests.support.imports import ROOT
-from tests.support.tiny_models import VOCAB_SIZE, WINDOW, build, reference_model, save
+from tests.support.tiny_models import NAMES, VOCAB_SIZE, WINDOW, build, reference_model, save
 from verify_service.verifier import VerifyDecider
 
 DOCUMENT = (ROOT / "docs/models.md").read_text()
@@ -34,6 +35,10 @@ def rows(title: str) -> list[list[str]]:
 
 SERVED = [family.strip("`") for family, _ in rows("Served")]
 REFUSED = [(family.strip("`"), said.strip("`")) for family, said, _ in rows("Refused")]
+
+
+def test_the_tables_have_every_family() -> None:
+    assert {*SERVED, *(family for family, _ in REFUSED)} == NAMES
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -80,3 +85,15 @@ def test_the_language_model_of_a_model_with_images(tmp_path: Path) -> None:
     without_tokenizer = "\n".join(line for line in code.splitlines() if "AutoTokenizer" not in line)
     exec(without_tokenizer, {"source": tmp_path / "whole", "directory": tmp_path / "text"})
     assert load_model(tmp_path / "text").config.model_type == "mistral"
+
+
+def test_text_of_a_checkpoint_with_images(tmp_path: Path) -> None:
+    """transformers loads it as a causal language model."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=build("gemma3").config.to_dict(),
+        vision_config=vision | {"image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert load_model(tmp_path).config.model_type == "gemma3"
