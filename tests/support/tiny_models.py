@@ -47,7 +47,12 @@ _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 _MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
 _LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 _LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 _VISION |= {"head_dim": 8, "image_size": 16, "patch_size": 8, "model_type": "pixtral"}
 _GLM = {"n_routed_experts": 4, "first_k_dense_replace": 2, "num_mtp_layers": 2}
 _DEEPSEEK = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
