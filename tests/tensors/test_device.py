@@ -169,7 +169,7 @@ def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
     ("method", "reason"),
     [
         ("no-such-method", "knows no quantisation 'no-such-method'"),
-        ("", "knows no quantisation ''"),
+        (None, "knows no quantisation ''"),
         (
             "eetq",
             "its weights are quantised by eetq, which transformers cannot read here without kernels; pip",
@@ -178,7 +178,7 @@ def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
     ],
 )
 def test_a_quantised_checkpoint_that_cannot_be_loaded_is_refused_by_name(
-    method: str, reason: str, tmp_path: Path
+    method: str | None, reason: str, tmp_path: Path
 ) -> None:
     directory = save(build("llama"), tmp_path)
     config = json.loads((directory / "config.json").read_text())

@@ -80,11 +80,16 @@ def test_what_is_refused_says_why(family: str, said: str, tmp_path: Path) -> Non
 
 def test_the_language_model_of_a_model_with_images(tmp_path: Path) -> None:
     """The lines of the document make what the engine serves."""
-    save(build("mistral3"), tmp_path / "whole")
+    whole, ids = build("mistral3"), torch.arange(10, 30)[None]
+    save(whole, tmp_path / "whole")
     code = DOCUMENT.partition("```python\n")[2].partition("```")[0]
     without_tokenizer = "\n".join(line for line in code.splitlines() if "AutoTokenizer" not in line)
     exec(without_tokenizer, {"source": tmp_path / "whole", "directory": tmp_path / "text"})
-    assert load_model(tmp_path / "text").config.model_type == "mistral"
+    text = load_model(tmp_path / "text")
+    assert text.config.model_type == "mistral"
+    text.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        torch.testing.assert_close(text(input_ids=ids).logits, whole(input_ids=ids).logits)
 
 
 def test_text_of_a_checkpoint_with_images(tmp_path: Path) -> None:
