@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
 """Sources of drafts that need no model."""
+OFFERED = (*METHODS, DRAFT_MODEL, *OWN)
+"""Methods that a speculative config may name."""
 GRAMMAR = "grammar"
 """Source of what the grammar of a request leaves no choice about; no method that can be chosen."""
 FROM_TEXT = (*METHODS, GRAMMAR)
@@ -50,6 +53,10 @@ MAX_PROMPT_LOOKUP = 32
 MAX_CORPUS_BYTES = 4 << 20
 _FLAG = "speculative_config"
 _LOOKUP_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
+
+
+def _check_method(method: object, possible: Collection[str]) -> None:
+    check(method in possible, _FLAG, f"method={method!r}", f"is not one of {', '.join(OFFERED)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +82,7 @@ class SpeculativeConfig:
         """Raises:
         ConfigError: naming the key and its value.
         """
-        known = ", ".join((*METHODS, DRAFT_MODEL, *OWN))
-        check(self.method in METHODS, _FLAG, f"method={self.method!r}", f"is not one of {known}")
+        _check_method(self.method, METHODS)
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
         for name in ("num_speculative_tokens", *_LOOKUP_KEYS):
@@ -185,12 +191,10 @@ class OwnDraftConfig(ModelDraftConfig):
 _CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
-def _keys(method: object) -> tuple[str, ...]:
-    """That a method has a use for; all of an unknown one."""
-    if isinstance(method, str) and method in _CONFIGS:
+def _keys(method: str) -> tuple[str, ...]:
+    """That a method has a use for."""
+    if method in _CONFIGS:
         return tuple(field.name for field in fields(_CONFIGS[method]))
-    if not isinstance(method, str) or method not in METHODS:
-        return tuple(field.name for field in fields(SpeculativeConfig))
     return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
 
 
@@ -215,12 +219,12 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
         given = None
     check(isinstance(given, dict), _FLAG, text, "is not a JSON object")
     method = given.get("method", NGRAM)
+    _check_method(method, OFFERED)
     known = _keys(method)
     for key in given:
         problem = f"is not a key of method {method}; known are {', '.join(known)}"
         check(key in known, _FLAG, f"{key}={given[key]!r}", problem)
-    config = _CONFIGS.get(method, SpeculativeConfig) if isinstance(method, str) else SpeculativeConfig
-    return config(**given)
+    return _CONFIGS.get(method, SpeculativeConfig)(**given)
 
 
 def parse_method(text: str) -> str:

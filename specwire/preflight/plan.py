@@ -13,7 +13,7 @@ from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.config.stack import StackConfig
-from specwire.preflight import devices, memory, models, pairs, ports, sizes
+from specwire.preflight import devices, memory, models, pairs, ports, quantised, sizes
 from specwire.preflight.models import Files
 
 
@@ -73,6 +73,9 @@ def check(config: Any) -> None:
         if model.is_here:
             devices.check(model.device_name, model.device, model.num_devices)
     found = {model: models.find(model.name, model.source, is_draft=model.is_draft) for model in plan.models}
+    for model, files in found.items():
+        if files:
+            quantised.check(files, on_cuda=model.device != "cpu")
     here = [(model, files) for model, files in found.items() if files and model.is_here]
     memory.check([load for model, files in here if (load := _load(model, files))])
     pair = [files for model in plan.pair if (files := found[model])]

@@ -104,6 +104,17 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
         assert f"{argv[-1]} {tmp_path}: no config.json in this directory; give the one" in said
 
 
+def test_quantised_weights_without_their_package(tmp_path: Path) -> None:
+    """Neither weights nor tokenizer are read before: there are none."""
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refused("up", "--address", "127.0.0.1:0", "--draft", "none", "--target", str(tmp_path))
+    assert (
+        f"--target {tmp_path}: its weights are quantised by gptq, which transformers cannot read here" in said
+    )
+    assert re.search(r"pip install gptqmodel optimum, or give one that is not quantised$", said)
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
 def test_cuda_without_a_device() -> None:
     for argv in (["up", "--device"], ["up", "--draft-device"], ["draft", "--device"]):

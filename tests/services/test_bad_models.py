@@ -17,7 +17,7 @@ from coordinator.peers import handshake
 from specwire import ConfigError, HandshakeError, ModelLoadError, ServiceUnavailableError
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.core import PROTOCOL_VERSION
-from tests.support import texts, tiny_models
+from tests.support import texts
 from tests.support.harness import LoopThread, local_stack
 from tests.support.pairs import save_target
 from tests.support.refusals import refused
@@ -73,11 +73,6 @@ class TestModels:
         directory = save_target(tmp_path / "model")
         (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
         with refused(ModelLoadError, str(directory), "cannot be loaded"):
-            self.start(thread, directory)
-
-    def test_recurrent_state(self, thread: LoopThread, tmp_path: Path) -> None:
-        directory = tiny_models.save(tiny_models.build("mamba"), tmp_path / "mamba")
-        with refused(ModelLoadError, f"--model {directory}", "'mamba'", "rolled back"):
             self.start(thread, directory)
 
     def test_port_in_use(self, thread: LoopThread, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers import AutoHfQuantizer
 
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
@@ -22,8 +24,16 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
+from specwire.preflight import quantised
 from tests.support.tiny_models import build, save
 from verify_service.verifier import VerifyDecider
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "bitsandbytes": {"load_in_4bit": True},
+    "gptq": {"bits": 4},
+    "awq": {"bits": 4},
+    "torchao": {"quant_type": "int4_weight_only"},
+}
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
@@ -91,6 +101,18 @@ def test_weights_of_another_kind_are_not_packed() -> None:
     assert "forward" not in vars(first)
 
 
+@pytest.mark.parametrize("method", quantised.PACKAGES)
+def test_transformers_needs_the_packages_too(method: str) -> None:
+    """What is refused here is refused by transformers, for the same lack."""
+    missing = [each for each in quantised.PACKAGES[method] if find_spec(each) is None]
+    wanted = {"quant_method": method, **_SETTINGS.get(method, {})}
+    if missing:
+        with pytest.raises(Exception, match=f"(?i){'|'.join(missing).replace('_', '.')}"):
+            AutoHfQuantizer.from_config(wanted, pre_quantized=True).validate_environment(device_map=None)
+    else:
+        AutoHfQuantizer.from_config(wanted, pre_quantized=True).validate_environment(device_map=None)
+
+
 def _fp8_checkpoint(directory: Path) -> Path:
     """The tiny Llama with its linear layers in 8-bit floats and a scale for each block of 16 by 16."""
     save(build("llama"), directory)
@@ -124,12 +146,39 @@ def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
     assert agreement > 0.7
 
 
+def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
+    """As gpt-oss stores them: blocks of 32 with a common exponent."""
+    pytest.importorskip("accelerate")
+    save(build("gpt_oss", intermediate_size=32), tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name in [n for n in weights if n.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, _, num_rows = weights.pop(name).shape
+        shape = (num_experts, num_rows, 1)
+        weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        weights[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    config["quantization_config"]["modules_to_not_convert"] = ["self_attn", "router", "lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path).model.layers[0].mlp.experts.down_proj.dtype.is_floating_point
+
+
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [("no-such-method", "knows no quantisation 'no-such-method'"), ("eetq", "(?i)error: .*(eetq|gpu)")],
+    [
+        ("no-such-method", "knows no quantisation 'no-such-method'"),
+        (None, "knows no quantisation ''"),
+        (
+            "eetq",
+            "its weights are quantised by eetq, which transformers cannot read here without kernels; pip",
+        ),
+        ("spqr", "its weights are quantised by spqr: "),  # by transformers itself
+    ],
 )
 def test_a_quantised_checkpoint_that_cannot_be_loaded_is_refused_by_name(
-    method: str, reason: str, tmp_path: Path
+    method: str | None, reason: str, tmp_path: Path
 ) -> None:
     directory = save(build("llama"), tmp_path)
     config = json.loads((directory / "config.json").read_text())

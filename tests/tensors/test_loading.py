@@ -114,21 +114,6 @@ def test_encoder_decoder(tmp_path: Path) -> None:
     _refused(tmp_path, "encoder-decoder")
 
 
-def test_recurrent_state(tmp_path: Path) -> None:
-    _refused(save(build("mamba"), tmp_path), "linear_attention")
-
-
-def test_attention_of_its_own(tmp_path: Path) -> None:
-    _refused(save(build("bloom"), tmp_path), "attention interface")
-
-
-def test_chunked_attention(llama_dir: Path) -> None:
-    config = json.loads((llama_dir / "config.json").read_text())
-    types = ["chunked_attention", "full_attention"]
-    (llama_dir / "config.json").write_text(json.dumps(config | {"layer_types": types}))
-    _refused(llama_dir, "chunked_attention")
-
-
 def test_self_check_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: attention that ignores the scale is caught."""
     model = build("llama")

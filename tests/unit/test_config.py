@@ -453,7 +453,12 @@ class TestSpeculativeConfig:
         ("given", "named"),
         [
             ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
-            ('{"method": ["ngram"]}', "method="),
+            ('{"method": ["ngram"]}', "method=['ngram']: is not one of ngram"),
+            (
+                '{"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3}',
+                "method='eagle3': is not one of ngram, suffix, unigram, bigram, trigram, draft_model, heads, "
+                "medusa, layers, mtp, dflash",
+            ),
             (
                 '{"method": "bigram", "prompt_lookup_max": 4}',
                 "is not a key of method bigram; known",

@@ -43,12 +43,13 @@ def load(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "
         config = loading.read_config(source, may_encode=True)
         wanted = loading.weights_dtype(config, dtype, device)
         placement = loading.placement(config, device)
-        model = loading.load_weights(source, wanted, kind=AutoModelForSeq2SeqLM, **placement)
-        if not loading.is_quantised(config):
-            model = model.to(device)
-        first_tokens(model)
-        pack_linears(model)
-        self_check(model)
+        with loading.naming_method(config):
+            model = loading.load_weights(source, wanted, kind=AutoModelForSeq2SeqLM, **placement)
+            if not loading.is_quantised(config):
+                model = model.to(device)
+            first_tokens(model)
+            pack_linears(model)
+            self_check(model)
     return model
 
 

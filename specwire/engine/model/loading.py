@@ -7,10 +7,10 @@ equal its own. The last check needs no list of supported models.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
 from specwire.engine.attention import paged as attention
@@ -27,6 +27,7 @@ from specwire.engine.model.graphs import EagerReplay, Replay
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
+from specwire.preflight import quantised
 
 # Largest root mean square error of a row of logits, relative to the standard deviation of its reference.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -54,11 +55,12 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
     source = os.fspath(source)
     with errors_naming(source):
         config = read_config(source)
-        model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
-        if not is_quantised(config):
-            model = model.to(device)
-        pack_linears(model)
-        self_check(model)
+        with naming_method(config):
+            model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
+            if not is_quantised(config):
+                model = model.to(device)
+            pack_linears(model)
+            self_check(model)
     return model
 
 
@@ -84,7 +86,7 @@ def read_config(source: str, *, may_encode: bool = False) -> Any:
     return config
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_naming(source: str) -> Iterator[None]:
     """Turn any failure into a ModelLoadError that names the source."""
     try:
@@ -97,11 +99,19 @@ def errors_naming(source: str) -> Iterator[None]:
         raise ModelLoadError(f"{source}: {type(error).__name__}: {lines[0]}") from error
 
 
+def naming_method(config: Any) -> contextlib.AbstractContextManager[None]:
+    """As `errors_naming`, with the method by which weights are quantised, if they are."""
+    if not is_quantised(config):
+        return contextlib.nullcontext()
+    return errors_naming(f"its weights are quantised by {quantised.method(config.quantization_config)}")
+
+
 def check_config(config: Any) -> None:
     """Refuse a model by its config if the engine cannot serve it.
 
     Raises:
-        ModelLoadError: an encoder-decoder, or layers with recurrent state.
+        ModelLoadError: an encoder-decoder, no causal language model, recurrent state, or attention that the
+            engine cannot replace.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -112,6 +122,28 @@ def check_config(config: Any) -> None:
             f"{config.model_type!r} has layers of type {', '.join(sorted(refused))}; only full and "
             "sliding-window attention can be rolled back"
         )
+    model_class = _model_class(config)
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelLoadError(f"{config.model_type!r} keeps a recurrent state, which cannot be rolled back")
+    if not model_class._can_set_attn_implementation():
+        raise ModelLoadError(
+            f"{config.model_type!r} has attention of its own, and not transformers' attention interface"
+        )
+
+
+def _model_class(config: Any) -> Any:
+    """transformers' class of the causal language model. Errors as of `check_config`."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config(decoder=True)
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"{config.model_type!r} reads more than text, which is not served; give its language model of "
+            f"type {text.model_type!r}, saved by itself (docs/models.md)"
+        )
+    raise ModelLoadError(
+        f"transformers {transformers.__version__} has no causal language model of type {config.model_type!r}"
+    )
 
 
 def is_quantised(config: Any) -> bool:
@@ -122,9 +154,11 @@ def is_quantised(config: Any) -> bool:
 def _check_quantiser(config: Any) -> None:
     """transformers ignores a method that it does not know, and would read the stored bits as weights."""
     wanted = getattr(config, "quantization_config", None)
-    if isinstance(wanted, dict) and not AutoHfQuantizer.supports_quant_method(wanted):
-        method = wanted.get("quant_method")
+    method = quantised.method(wanted)
+    if isinstance(wanted, dict) and not (method and AutoHfQuantizer.supports_quant_method(wanted)):
         raise ModelLoadError(f"transformers {transformers.__version__} knows no quantisation {method!r}")
+    if missing := quantised.problem(wanted):
+        raise ModelLoadError(missing)
 
 
 def weights_dtype(config: Any, dtype: str, device: str) -> str:
@@ -163,10 +197,6 @@ def load_weights(source: str, dtype: str, *, kind: Any = AutoModelForCausalLM, *
         ignore_mismatched_sizes=True,  # reported below; none is accepted
         **keywords,
     )
-    if getattr(model, "_is_stateful", False):
-        raise ModelLoadError(
-            f"{model.config.model_type!r} keeps a recurrent state, which cannot be rolled back"
-        )
     for name in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if problem := info.get(name):
             first = ", ".join(str(key) for key in list(problem)[:3])

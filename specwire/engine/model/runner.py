@@ -1,4 +1,4 @@
-"""One packed forward pass for any transformers causal language model.
+"""One packed forward pass for transformers causal language models.
 
 `ModelRunner.forward` takes the new tokens of any number of sequences, prefill and verify alike, and
 returns the logits of the wanted rows. It is independent of the model's architecture: a warm-up pass of
@@ -202,7 +202,9 @@ class ModelRunner:
         try:
             logits = self._call_model(row, row, probe, row)
         except (UnsupportedError, ModelLoadError) as error:
-            raise ModelLoadError(f"the model cannot be served: {error}") from error
+            is_lost = isinstance(error, UnsupportedError) and error.field == "packed"
+            problem = "its layers pass no keywords on to the attention function" if is_lost else error
+            raise ModelLoadError(f"the model cannot be served: {problem}") from error
         self.vocab_size = int(logits.shape[-1])
         probe.check(self.model.config)
         return probe

@@ -1,0 +1,36 @@
+"""Quantised weights are refused where a package is missing that transformers reads them with."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specwire.errors import ConfigError
+from specwire.preflight import quantised
+from specwire.preflight.models import Files
+
+
+@pytest.mark.parametrize(
+    ("wanted", "installed", "on_cuda", "missing"),
+    [
+        ({"quant_method": "fp8"}, "", False, "fp8, .* without accelerate; pip install accelerate, or"),
+        ({"quant_method": "awq"}, "accelerate", False, "awq, .* pip install gptqmodel, or"),
+        ({"load_in_4bit": True}, "", False, "bitsandbytes, .* pip install accelerate bitsandbytes, or"),
+        ({"quant_method": "compressed-tensors"}, "", False, "pip install compressed-tensors, or"),
+        ({"quant_method": "torchao"}, "torchao", True, "torchao, .* pip install accelerate, or"),
+        ({"quant_method": "torchao"}, "torchao", False, ""),
+        ({"quant_method": "of-tomorrow"}, "", False, ""),
+        (None, "", True, ""),
+    ],
+)
+def test_what_is_missing_is_named(
+    wanted: Any, installed: str, on_cuda: bool, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "_is_installed", installed.split().__contains__)
+    files = Files("draft", "org/model", Path(), {"quantization_config": wanted})
+    refused = pytest.raises(ConfigError, match=f"^--draft org/model: .*{missing}")
+    with refused if missing else contextlib.nullcontext():
+        quantised.check(files, on_cuda=on_cuda)
