@@ -2,11 +2,14 @@
 
 Threads of one pass meet at the end of each operation. Where more of them are runnable than there are cores,
 each meeting waits for one that does not run, and a pass takes 3 to 60 times as long. What others use is
-measured while the engine works, since services start and end at any time; torch itself counts all cores.
+measured while the engine works, since services start and end at any time; torch itself counts all cores. It
+counts where threads of this process had to wait for a core: a draft and a target that take turns may use the
+same ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -14,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 
 from specwire.telemetry.logs import NOTICE
@@ -28,6 +32,9 @@ _SHORTEST_NS, _LONGEST_NS = 500_000_000, 5_000_000_000
 _REMEMBERED_NS = 60_000_000_000
 _NEGLIGIBLE = 0.25
 """Of a core."""
+_CONTENDED = 0.1
+"""Of the time in which threads of this process ran or were ready to run: so much of it without a core. Beside
+a busy process two threads on two cores wait for 0.4 of it; one thread waits for 0.01."""
 _CGROUP = Path("/sys/fs/cgroup")
 _STAT = Path("/proc/stat")
 
@@ -86,11 +93,22 @@ def _machine_s(cpus: set[str]) -> float:
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
+def delayed_s() -> float:
+    """Seconds that threads of this process were ready to run and had no core; endless where the system does
+    not say."""
+    delays = []
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            delays.append(int(path.read_text().split()[1]))
+    return sum(delays) / 1e9 if delays else math.inf
+
+
 class ThreadCount:
     """The threads of an engine's passes. Engine thread only.
 
-    What others use is the most that they used in any half second of the last minute, so that the number
-    changes seldom; what this process uses does not count, so that it does not follow itself.
+    What others use is the most that they used in any half second of the last minute in which threads had to
+    wait, so that the number changes seldom; what this process uses does not count, so that it does not follow
+    itself.
 
     Attributes:
         most: where all cores are free.
@@ -105,6 +123,7 @@ class ThreadCount:
         is_fixed: bool,
         cores: Sequence[Cores],
         own_s: Callable[[], float] = time.process_time,
+        delayed_s: Callable[[], float] = delayed_s,
     ) -> None:
         """Applies the number to begin with.
 
@@ -113,10 +132,11 @@ class ThreadCount:
             apply: torch's `set_num_threads`; it counts for the thread that calls it.
             is_fixed: `most` was given: too many are said, and not changed.
             own_s: processor time of this process, in seconds.
+            delayed_s: see there.
         """
         self.most, self._apply, self._is_fixed = most, apply, is_fixed
-        self._cores, self._own_s = cores, own_s
-        self._before: tuple[int, float, list[float]] | None = None
+        self._cores, self._own_s, self._delayed_s = cores, own_s, delayed_s
+        self._before: tuple[int, float, float, list[float]] | None = None
         self._seen: deque[tuple[int, list[float]]] = deque()
         self._is_said = False
         self.num = most if is_fixed else self._fitting([0.0] * len(cores))
@@ -128,16 +148,28 @@ class ThreadCount:
             return
         if self._before is not None and now_ns - self._before[0] < _SHORTEST_NS:
             return
-        before, now = self._before, (now_ns, self._own_s(), [each.used_s() for each in self._cores])
-        self._before = now
+        before, self._before = self._before, self._sample(now_ns)
         if before is None or now_ns - before[0] > _LONGEST_NS:
             return
-        wall_s, own_s = (now_ns - before[0]) / 1e9, now[1] - before[1]
-        others = [(b - a - own_s) / wall_s for a, b in zip(before[2], now[2], strict=True)]
-        self._seen.append((now_ns, others))
-        while now_ns - self._seen[0][0] > _REMEMBERED_NS:
+        _, own_s, delayed_s, used_s = self._before
+        wall_s, own_s, delayed_s = (now_ns - before[0]) / 1e9, own_s - before[1], delayed_s - before[2]
+        others = [(after - at - own_s) / wall_s for at, after in zip(before[3], used_s, strict=True)]
+        is_contended = not delayed_s <= _CONTENDED * (own_s + delayed_s)  # or not a number
+        # With fewer threads none has to wait, however busy the others still are.
+        if is_contended or (self._seen and min(map(sub, others, self._worst())) > -_NEGLIGIBLE):
+            self._seen.append((now_ns, others))
+        while self._seen and now_ns - self._seen[0][0] > _REMEMBERED_NS:
             self._seen.popleft()
-        self._fit([max(each) for each in zip(*(seen for _, seen in self._seen), strict=True)])
+        self._fit(self._worst())
+
+    def _worst(self) -> list[float]:
+        """Cores that others used at most, of each kind."""
+        return [
+            max((others[kind] for _, others in self._seen), default=0.0) for kind in range(len(self._cores))
+        ]
+
+    def _sample(self, now_ns: int) -> tuple[int, float, float, list[float]]:
+        return now_ns, self._own_s(), self._delayed_s(), [each.used_s() for each in self._cores]
 
     def _fit(self, others: Sequence[float]) -> None:
         num = self._fitting(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,20 +19,29 @@ class Machine:
     """Cores of which this process uses some, and others use some."""
 
     def __init__(self, num: float = 4, most: int = 4, *, is_fixed: bool = False) -> None:
-        self.now_s = self.own_s = self.used_s = 0.0
+        self.now_s = self.own_s = self.used_s = self.delayed_s = 0.0
         self.applied: list[int] = []
         cores = [Cores(num, lambda: self.used_s)]
+        self.num_cores = num
         self.threads = ThreadCount(
-            most, self.applied.append, is_fixed=is_fixed, cores=cores, own_s=lambda: self.own_s
+            most,
+            self.applied.append,
+            is_fixed=is_fixed,
+            cores=cores,
+            own_s=lambda: self.own_s,
+            delayed_s=lambda: self.delayed_s,
         )
 
-    def work(self, seconds: float, *, others: float) -> int:
-        """Steps of a tenth of a second while others use so many cores; returns the threads at the end."""
+    def work(self, seconds: float, *, others: float, takes_turns: bool = False) -> int:
+        """Steps of a tenth of a second while others use so many cores, some of them at the same time; returns
+        the threads at the end."""
         for _ in range(round(10 * seconds)):
             self.threads.before_step(round(self.now_s * SECOND))
             self.now_s += 0.1
             self.own_s += 0.1 * self.threads.num
             self.used_s += 0.1 * (self.threads.num + others)
+            is_crowded = self.threads.num + others > self.num_cores
+            self.delayed_s += 0.05 * self.threads.num * (is_crowded and not takes_turns)
         return self.threads.num
 
 
@@ -43,6 +53,37 @@ def test_threads_follow_the_cores_that_others_leave() -> None:
     assert machine.work(30, others=0.0) == 1, "the last minute counts"
     assert machine.work(31, others=0.0) == 4
     assert machine.applied == [4, 3, 1, 4]
+
+
+def test_who_takes_turns_with_others_needs_no_fewer() -> None:
+    machine = Machine()
+    assert machine.work(30, others=2.0, takes_turns=True) == 4
+    assert machine.work(2, others=2.0) == 2
+    assert machine.work(70, others=1.0, takes_turns=True) == 4, "they use less since it had to wait"
+
+
+def test_where_the_system_does_not_say_who_waited_use_alone_decides() -> None:
+    machine = Machine()
+    machine.delayed_s = math.inf
+    assert machine.work(2, others=2.0, takes_turns=True) == 2
+
+
+def test_threads_that_wait_for_a_core_are_counted() -> None:
+    """Two that are busy on one core."""
+    program = """\
+import os, threading, time
+from specwire.engine.threads import delayed_s
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+before_s, ends_s = delayed_s(), time.monotonic() + 0.3
+def burn():
+    while time.monotonic() < ends_s:
+        sum(range(1000))
+if not os.fork():
+    burn(); os._exit(0)
+burn()
+assert 0.05 < delayed_s() - before_s < 1, delayed_s() - before_s
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_bursts_of_others_do_not_move_the_number_each_time() -> None:
