@@ -53,6 +53,7 @@ class ServeConfig(UpConfig):
     target: str = option(
         "",
         f"directory or hub id of the model, or {EMBEDDED}",
+        metavar="MODEL",
         check=_check_target,
         alias="model",
         is_positional=True,

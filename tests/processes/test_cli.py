@@ -97,8 +97,15 @@ class TestUsage:
         ("argv", "part"),
         [
             ([], "COMMAND"),
-            (["fly"], "fly"),
-            (["up", "--targets", "x"], "--targets x"),
+            (["generat", "x"], "did you mean generate?"),
+            (["bench", "serv"], "did you mean serve?"),
+            (["--verison"], "--verison; did you mean --version?"),
+            (
+                ["--tagret", "x", "up"],
+                "--tagret: flags of a command follow the command; did you mean --target?",
+            ),
+            (["serve", "--tagret", "x"], "--tagret; did you mean --target?"),
+            (["up", "--targets", "x"], "--targets x; did you mean --target?"),
             (["up", "--addr", "127.0.0.1:0"], "--addr"),
             (["up", "prompt"], "prompt"),
             (["generate"], "prompt --token-ids"),
@@ -111,6 +118,10 @@ class TestUsage:
     )
     def test_wrong_flags(self, argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in usage_error(argv, capsys)
+
+    @pytest.mark.parametrize(("main", "_"), SERVICE_MAINS)
+    def test_wrong_flags_of_services(self, main: Any, _: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--adress x; did you mean --address?" in usage_error(["--adress", "x"], capsys, main)
 
     @pytest.mark.parametrize(
         ("argv", "parts"),

@@ -252,7 +252,7 @@ class TestServe:
             assert options.keys() <= {f.name for f in settings_of(kind)}
 
     def test_the_target_is_required(self) -> None:
-        with pytest.raises(ConfigError, match="TARGET missing: give a directory"):
+        with pytest.raises(ConfigError, match="MODEL missing: give a directory"):
             read_config(ServeConfig, parse(ServeConfig), {})
 
     def test_where_the_api_listens(self) -> None:
