@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False} | kwargs)
         self._commands: Mapping[str, Parser] = {}
 
-    def add_subparsers(self, **kwargs: Any) -> Any:  # type: ignore[override]
+    def add_subparsers(self, **kwargs: Any) -> Any:
         """As `argparse`."""
         commands = super().add_subparsers(**kwargs)
         self._commands = commands.choices
