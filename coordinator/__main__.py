@@ -9,17 +9,18 @@ import sys
 from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
+from specwire.config.parser import Parser
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, connect to the model services, serve until a signal."""
-    parser = argparse.ArgumentParser(prog="specwire coordinator", description="Run one coordinator.")
+    parser = Parser(prog="specwire coordinator", description="Run one coordinator.")
     flags.add_config_file(parser)
     flags.add_flags(parser, config.CoordinatorCommand)
     args = parser.parse_args(argv)
-    return process.run_service(lambda: _serve(args))
+    return process.run_service(lambda: _serve(args), args)
 
 
 async def _serve(args: argparse.Namespace) -> None:

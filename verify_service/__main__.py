@@ -9,6 +9,7 @@ import sys
 from specwire import preflight
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
+from specwire.config.parser import Parser
 from specwire.engine import threads
 from specwire.rpc import listening, process
 from specwire.telemetry import logs
@@ -16,13 +17,11 @@ from specwire.telemetry import logs
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    parser = argparse.ArgumentParser(
-        prog="specwire verify", description="Run one verify service, or several."
-    )
+    parser = Parser(prog="specwire verify", description="Run one verify service, or several.")
     flags.add_config_file(parser)
     flags.add_flags(parser, config.VerifyCommand)
     args = parser.parse_args(argv)
-    return process.run_service(lambda: _serve(args))
+    return process.run_service(lambda: _serve(args), args)
 
 
 async def _serve(args: argparse.Namespace) -> None:

@@ -22,7 +22,6 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         "generate",
         help="continue a prompt on a running coordinator",
         description="Continue a prompt on a running coordinator.",
-        allow_abbrev=False,
     )
     add_flags(generate, ClientConfig)
     prompt = generate.add_mutually_exclusive_group(required=True)

@@ -20,10 +20,11 @@ from specwire.cli.timeline import command as timeline
 from specwire.config import extras
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
-from specwire.config.flags import add_config_file, add_flags, read_config
+from specwire.config.flags import add_config_file, add_flags, as_given, read_config
 from specwire.config.heads import TrainHeadsConfig
 from specwire.config.layers import SearchLayersConfig
 from specwire.config.link import ProxyConfig
+from specwire.config.parser import Parser
 from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
@@ -48,14 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
+    args = argparse.Namespace()
     try:
-        args = _parser().parse_args(argv)
+        _parser().parse_args(argv, args)
         if args.run not in (_serve, _up, _http):  # whose log has a form of its own
             check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
         hint = "; SPECWIRE_TOKEN or --token-file gives one" if isinstance(error, UnauthenticatedError) else ""
-        logs.report(f"{error}{hint}")
+        logs.report(f"{as_given(error, args)}{hint}")
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 130
@@ -87,12 +89,11 @@ flags from a YAML file too (--config), over which both win.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="specwire",
         description="Exact speculative decoding across machines.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"specwire {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -124,7 +125,7 @@ def _version() -> str:
 
 def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
+        name, help=about, description=about[0].upper() + about[1:] + "."
     )
     add_flags(command, config)
     return command
@@ -172,9 +173,7 @@ def _add_proxy(commands: Any) -> None:
 
 def _add_token(commands: Any) -> None:
     about = "make a bearer token; services store its hash"
-    token = commands.add_parser(
-        "token", help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False
-    )
+    token = commands.add_parser("token", help=about, description=about[0].upper() + about[1:] + ".")
     token.add_argument("name", help="of its principal; tokens of one name share the limits")
     token.add_argument("--tokens", metavar="FILE", help="add the hash to this file (default: print its line)")
     token.add_argument("--expires", metavar="DATE", help="refuse it from 2027-01-31 or 2027-01-31T18:00Z on")

@@ -24,8 +24,10 @@ examples:
 Beyond this machine: --host 0.0.0.0 --allow-plaintext behind a proxy with TLS, and --api-key.
 """
 _NO_TLS = "put a proxy with TLS in front, or start specwire up --tls-cert and specwire http --tls-cert"
+_POSITIONAL = "give it without a flag: specwire serve MODEL"
 _REPLACED = {
-    "model": "give it without a flag: specwire serve TARGET",
+    "target": _POSITIONAL,
+    "model": _POSITIONAL,
     "speculative_model": "give --draft",
     "num_speculative_tokens": "give --num-draft-tokens",
     "data_parallel_size": "give --replicas",
@@ -49,7 +51,7 @@ _REPLACED = {
     "hf_token": "set HF_TOKEN",
     "revision": "download it with hf download --revision, and give the directory",
 }
-"""vLLM's flags that are not ours: what to do instead."""
+"""Flags of vLLM that are not ours, and one of `specwire up`: what to do instead."""
 
 
 def add_command(commands: Any) -> argparse.ArgumentParser:
@@ -59,23 +61,26 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         help="serve a model over OpenAI's API and gRPC: one command, vLLM's names",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        usage="specwire serve TARGET [--draft DRAFT] [flags]",
+        usage="specwire serve MODEL [--draft DRAFT] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_config_file(serve)
     add_flags(serve, ServeConfig)
     for name in _REPLACED:
         flag = "--" + name.replace("_", "-")
-        serve.add_argument(flag, dest=name, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
+        serve.add_argument(flag, dest=name, nargs="?", action=_Refuse, **_HIDDEN)
     return serve
+
+
+_HIDDEN: Any = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
 
 
 class _Refuse(argparse.Action):
     """Names what to use instead of a flag."""
 
     def __call__(self, _parser: Any, _space: Any, _value: Any, option: str | None = None) -> NoReturn:
-        raise ConfigError(f"{option}: is vLLM's, not ours: {_REPLACED[self.dest]}")
+        whose = "specwire up's" if self.dest == "target" else "vLLM's"
+        raise ConfigError(f"{option}: is {whose}, not ours: {_REPLACED[self.dest]}")
 
 
 def about_draft(config: ServeConfig) -> str:

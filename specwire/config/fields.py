@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
     check(ok, name, address, "is not HOST:PORT")
     return host, int(port)
+
+
+def check_host(name: str, host: str) -> None:
+    """A host name, or an IP address without brackets."""
+    try:
+        ok = bool(re.fullmatch(r"[\w.-]+", host)) or bool(IPv6Address(host))
+    except AddressValueError:
+        ok = False
+    check(ok, name, host, "is neither a host name nor an IP address; a port is given by --port")
 
 
 def next_address(name: str, address: str, n: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from specwire.config.groups import TITLES, title_of
 from specwire.config.yaml_file import of_type, read_yaml
-from specwire.errors import ConfigError
+from specwire.errors import ConfigError, ModelLoadError, SpecwireError
 
 ENV_PREFIX = "SPECWIRE_"
 _OF_A_SERVICE = re.compile(
@@ -122,19 +122,30 @@ def _add_flag(
 ) -> None:
     kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
     if field.metadata.get("positional"):
-        parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), **kwargs)
+        parser.add_argument(field.name, nargs="?", metavar=_metavar(field), **kwargs)
         return
     if isinstance(field.default, bool):
         kwargs["action"] = argparse.BooleanOptionalAction
     else:
         kwargs["type"] = type(field.default)
         kwargs["metavar"] = _metavar(field)
+        kwargs["action"] = _StoreNamed
     names = [*map(flag_name, names_of(field))]
     if isinstance(field.default, bool):  # four words of one switch would be a line of their own
         for name in names[1:]:
             parser.add_argument(name, dest=field.name, **kwargs | {"help": argparse.SUPPRESS})
         names = names[:1]
     parser.add_argument(*names, dest=field.name, **kwargs)
+
+
+class _StoreNamed(argparse.Action):
+    """Stores a value, and in `given` by which of its names the flag was given."""
+
+    def __call__(
+        self, _parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {**getattr(namespace, "given", {}), self.dest: option_string}
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -187,24 +198,30 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         and not _is_of_kubernetes(name, environ[name])
     }
     path = getattr(args, "config", None)
-    from_file = parse_file(path, fields) if path else {}
-    labels = {f.name: f"{f.name.upper()} " for f in fields if f.metadata.get("positional")}
-    labels |= {name: f"{path}: {name}: " for name in from_file if name not in flagged}
+    from_file, keys = parse_file(path, fields) if path else ({}, {})
+    labels = {field.name: f"{_metavar(field)} " for field in fields if field.metadata.get("positional")}
+    labels |= {name: f"{path}: {key}: " for name, key in keys.items() if name not in flagged}
     labels |= {name: f"environment variable {env_name(name)}=" for name in from_environ}
+    labels |= {name: f"{flag} " for name, flag in getattr(args, "given", {}).items()}
+    values = from_file | from_environ | flagged
+    args.sources = {name: (label, values.get(name)) for name, label in labels.items()}
     try:
-        return config(**from_file | from_environ | flagged)
+        return config(**values)
     except ConfigError as error:
-        raise _named_by_source(error, labels) from None
+        raise as_given(error, args) from None
 
 
-def parse_file(path: str, fields: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """Values of fields from a YAML file, whose keys are the names of flags, with - or _.
+def parse_file(
+    path: str, fields: Sequence[dataclasses.Field[Any]]
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """Values of fields from a YAML file, whose keys are the names of flags, with - or _; and their keys.
 
     Raises:
         ConfigError: naming the file, and the key that is unknown, given twice or of another type.
     """
     known = {name: field for field in fields for name in names_of(field)}
     values: dict[str, Any] = {}
+    keys: dict[str, object] = {}
     for key, value in read_yaml(path).items():
         name = str(key).replace("-", "_")
         if name not in known:
@@ -212,17 +229,21 @@ def parse_file(path: str, fields: Sequence[dataclasses.Field[Any]]) -> dict[str,
         field = known[name]
         if field.name in values:
             raise ConfigError(f"{path}: {key}: is given twice")
-        values[field.name] = of_type(f"{path}: {key}", type(field.default), value)
-    return values
+        values[field.name], keys[field.name] = of_type(f"{path}: {key}", type(field.default), value), key
+    return values, keys
 
 
-def _named_by_source(error: ConfigError, labels: Mapping[str, str]) -> ConfigError:
-    """A config's own checks name flags; a value from elsewhere is reported as it was given there."""
-    flag, _, rest = str(error).partition(" ")
-    for name, label in labels.items():
-        if flag == flag_name(name):
-            return ConfigError(label + rest)
-    return error
+def as_given(error: SpecwireError, args: argparse.Namespace | None) -> SpecwireError:
+    """An error whose message begins with a flag, or has flags with their values, with the names by which
+    `read_config` found these: `--max-num-seqs`, a variable, a key of the file."""
+    if not isinstance(error, ConfigError | ModelLoadError):
+        return error
+    message = str(error)
+    for name, (label, value) in getattr(args, "sources", {}).items():
+        flag = re.escape(flag_name(name))
+        said = rf"^{flag} |(?<![\w-]){flag} (?={re.escape(str(value))}(?![\w/.-]))"
+        message = re.sub(said, lambda _: label, message)  # noqa: B023 - called at once
+    return type(error)(message)
 
 
 def known_variables(configs: Iterable[type[Any]]) -> set[str]:

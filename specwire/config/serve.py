@@ -8,7 +8,7 @@ from typing import Any
 from specwire import cuda, ports
 from specwire.config import extras
 from specwire.config.client import HttpConfig
-from specwire.config.fields import AUTO, FRONT_TLS, between, check, check_address, check_plaintext
+from specwire.config.fields import AUTO, between, check, check_address, check_host
 from specwire.config.flags import option, same, secret
 from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
 from specwire.config.services import CoordinatorConfig, VerifyConfig
@@ -53,6 +53,7 @@ class ServeConfig(UpConfig):
     target: str = option(
         "",
         f"directory or hub id of the model, or {EMBEDDED}",
+        metavar="MODEL",
         check=_check_target,
         alias="model",
         is_positional=True,
@@ -60,7 +61,7 @@ class ServeConfig(UpConfig):
     draft: str = option(AUTO, f"{DRAFT_HELP}; auto is the embedded target's own draft, else {NGRAM}")
     device: str = option(AUTO, f"device of the target: {_DEVICES}")
     draft_device: str = option(AUTO, f"device of the draft: {_DEVICES}")
-    host: str = option("127.0.0.1", "host that OpenAI's API listens on")
+    host: str = option("127.0.0.1", "host that OpenAI's API listens on", check=check_host)
     port: int = option(8000, "port of OpenAI's API; 0 picks a free one", check=between(0, 65535))
     http_address: str = field(init=False, default="")
     names_draft: bool = field(init=False, default=True)
@@ -90,7 +91,6 @@ class ServeConfig(UpConfig):
     def __post_init__(self) -> None:
         host = f"[{self.host}]" if ":" in self.host else self.host
         self._set("http_address", f"{host}:{self.port}")
-        check_plaintext("host", self.http_address, allowed=self.allow_plaintext, remedy=FRONT_TLS)
         for name in ("device", "draft_device"):
             if getattr(self, name) == AUTO:
                 self._set(name, "cuda" if cuda.is_usable() else "cpu")
@@ -108,9 +108,9 @@ class ServeConfig(UpConfig):
         object.__setattr__(self, name, value)
 
     @property
-    def http_flag(self) -> str:
+    def http_flags(self) -> tuple[str, ...]:
         """See `StackConfig`."""
-        return "port"
+        return "host", "port"
 
     @property
     def requires_tokens(self) -> bool:

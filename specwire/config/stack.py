@@ -195,9 +195,9 @@ class StackConfig(CheckedConfig):
         check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
-    def http_flag(self) -> str:
-        """The name of the flag that sets `http_address`."""
-        return "http_address"
+    def http_flags(self) -> tuple[str, ...]:
+        """The names of the flags that set `http_address`: one, or that of its host and that of its port."""
+        return ("http_address",)
 
     @property
     def requires_tokens(self) -> bool:
@@ -276,7 +276,8 @@ class UpConfig(StackConfig, ListenConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.http_address:
-            check_plaintext("http_address", self.http_address, allowed=self.allow_plaintext, remedy=FRONT_TLS)
+            name, allowed = self.http_flags[0], self.allow_plaintext
+            check_plaintext(name, self.http_address, allowed=allowed, remedy=FRONT_TLS)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
             check(not self.tls_cert, "http_address", self.http_address, problem)
 

@@ -13,7 +13,7 @@ from specwire.config.models import EMBEDDED, NO_DRAFT
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.config.stack import StackConfig
-from specwire.preflight import devices, memory, models, pairs, ports, quantised, sizes
+from specwire.preflight import devices, lengths, memory, models, pairs, ports, quantised, sizes
 from specwire.preflight.models import Files
 
 
@@ -28,6 +28,7 @@ class Model:
         num_devices: each with the whole model; those on the CPU share its memory.
         is_here: whether it is loaded on this machine, and not where Ray places it.
         num_kv_tokens: 0 where the cache takes what is left.
+        max_model_len: 0 for the model's own context.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Model:
     num_devices: int = 1
     is_here: bool = True
     num_kv_tokens: int = 0
+    max_model_len: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,13 @@ class Plan:
     """Everything that can be checked before a start.
 
     Attributes:
-        addresses: to listen on, each with its field's name.
+        addresses: to listen on, each with the names of what sets it.
         models: to be loaded.
         pair: of these, target and draft if their tokens have to be the same.
         tokenizers: to be loaded without a model, each with its field's name.
     """
 
-    addresses: Sequence[tuple[str, str]]
+    addresses: Sequence[ports.Listened]
     models: Sequence[Model] = ()
     pair: Sequence[Model] = ()
     tokenizers: Sequence[tuple[str, str]] = ()
@@ -76,6 +78,7 @@ def check(config: Any) -> None:
     for model, files in found.items():
         if files:
             quantised.check(files, on_cuda=model.device != "cpu")
+            lengths.check(files, model.max_model_len)
     here = [(model, files) for model, files in found.items() if files and model.is_here]
     memory.check([load for model, files in here if (load := _load(model, files))])
     pair = [files for model in plan.pair if (files := found[model])]
@@ -112,6 +115,7 @@ def _(config: StackConfig) -> Plan:
         num_devices=config.replicas,
         is_here=is_here,
         num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
+        max_model_len=getattr(config, "max_model_len", 0),  # a flag of `serve` alone
     )
     draft = Model(
         name="draft",
@@ -126,9 +130,13 @@ def _(config: StackConfig) -> Plan:
     metrics = config.metrics_address
     return Plan(
         addresses=[
-            ("address", config.address),
-            (config.http_flag, config.http_address),
-            *(("metrics_address", next_address("metrics_address", metrics, n)) for n in range(3) if metrics),
+            (("address",), config.address),
+            (config.http_flags, config.http_address),
+            *(
+                (("metrics_address",), next_address("metrics_address", metrics, n))
+                for n in range(3)
+                if metrics
+            ),
         ],
         models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
         pair=[target, draft] if has_draft and not config.target_tokenizer else [],
@@ -140,7 +148,7 @@ def _(config: VerifyConfig) -> Plan:
     names = ("address", "metrics_address")
     given = {name: getattr(config, name) for name in names if getattr(config, name)}
     addresses = [
-        (name, next_address(name, address, n))
+        ((name,), next_address(name, address, n))
         for name, address in given.items()
         for n in range(config.replicas)
     ]
@@ -163,11 +171,11 @@ def _(config: CoordinatorConfig) -> Plan:
 
 @plan_of.register
 def _(config: HttpConfig) -> Plan:
-    return Plan(addresses=[("address", config.address)], tokenizers=[("tokenizer", config.tokenizer)])
+    return Plan(addresses=[(("address",), config.address)], tokenizers=[("tokenizer", config.tokenizer)])
 
 
-def _addresses(config: DraftConfig | CoordinatorConfig) -> list[tuple[str, str]]:
-    return [("address", config.address), ("metrics_address", config.metrics_address)]
+def _addresses(config: DraftConfig | CoordinatorConfig) -> list[ports.Listened]:
+    return [(("address",), config.address), (("metrics_address",), config.metrics_address)]
 
 
 def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
@@ -180,6 +188,7 @@ def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
         num_devices=num_devices,
         is_here=config.tensor_parallel_size == 1,
         num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
+        max_model_len=config.max_model_len,
     )
 
 

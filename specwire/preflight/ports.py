@@ -18,37 +18,45 @@ _REMEDIES = {
 }
 
 
-def check_all(addresses: Sequence[tuple[str, str]]) -> None:
-    """Refuse addresses that cannot be bound, and two that have the same port.
+Listened = tuple[tuple[str, ...], str]
+"""The name of the field of an address, or those of its host and its port; and the address."""
 
-    Args:
-        addresses: each with the name of its field; empty ones are skipped.
+
+def check_all(addresses: Sequence[Listened]) -> None:
+    """Refuse addresses that cannot be bound, and two that have the same port. Empty ones are skipped.
 
     Raises:
-        ConfigError: names the flag and the address.
+        ConfigError: names the flag and the value.
     """
-    names: dict[str, str] = {}
-    for name, address in addresses:
+    taken: dict[str, str] = {}
+    for names, address in addresses:
         if not address:
             continue
-        _, port = split_address(name, address)
-        if port and address in names:
-            raise ConfigError(f"{flag_name(name)} {address}: is taken by {flag_name(names[address])}")
-        check_free(name, address)
-        names[address] = name
+        host, port = split_address("", address)
+        of_host, of_port = _said(names, address)
+        if port and address in taken:
+            raise ConfigError(f"{of_port}: is taken by {taken[address]}")
+        _check_free(host, port, of_host, of_port)
+        taken[address] = of_port.split()[0]
 
 
-def check_free(name: str, address: str) -> None:
-    """Raises:
-    ConfigError: it cannot be bound; names the flag, the address and what to do.
-    """
-    host, port = split_address(name, address)
+def _said(names: tuple[str, ...], address: str) -> tuple[str, str]:
+    """What was given for the host, and for the port: flag and value."""
+    host, _, port = address.rpartition(":")
+    values = (address,) if len(names) == 1 else (host.strip("[]"), port)
+    said = [f"{flag_name(name)} {value}" for name, value in zip(names, values, strict=True)]
+    return said[0], said[-1]
+
+
+def _check_free(host: str, port: int, of_host: str, of_port: str) -> None:
     try:
         ports.check_free(host.strip("[]"), port)
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "")
         # A failed look-up of a name has no errno of the system.
-        problem = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+        is_looked_up = bool(error.errno and error.errno > 0)
+        problem = os.strerror(error.errno or 0) if is_looked_up else str(error.strerror)
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise ConfigError(
-            f"{flag_name(name)} {address}: cannot be bound ({problem})" + (remedy and f"; {remedy}")
+            f"{of_port if is_of_port else of_host}: cannot be bound ({problem})" + (remedy and f"; {remedy}")
         ) from None

@@ -73,7 +73,7 @@ def size(files: Files, dtype: str, *, on_cuda: bool) -> Size | None:
 
 def _own_dtype(config: dict[str, Any], tensors: list[_Tensor]) -> str:
     """What the config names, else what the largest tensor is stored in."""
-    for part in (_text(config), config):
+    for part in (text_config(config), config):
         named = str(part.get("dtype") or part.get("torch_dtype"))
         if named in WIDTHS:
             return named
@@ -82,7 +82,7 @@ def _own_dtype(config: dict[str, Any], tensors: list[_Tensor]) -> str:
 
 def kv_values_per_token(config: dict[str, Any]) -> int:
     """Numbers that the KV cache keeps of a token; 0 where the config has no usual names for them."""
-    text = _text(config)
+    text = text_config(config)
     try:
         num_layers = _first(text, "num_hidden_layers", "n_layer") - int(text.get("num_kv_shared_layers") or 0)
         num_heads = _first(text, "num_attention_heads", "n_head")
@@ -93,7 +93,7 @@ def kv_values_per_token(config: dict[str, Any]) -> int:
     return 2 * num_layers * num_kv_heads * head_dim
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part about the language model."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -12,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from specwire import interrupts, parent
+from specwire.config.flags import as_given
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, private
 from specwire.telemetry import logs, stacks
@@ -101,15 +103,19 @@ def end_at_once_by_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2."""
+def run_service(main: Callable[[], Coroutine[Any, Any, None]], args: argparse.Namespace | None = None) -> int:
+    """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2.
+
+    Args:
+        args: the flags that its config is read from, by whose names errors are told.
+    """
     parent.end_with_it()
     stacks.show_on_signal()
     try:
         with asyncio.Runner(loop_factory=private.Loop) as runner:
             runner.run(main())
     except SpecwireError as error:
-        logs.report(error)
+        logs.report(as_given(error, args))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -91,6 +91,10 @@ def test_two_flags_name_one_port() -> None:
         (["up", "--dtype", "bfloat61"], "did you mean bfloat16?"),
         (["up", "--device", "gpu"], "--device gpu: is neither cpu nor cuda nor cuda:N"),
         (["demo", "--num-kv-tokens", "9" * 12], f"--num-kv-tokens {'9' * 12}: the KV cache takes"),
+        (
+            ["serve", "emulated:ms=1", "--draft", "none", "--address", "127.0.0.1:0", "--port", "0"],
+            "error: MODEL emulated:ms=1: 'ms=1' is not one of",  # by the verify service
+        ),
         (["verify", "--num-kv-tokens", "9" * 12], f"--num-kv-tokens {'9' * 12}: the KV cache takes"),
     ],
 )

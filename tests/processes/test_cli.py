@@ -34,6 +34,7 @@ from tests.support.pairs import save_target
 ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
 COMMAND = [sys.executable, "-m", "specwire.cli"]
+SERVE = ["serve", "--address", "127.0.0.1:0", "--port", "0"]
 SERVICE_MAINS = [
     (draft_service.__main__.main, DraftConfig),
     (verify_service.__main__.main, VerifyConfig),
@@ -97,8 +98,15 @@ class TestUsage:
         ("argv", "part"),
         [
             ([], "COMMAND"),
-            (["fly"], "fly"),
-            (["up", "--targets", "x"], "--targets x"),
+            (["generat", "x"], "did you mean generate?"),
+            (["bench", "serv"], "did you mean serve?"),
+            (["--verison"], "--verison; did you mean --version?"),
+            (
+                ["--tagret", "x", "up"],
+                "--tagret: flags of a command follow the command; did you mean --target?",
+            ),
+            (["serve", "--tagret", "x"], "--tagret; did you mean --target?"),
+            (["up", "--targets", "x"], "--targets x; did you mean --target?"),
             (["up", "--addr", "127.0.0.1:0"], "--addr"),
             (["up", "prompt"], "prompt"),
             (["generate"], "prompt --token-ids"),
@@ -111,6 +119,10 @@ class TestUsage:
     )
     def test_wrong_flags(self, argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in usage_error(argv, capsys)
+
+    @pytest.mark.parametrize(("main", "_"), SERVICE_MAINS)
+    def test_wrong_flags_of_services(self, main: Any, _: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--adress x; did you mean --address?" in usage_error(["--adress", "x"], capsys, main)
 
     @pytest.mark.parametrize(
         ("argv", "parts"),
@@ -127,6 +139,21 @@ class TestUsage:
             (["proxy", "--jitter-ms", "3", "--rtt-ms", "4"], "--jitter-ms 3.0: is more than half the round"),
             (["proxy", "--to", "nowhere"], "--to nowhere: is not HOST:PORT"),
             (["demo", "--num-draft-tokens", "65"], "--num-draft-tokens 65: must lie in [0, 64]"),
+            ([*SERVE, "embedded", "--port", "70000"], "error: --port 70000: must lie in [0, 65535]"),
+            ([*SERVE, "embedded", "--host", "127.0.0.1:80"], "error: --host 127.0.0.1:80: is neither"),
+            (
+                [*SERVE, "embedded", "--allow-plaintext", "--host", "192.0.2.1"],
+                "error: --host 192.0.2.1: cannot be bound (",
+            ),
+            (
+                [*SERVE, "embedded", "--max-num-batched-tokens", "1"],
+                "error: --max-num-batched-tokens 1: must",
+            ),
+            ([*SERVE, "/"], "error: MODEL /: no config.json in this directory"),
+            (
+                [*SERVE, "embedded", "--max-model-len", "2049"],
+                "error: --max-model-len 2049: MODEL embedded has a context of 2048",
+            ),
         ],
     )
     def test_values_that_cannot_be(
@@ -138,6 +165,8 @@ class TestUsage:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             started = time.monotonic()
+            cli.main(["serve", "embedded", "--address", "127.0.0.1:0", "--port", address.partition(":")[2]])
+            assert f"error: --port {address.partition(':')[2]}: cannot be bound (" in capsys.readouterr().err
             for command in ("up", "demo"):
                 cli.main([command, "--address", address, *(["--json"] if command == "demo" else [])])
                 assert f"error: --address {address}: cannot be bound (" in capsys.readouterr().err

@@ -116,12 +116,13 @@ def _parent(pid: str) -> int:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "error: TARGET missing: give a directory or hub id of a model, or embedded\n"),
-        (["embeded"], "error: TARGET embeded: no such model"),
+        ([], "error: MODEL missing: give a directory or hub id of a model, or embedded\n"),
+        (["embeded"], "error: MODEL embeded: no such model"),
         (
             ["embedded", "--quantization", "awq"],
             "error: --quantization: is vLLM's, not ours: it is read from",
         ),
+        (["--target", "embedded"], "error: --target: is specwire up's, not ours: give it without a flag"),
         (["embedded", "--config", "/none.yaml"], "error: --config /none.yaml: cannot be read"),
         (["embedded", "--max-model-len", "-1"], "error: --max-model-len -1: must be at least 0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,17 @@ import pytest
 from specwire.cli import main as cli
 
 
-def usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def usage_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int] = cli.main
+) -> str:
+    """The reason, and where the usage is: nothing else is said."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        main(argv)
     assert ended.value.code == 2
-    return capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: .+\nsee specwire[a-z -]* --help\n", err)
+    return err
 
 
 def one_line_error(status: int, argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Phi3Config
 
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
@@ -22,6 +24,8 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from specwire.preflight import lengths
+from specwire.preflight.sizes import text_config
 from tests.support.tiny_models import (
     EXTRA_FAMILIES,
     FAMILIES,
@@ -363,3 +367,15 @@ def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     assert context_length(build("llama", rope_parameters=rope).config) == 64
     assert context_length(model_of("gpt2").config) == 512
+
+
+def test_the_context_is_the_same_by_the_file_of_the_config() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}
+    for model in (build("llama", rope_parameters=dynamic), *map(model_of, ALL_FAMILIES)):
+        config = text_config(json.loads(model.config.to_json_string()))
+        assert lengths.context_len(config.get) == context_length(model.config)
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = {"max_position_embeddings": 512, "original_max_position_embeddings": 32, "rope_scaling": scaling}
+    assert lengths.context_len(config.get) == 32
+    read = Phi3Config(**config, hidden_size=16, num_attention_heads=2)  # which changes `scaling`
+    assert context_length(read) == 32

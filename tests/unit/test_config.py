@@ -33,7 +33,7 @@ from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import SpeculativeConfig
 from specwire.config.stack import UpConfig
-from specwire.errors import ConfigError
+from specwire.errors import ConfigError, ModelLoadError
 
 FIELDS = [
     (kind, field) for kind in ALL_CONFIGS for field in settings_of(kind) if "secret" not in field.metadata
@@ -252,7 +252,7 @@ class TestServe:
             assert options.keys() <= {f.name for f in settings_of(kind)}
 
     def test_the_target_is_required(self) -> None:
-        with pytest.raises(ConfigError, match="TARGET missing: give a directory"):
+        with pytest.raises(ConfigError, match="MODEL missing: give a directory"):
             read_config(ServeConfig, parse(ServeConfig), {})
 
     def test_where_the_api_listens(self) -> None:
@@ -347,6 +347,33 @@ class TestRefusals:
             ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=-1: must be at least 0$"
         ):
             read_config(VerifyConfig, parse(VerifyConfig), {"SPECWIRE_PAGE_SIZE": "-1"})
+        with pytest.raises(ConfigError, match=r"^--block-size -1: must be at least 0$"):
+            read_config(VerifyConfig, parse(VerifyConfig, "--block-size", "-1"), {})
+
+    def test_a_bad_value_of_a_file_is_named_by_its_key(self, tmp_path: Path) -> None:
+        args = written(tmp_path, "block-size: -1")
+        with pytest.raises(ConfigError, match=r"flags\.yaml: block-size: -1: must be at least 0$"):
+            read_config(VerifyConfig, args, {})
+        args.page_size = -2
+        with pytest.raises(ConfigError, match=r"^--page-size -2: "):
+            read_config(VerifyConfig, args, {})
+
+    @pytest.mark.parametrize(
+        ("said", "expected"),
+        [
+            ("--target /a: no config.json", "MODEL /a: no config.json"),
+            ("--draft /d: is not that of --target /a; give", "--draft /d: is not that of MODEL /a; give"),
+            ("--draft /d: is not that of --target /ab", "--draft /d: is not that of --target /ab"),
+            ("--draft /d: see --target-tokenizer /a", "--draft /d: see --target-tokenizer /a"),
+            ("--seed 9: does not fit", "environment variable SPECWIRE_SEED=9: does not fit"),
+        ],
+    )
+    def test_what_is_found_later_is_named_alike(self, said: str, expected: str) -> None:
+        args = parse(ServeConfig, "/a")
+        with pytest.raises(ConfigError):  # for want of the directory
+            read_config(ServeConfig, args, {"SPECWIRE_SEED": "9"})
+        assert str(flags.as_given(ConfigError(said), args)) == expected
+        assert str(flags.as_given(ModelLoadError(said), args)) == expected
 
     @pytest.mark.parametrize(
         ("kind", "field", "value"),

@@ -40,7 +40,7 @@ Exit status: 0 all requests completed, 1 some failed, 130 interrupted (prints th
 
 def add_command(commands: Any) -> None:
     """Add `bench` with its subcommand `serve` to the parser's commands."""
-    bench = commands.add_parser("bench", help="measure a running server under load", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="measure a running server under load")
     subcommands = bench.add_subparsers(metavar="WHAT", required=True)
     serve: argparse.ArgumentParser = subcommands.add_parser(
         "serve",
@@ -49,7 +49,6 @@ def add_command(commands: Any) -> None:
         description=_ABOUT[0].upper() + _ABOUT[1:] + ".",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_flags(serve, ClientConfig)
     flags.add(serve)

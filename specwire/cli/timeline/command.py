@@ -52,7 +52,6 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         description=_ABOUT[0].upper() + _ABOUT[1:] + ".",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_source_flags(timeline)
     timeline.add_argument(

@@ -100,7 +100,8 @@ def _import_lightly() -> None:
     """Import xgrammar without torch and transformers: 0.3 s and 60 MB instead of 2 to 4 s and 550 MB.
 
     Compiling and masks of numpy use neither; xgrammar names their classes, and no more when it is imported.
-    Where it comes to need them, the real ones are imported.
+    If the import itself fails without them, it is repeated with the real ones. Nothing beyond it is covered:
+    afterwards both stay replaced by modules whose classes have no instances, and what needs more fails.
     """
     names = ("torch", "transformers")
     sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # tvm_ffi tries torch, and does without

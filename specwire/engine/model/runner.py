@@ -30,6 +30,7 @@ from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.preflight import lengths
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
@@ -40,9 +41,6 @@ _RECORDING_S = 10.0
 
 TOKENWISE_TOKENS = 16
 """Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
-
-RELATIVE_LEN = 2048
-"""Longest sequence of models whose positions are distances; an encoder takes memory by its square."""
 
 _REPLAY_TOLERANCE = 0.1
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
@@ -390,28 +388,6 @@ def relative_error(logits: Tensor, reference: Tensor) -> float:
 
 
 def context_length(config: Any) -> int | None:
-    """Maximum tokens of one sequence under a transformers config; None when it names no limit.
-
-    Rotary scalings that depend on the longest sequence in the batch would let sequences affect each other and
-    invalidate cached keys; up to their original length they are constant, so that is the limit. Where
-    positions only enter as distances, as in T5, no length is too long for the model: the limit bounds memory.
-    """
+    """Maximum tokens of one sequence under a transformers config; None when it names no limit."""
     text = config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-    limit = next((int(v) for n in names if isinstance(v := getattr(text, n, None), int)), None)
-    for rope in _rope_settings(getattr(text, "rope_parameters", None)):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            original = rope.get("original_max_position_embeddings") or limit
-            limit = original if limit is None else min(limit, original or limit)
-    if hasattr(text, "relative_attention_num_buckets"):
-        return max(limit or 0, RELATIVE_LEN)
-    return limit
-
-
-def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config: one dict, or one for each layer type."""
-    if not isinstance(parameters, dict):
-        return []
-    if "rope_type" in parameters:
-        return [parameters]
-    return [value for value in parameters.values() if isinstance(value, dict)]
+    return lengths.context_len(lambda name: getattr(text, name, None))
