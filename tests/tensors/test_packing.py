@@ -59,6 +59,18 @@ def test_a_weight_of_its_own_is_freed_and_a_shared_one_kept() -> None:
     torch.testing.assert_close(model.embedding.weight.detach(), before)
 
 
+@packs
+@torch.inference_mode()
+def test_a_bias_that_is_taken_away_later_is_not_added() -> None:
+    """A rank adds the bias of a row-wise layer itself, once, to the sum of all ranks' products."""
+    linear = nn.Linear(32, 48, dtype=torch.bfloat16)
+    tokens = torch.ones(1, 3, 32, dtype=torch.bfloat16)
+    expected = nn.functional.linear(tokens, linear.weight)
+    pack_linears(linear)
+    linear.bias = None
+    torch.testing.assert_close(linear(tokens), expected, rtol=1e-2, atol=1e-2)
+
+
 @torch.inference_mode()
 def test_other_formats_and_other_layers_are_left_alone() -> None:
     class Doubled(nn.Linear):

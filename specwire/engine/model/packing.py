@@ -48,11 +48,11 @@ def _fits(weight: Tensor) -> bool:
 
 
 def _pack(linear: nn.Linear, *, is_shared: bool) -> None:
-    weight, bias = linear.weight.detach(), linear.bias
+    weight = linear.weight.detach()
     packed = pack_weight(weight, _TYPICAL_TOKENS)
 
     def forward(tokens: Tensor) -> Tensor:
-        return packed_linear(tokens, packed, bias)
+        return packed_linear(tokens, packed, linear.bias)  # which a rank takes away, to add it once
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
     if not is_shared:  # models read shape and dtype; keep these without the memory
