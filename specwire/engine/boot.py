@@ -148,7 +148,8 @@ def start(
     if hook is not None:
         thread.call(lambda: hook.load(runner.vocab_size))
     is_emulated = source.startswith(EMULATED)
-    description |= place(runner, config.device, known_cores(), threads.most, is_emulated=is_emulated)
+    sleeps = is_emulated or config.least_pass_ms > 0
+    description |= place(runner, config.device, known_cores(), threads.most, sleeps=sleeps)
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.

@@ -14,16 +14,15 @@ from specwire.engine.threads import Cores
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def place(
-    runner: Any, device: str, cores: list[Cores], num_threads: int, *, is_emulated: bool
-) -> dict[str, Any]:
+def place(runner: Any, device: str, cores: list[Cores], num_threads: int, *, sleeps: bool) -> dict[str, Any]:
     """Fields of a `ModelInfo`.
 
     Args:
         device: as `--device` names it.
+        sleeps: whether passes mostly wait, as emulated and paced ones do.
     """
-    if is_emulated:
-        devices = [f"emulated {uuid.uuid4().hex}"]  # it sleeps, beside whatever works
+    if sleeps:
+        devices = [f"none {uuid.uuid4().hex}"]  # beside whatever works
     elif ranks := getattr(runner, "locations", None):
         devices = [f"{rank.host} {rank.device}" for rank in ranks if rank.device != "cpu"]
     elif device.startswith("cuda"):

@@ -12,7 +12,6 @@ import pytest
 from coordinator.length import measurements
 from coordinator.length.measurements import Options, SharedMeasurements
 from specwire import Rule, SamplingParams
-from specwire.core import ModelInfo
 from tests.support.harness import local_stack
 from tests.support.pairs import save_target
 
@@ -87,11 +86,9 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
 def test_models_on_the_same_cores_prepare_nothing_by_themselves(
     takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what both say of themselves; others begin with it where a proposal takes a third of a pass."""
+    """By what both say of themselves. A paced target leaves the cores to the draft; there it begins with it."""
     monkeypatch.setattr(measurements, "_SLOW_SHARE", 0.0)
     target = save_target(tmp_path / "target")
-    if not takes_turns:
-        monkeypatch.setattr(ModelInfo, "takes_turns_with", lambda *_: False)
     begin_round, num_outcomes = SharedMeasurements.begin_round, []
 
     def noted(self: SharedMeasurements) -> Options:
@@ -100,7 +97,8 @@ def test_models_on_the_same_cores_prepare_nothing_by_themselves(
         return options
 
     monkeypatch.setattr(SharedMeasurements, "begin_round", noted)
-    with local_stack(target, target) as stack:
+    pace = {"least_pass_ms": 0.0 if takes_turns else 1.0}
+    with local_stack(target, target, verify_options=pace) as stack:
         params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
         stack.client.generate(params=params, prompt_token_ids=[3, 1, 4])
         assert any(num_outcomes) is not takes_turns
