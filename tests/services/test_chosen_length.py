@@ -86,7 +86,7 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
 def test_models_on_the_same_cores_prepare_nothing_by_themselves(
     takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what both say of themselves. A paced target leaves the cores to the draft, which then works ahead."""
+    """By what both say of themselves. A paced target leaves the cores to the draft, which works ahead."""
     monkeypatch.setattr(measurements, "_SLOW_SHARE", 0.0)
     target = save_target(tmp_path / "target")
     begin_round, num_outcomes = SharedMeasurements.begin_round, []

@@ -67,7 +67,7 @@ def test_a_bias_that_is_taken_away_later_is_not_added() -> None:
     tokens = torch.ones(1, 3, 32, dtype=torch.bfloat16)
     expected = nn.functional.linear(tokens, linear.weight)
     pack_linears(linear)
-    linear.bias = None
+    linear.bias = None  # type: ignore[assignment]
     torch.testing.assert_close(linear(tokens), expected, rtol=1e-2, atol=1e-2)
 
 
