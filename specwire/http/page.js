@@ -1,9 +1,11 @@
 "use strict";
-// Runs and races. Speaks the public API only: /v1/models, and /v1/completions with `return_fates`.
+// Runs, races and chats. Speaks the public API only: /v1/models, and /v1/completions and /v1/chat/completions with
+// `return_fates`.
 
 let model = "";
 let pace = { least_pass_ms: 0, draft_shares_machine: false };
 let running = null; // AbortController of what runs now
+let conversation = []; // messages so far, where the prompt is the next one
 
 // --- the API -------------------------------------------------------------------------------------
 
@@ -58,14 +60,14 @@ async function* events(response) {
 
 /** Rule gumbel, so that the seed alone fixes the text, with speculation and without. */
 function request(settings, overrides) {
-  const { prompt, max_tokens, temperature, seed } = settings;
-  const asked = { model, prompt, max_tokens, temperature, seed, rule: "gumbel" };
+  const { prompt, messages, max_tokens, temperature, seed } = settings;
+  const asked = { model, ...(messages ? { messages } : { prompt }), max_tokens, temperature, seed, rule: "gumbel" };
   return { ...asked, stream: true, stream_options: { include_usage: true }, return_fates: true, ...overrides };
 }
 
 async function* generate(body, signal) {
   const init = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
-  const response = await fetch("v1/completions", init);
+  const response = await fetch(body.messages ? "v1/chat/completions" : "v1/completions", init);
   if (!response.ok) throw await refusal(response);
   yield* events(response);
 }
@@ -81,6 +83,7 @@ class Lane {
 
   reset(prompt, maxTokens) {
     this.ids = [];
+    this.said = "";
     this.rounds = [];
     this.numWhole = 0;
     this.record = this.timing = null;
@@ -171,6 +174,7 @@ function settings() {
   const drafts = $("draft-tokens").value;
   return {
     prompt: $("prompt").value,
+    messages: $("chat").checked ? [...conversation, { role: "user", content: $("prompt").value }] : null,
     max_tokens: number("max-tokens"),
     temperature: number("temperature"),
     seed: number("seed"),
@@ -183,6 +187,7 @@ async function fill(lane, body, watch, signal) {
   let record = null;
   try {
     for await (const event of generate(body, signal)) {
+      lane.said += event.choices[0]?.delta?.content ?? "";
       const chunk = event.choices[0]?.specwire;
       if (chunk) {
         lane.add(chunk);
@@ -274,10 +279,21 @@ function become(state) {
   $("stop").disabled = !busy;
 }
 
+/** What comes before the answer: the prompt, or all that was said. */
+function given({ prompt, messages }) {
+  return messages ? messages.map(({ role, content }) => `${role}: ${content}\n\n`).join("") + "assistant: " : prompt;
+}
+
+/** The answer belongs to the conversation from now on, and the next message is to be written. */
+function goOn({ messages }) {
+  if (!messages) return;
+  conversation = [...messages, { role: "assistant", content: lanes.on.said }];
+  $("prompt").value = "";
+}
+
 function prepare(asked, racing) {
   live.reset();
-  lanes.on.reset(asked.prompt, asked.max_tokens);
-  lanes.off.reset(asked.prompt, asked.max_tokens);
+  for (const lane of [lanes.on, lanes.off]) lane.reset(given(asked), asked.max_tokens);
   lanes.off.root.hidden = !racing;
   $("lanes").classList.toggle("racing", racing);
   $("verdict").hidden = true;
@@ -294,6 +310,7 @@ async function perform(racing) {
   try {
     if (!model) await findModel();
     await (racing ? race(asked, $("together").checked, running.signal) : run(asked, running.signal));
+    goOn(asked);
     $("records").hidden = false;
     become("done");
   } catch (error) {
@@ -313,6 +330,7 @@ $("form").addEventListener("submit", (event) => {
 });
 $("race").addEventListener("click", () => perform(true));
 $("stop").addEventListener("click", () => running?.abort());
+$("chat").addEventListener("change", () => (conversation = [])); // a new one
 $("keep").addEventListener("change", () => document.body.classList.toggle("keep", $("keep").checked));
 watchTokens(lanes.on.find(".text"));
 watchStrip($("strip"));

@@ -426,6 +426,43 @@ def test_a_race_ends_with_the_same_text(here: Fronted, chromium: webdriver.Chrom
     shown.assert_no_complaints()
 
 
+def test_a_chat_goes_on_with_what_was_said(here: Fronted, chromium: webdriver.Chrome) -> None:
+    shown = Page(chromium, here.url)
+    shown.fill("#max-tokens", "16")
+    shown.one("#chat").click()
+    answers: list[str] = []
+    for number, said in enumerate(("Add two numbers.", "Now three.")):
+        shown.fill("#prompt", said)
+        shown.one("#race" if number else "#run").click()
+        shown.finished()
+        answers.append("".join(shown.tokens("on")))
+        assert shown.one("#prompt").get_property("value") == "", "the next message is to be written"
+    told = shown.text("#lane-on .given")
+    assert told == f"user: Add two numbers.\n\nassistant: {answers[0]}\n\nuser: Now three.\n\nassistant: "
+    assert shown.tokens("on") == shown.tokens("off")
+    expected = here.openai.chat.completions.create(
+        model=here.model,
+        messages=[
+            {"role": "user", "content": "Add two numbers."},
+            {"role": "assistant", "content": answers[0]},
+            {"role": "user", "content": "Now three."},
+        ],
+        max_tokens=16,
+        temperature=0.7,
+        seed=7,
+        extra_body={"rule": "gumbel"},
+    )
+    assert expected.choices[0].message.content == answers[1]
+    for _ in range(2):
+        shown.one("#chat").click()
+    shown.fill("#prompt", "Again.")
+    shown.one("#run").click()
+    shown.finished()
+    assert shown.text("#lane-on .given") == "user: Again.\n\nassistant: ", "a conversation of its own"
+    shown.picture("chat-light")
+    shown.assert_no_complaints()
+
+
 def test_a_race_at_the_same_time(here: Fronted, chromium: webdriver.Chrome) -> None:
     shown = Page(chromium, here.url)
     shown.fill("#max-tokens", "24")
