@@ -47,12 +47,12 @@ def test_every_line_of_every_service_is_an_object() -> None:
         up.services["coordinator"].send_signal(stacks.SIGNAL)  # text of the interpreter's own
         wait_until(lambda: any(each.get("from") == "coordinator" for each in records(up)), 10)
         up.services["draft_service"].kill()
-        wait_until(lambda: any("decoding continues" in each["message"] for each in records(up)), 10)
+        wait_until(lambda: any("it starts again" in each["message"] for each in records(up)), 10)
         up.process.terminate()
         assert up.ended() == 0
         found = records(up)
     assert {each["service"] for each in found} == SERVICES
-    assert len({each["pid"] for each in found}) == len(SERVICES)
+    assert len({each["pid"] for each in found}) >= len(SERVICES), "and of the next draft service, perhaps"
     [access] = [each for each in found if each["message"] == "access"]
     wanted = {"level": "info", "method": "GET", "path": "/health", "status": 200, "client": "loopback"}
     assert wanted.items() <= access.items()

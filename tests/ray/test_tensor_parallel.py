@@ -35,7 +35,7 @@ from specwire.tree import TokenTree
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
-from tests.support.processes import running
+from tests.support.processes import END_S, gone, running, wait_until
 from verify_service.verifier import VerifyDecider
 
 ray = pytest.importorskip("ray")
@@ -237,8 +237,11 @@ def test_a_service_killed_takes_its_ranks_and_its_ray_instance_along(tmp_path: P
             if connection.status == "LISTEN"
         }
         assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        own = verify.children(recursive=True)
         verify.kill()
-        assert up.process.wait(START_S) == 1
+        wait_until(lambda: all(map(gone, own)), END_S)
+        up.process.terminate()
+        assert up.ended() == 0
         up.assert_all_gone()
 
 
