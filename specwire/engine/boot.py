@@ -147,15 +147,13 @@ def start(
     kv_bytes = getattr(runner, "kv_bytes_per_token", 0)
     if hook is not None:
         thread.call(lambda: hook.load(runner.vocab_size))
-    is_emulated = source.startswith(EMULATED)
-    sleeps = is_emulated or config.least_pass_ms > 0
-    description |= place(runner, config.device, known_cores(), threads.most, sleeps=sleeps)
+    description |= place(config, runner, threads.most)
     if config.least_pass_ms:
         runner = PacedRunner(runner, config.least_pass_ms / 1e3)
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
-    tokenizer = None if is_emulated else load_tokenizer(source)
+    tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
     info = _model_info(config, source, description, tokenizer, files)
     _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)

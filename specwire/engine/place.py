@@ -9,24 +9,22 @@ from typing import Any
 
 import torch
 
-from specwire.engine.threads import Cores
+from specwire.config.models import EMULATED
+from specwire.config.services import ModelServiceConfig
+from specwire.engine.threads import known_cores
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def place(runner: Any, device: str, cores: list[Cores], num_threads: int, *, sleeps: bool) -> dict[str, Any]:
-    """Fields of a `ModelInfo`.
-
-    Args:
-        device: as `--device` names it.
-        sleeps: whether passes mostly wait, as emulated and paced ones do.
-    """
-    if sleeps:
-        devices = [f"none {uuid.uuid4().hex}"]  # beside whatever works
+def place(config: ModelServiceConfig, runner: Any, num_threads: int) -> dict[str, Any]:
+    """Fields of a `ModelInfo`."""
+    cores = known_cores()
+    if config.model.startswith(EMULATED) or config.least_pass_ms:
+        devices = [f"none {uuid.uuid4().hex}"]  # passes mostly sleep, beside whatever works
     elif ranks := getattr(runner, "locations", None):
         devices = [f"{rank.host} {rank.device}" for rank in ranks if rank.device != "cpu"]
-    elif device.startswith("cuda"):
-        devices = [str(torch.cuda.get_device_properties(torch.device(device)).uuid)]
+    elif config.device.startswith("cuda"):
+        devices = [str(torch.cuda.get_device_properties(torch.device(config.device)).uuid)]
     else:
         devices = []
     num_cores = max(1, int(min(each.num for each in cores))) if cores else torch.get_num_threads()

@@ -6,37 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from specwire import SamplingParams
 from tests.support import tiny_models
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+from tests.support.tiny_models import written_by_transformers
 
 NUM_TOKENS = 40
 PROMPTS = [[5, 9, 11, 2, 7], [3] * 20 + [8, 1, 30], [64]]
-
-
-def reference(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
-    """What transformers writes by itself."""
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            eos_token_id=None,
-            **options,
-        )
-    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     target = save_target(tmp_path / "target", family)
-    expected = [reference(tiny_models.build(family), prompt) for prompt in PROMPTS]
+    expected = [written_by_transformers(tiny_models.build(family), prompt, NUM_TOKENS) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=4)
     accepted = {}
     for kind, save in (("good", save_good_draft), ("hostile", save_hostile_draft)):
@@ -65,7 +50,10 @@ def test_greedy_with_history_processors_is_that_of_transformers(
     options = dict(settings)
     if bias := options.pop("logit_bias", None):
         options["sequence_bias"] = {(token_id,): value for token_id, value in bias.items()}
-    expected = [reference(tiny_models.build("llama"), prompt, **options) for prompt in PROMPTS]
+    expected = [
+        written_by_transformers(tiny_models.build("llama"), prompt, NUM_TOKENS, **options)
+        for prompt in PROMPTS
+    ]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
     with local_stack(target, draft) as stack:
         done = [stack.client.generate(params=params, prompt_token_ids=prompt) for prompt in PROMPTS]

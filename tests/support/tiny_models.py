@@ -212,3 +212,18 @@ def reference_model(family: str) -> Any:
     model = build(family)
     model.set_attn_implementation("eager")
     return model
+
+
+def written_by_transformers(model: Any, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
+    """The output of its own `generate`, greedily, past any end."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            **options,
+        )
+    found: list[int] = output[0, len(prompt) :].tolist()
+    return found
