@@ -275,7 +275,9 @@ def test_prepared_proposals_are_not_late_for_their_own_tokens(
 
     monkeypatch.setattr(Generation, "_cycle", noted)
     is_used = np.zeros((2, 2), np.int64)
-    for seed in range(1, 9 if is_right else 25):  # numbers are others each time; the control is to be sure
+    # The same numbers in each run: a control is not always as sure.
+    monkeypatch.setattr("coordinator.requests.secrets.randbits", random.Random(0).getrandbits)
+    for seed in range(1, 9):
         rounds.clear()
         monkeypatch.setattr(HardlyWaits, "random", random.Random(seed))
         generated(world, SamplingParams(rule=Rule.REJECTION, seed=seed, max_tokens=3000))
@@ -286,7 +288,7 @@ def test_prepared_proposals_are_not_late_for_their_own_tokens(
                 is_used[int(number < 0.5), int(bool(done.proposal.token_ids))] += 1
     assert is_used.sum() > 500
     p_value = stats.fisher_exact(is_used).pvalue
-    assert p_value > FALSE_ALARM_RATE if is_right else p_value < 1e-3, is_used
+    assert p_value > FALSE_ALARM_RATE if is_right else p_value < 1e-3, (p_value, is_used)
 
 
 # --- a drafter of the draft's own -----------------------------------------------------------------
