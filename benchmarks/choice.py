@@ -129,8 +129,9 @@ def config_of(pair: str) -> UpConfig:
     if pair == EMBEDDED:
         return UpConfig(address="127.0.0.1:0", log_level="warning")
     target = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
+    draft = str(embedded.DRAFT_DIR)
     return UpConfig(
-        target=str(target), draft=EMBEDDED, dtype="bfloat16", address="127.0.0.1:0", log_level="warning"
+        target=str(target), draft=draft, dtype="bfloat16", address="127.0.0.1:0", log_level="warning"
     )
 
 
