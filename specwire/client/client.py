@@ -413,12 +413,12 @@ class Client:
         with self._calling:
             if self._closed:
                 work.close()
-                raise SpecwireError("the client is closed")
+                raise RequestCancelledError("the client is closed")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise RequestCancelledError("the client was closed") from None
+            raise RequestCancelledError("the client is closed") from None
         except BaseException:
             future.cancel()
             raise

@@ -26,7 +26,6 @@ from specwire import (
     RetryPolicy,
     SamplingParams,
     ServiceUnavailableError,
-    SpecwireError,
 )
 from specwire.rpc import channel
 from tests.support.harness import LocalStack, local_stack
@@ -185,7 +184,7 @@ class TestLife:
         client.close()
         client.close()
         for call in (client.generate, client.get_status):
-            with pytest.raises(SpecwireError, match="closed"):
+            with pytest.raises(RequestCancelledError, match="closed"):
                 call()
 
     def test_closing_ends_what_other_threads_wait_for(self, stack: LocalStack) -> None:
