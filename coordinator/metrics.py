@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from coordinator.admission import SlotSource
 from coordinator.drafts.earlier import MAX_BYTES, EarlierOutputs
-from coordinator.length.shapes import SharedShapes
+from coordinator.length.choice import SharedChoice
 from coordinator.peers.pool import Pool
 from coordinator.tally import Tally
 from coordinator.totals import Totals
@@ -20,7 +20,7 @@ class CoordinatorSnapshot(NamedTuple):
 
     totals: Totals
     admission: SlotSource
-    shapes: SharedShapes
+    choice: SharedChoice
     earlier: EarlierOutputs
     verify: Pool
     draft: Pool
@@ -211,7 +211,7 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens",
         "Draft tokens in the latest rounds that had any, on the average.",
-        lambda now: now.shapes.chosen.num_draft_tokens,
+        lambda now: now.choice.costs.mean_drafted,
         whole=True,
     ),
     Metric(
@@ -219,28 +219,35 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "specwire_chosen_tree_nodes",
         "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other "
         "choices are those of their depth.",
-        lambda now: now.shapes.num_nodes,
+        lambda now: now.choice.chosen.num_nodes,
         whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
-        lambda now: now.shapes.chosen.cap,
+        lambda now: now.choice.chosen.cap,
         whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_outcomes",
         "Outcomes of a round that the draft prepares for.",
-        lambda now: now.shapes.chosen.num_outcomes,
+        lambda now: now.choice.num_outcomes,
         whole=True,
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "specwire_expected_tokens_per_second",
+        "Tokens a second of a stream that are expected of each way to draft, with as many streams as now.",
+        lambda now: {(str(each.way),): each.expected_rate for each in now.choice.compared()},
+        ("way",),
     ),
     Metric(
         MetricKind.COUNTER,
         "specwire_trials_total",
-        "Trials of another cap, number of outcomes or shape of proposals that have begun.",
-        lambda now: now.shapes.chosen.num_trials,
+        "Trials of another way to draft, by cap, outcomes and shape of proposals, that have begun.",
+        lambda now: now.choice.num_trials,
         whole=True,
     ),
     Metric(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from coordinator.drafts.choice import DraftChoices
-from coordinator.length.shapes import SharedShapes
+from coordinator.length.choice import SharedChoice
 from specwire.config.services import CoordinatorConfig
 from specwire.core import SamplingParams
 
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 class DefaultRequests:
     """Requests that leave the draft open."""
 
-    def __init__(self, config: CoordinatorConfig, drafts: DraftChoices, shapes: SharedShapes) -> None:
+    def __init__(self, config: CoordinatorConfig, drafts: DraftChoices, choice: SharedChoice) -> None:
         """Args:
-        shapes: of these requests.
+        choice: of these requests.
         """
-        self._shapes = shapes
+        self._choice = choice
         self._is_chosen = config.fixed_draft_tokens is None
-        choice = drafts.choose(None)
-        self._ruled_out = drafts.why_plain(SamplingParams(), choice)
-        self._has_text, self._needs_service = bool(choice.method), choice.uses_model
+        draft = drafts.choose(None)
+        self._ruled_out = drafts.why_plain(SamplingParams(), draft)
+        self._has_text, self._needs_service = bool(draft.method), draft.uses_model
         self._is_logged = False
 
     def why_plain(self, draft_unavailable: str) -> str:
@@ -47,4 +47,4 @@ class DefaultRequests:
 
     @property
     def _does_not_pay(self) -> str:
-        return self._shapes.why_plain if self._is_chosen else ""
+        return self._choice.why_plain if self._is_chosen else ""

@@ -23,9 +23,14 @@ from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
-from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength, WithText
-from coordinator.length.several import SeveralChains
-from coordinator.length.shapes import AdaptiveShape, SharedShapes
+from coordinator.length.choice import SharedChoice
+from coordinator.length.planners import (
+    DEFAULT_TREE_NODES,
+    AdaptiveLength,
+    FixedLength,
+    SeveralChains,
+    WithText,
+)
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
@@ -95,13 +100,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if worker is None
             else worker.admission
         )
-        self._shapes = SharedShapes(
+        self._choice = SharedChoice(
             lambda: self._admission.num_running,
             num_outcomes=config.fixed_outcomes,
             may_prepare=self._may_prepare,
         )
-        self._own_shapes = SharedShapes(lambda: self._admission.num_running)
-        self._several_shapes: dict[tuple[Rule, int], SharedShapes] = {}
+        self._own_choice = SharedChoice(lambda: self._admission.num_running)
+        self._choices_of_several: dict[tuple[Rule, int], SharedChoice] = {}
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
@@ -111,10 +116,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             verify.info,
             tokenizer,
             drafts,
-            lambda: self._shapes.chains.draft_is_far,
+            lambda: self._choice.is_draft_far,
             lambda: draft.info is not None and draft.info.learning is not None,
         )
-        self._default_requests = DefaultRequests(config, drafts, self.shapes)
+        self._default_requests = DefaultRequests(config, drafts, self.choice)
         self._num_finished = 0
         self._writes = Writes()
         self.totals = Totals()
@@ -126,28 +131,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return is_fixed or draft is None or not draft.takes_turns_with(target)
 
     @property
-    def shapes(self) -> SharedShapes:
+    def choice(self) -> SharedChoice:
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
-            return self._shapes_of(Rule.KSEQ, self._config.num_chains)
+            return self._choice_of(Rule.KSEQ, self._config.num_chains)
         if self._config.num_lists > 1:
-            return self._shapes_of(Rule.GUMBEL, self._config.num_lists)
-        return self._own_shapes if self._config.own_source else self._shapes
+            return self._choice_of(Rule.GUMBEL, self._config.num_lists)
+        return self._own_choice if self._config.own_source else self._choice
 
-    def _shapes_of(self, rule: Rule, num_chains: int) -> SharedShapes:
+    def _choice_of(self, rule: Rule, num_chains: int) -> SharedChoice:
         """Of rounds with several chains."""
         key = rule, num_chains
-        if key not in self._several_shapes:
-            shapes = SharedShapes(lambda: self._admission.num_running, num_chains=num_chains)
-            self._several_shapes[key] = shapes
-        return self._several_shapes[key]
+        if key not in self._choices_of_several:
+            choice = SharedChoice(lambda: self._admission.num_running, num_chains=num_chains)
+            self._choices_of_several[key] = choice
+        return self._choices_of_several[key]
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
         now = metrics.CoordinatorSnapshot(
             self.totals,
             self._admission,
-            self.shapes,
+            self.choice,
             self._texts.earlier,
             self._verify,
             self._draft,
@@ -411,7 +416,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_draft_tokens = checked.num_draft_tokens
         if checked.draft.uses_own:
             has_trees = self._verify.info.trees
-            return _planner_of(self._own_shapes, checked, num_draft_tokens, has_trees=has_trees)
+            return _planner_of(self._own_choice, checked, num_draft_tokens, has_trees=has_trees)
         model = self._model_planner(checked)
         if not checked.draft.uses_text:
             return model
@@ -422,11 +427,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
             rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
-            shapes = self._shapes_of(rule, checked.num_chains)
-            one = _planner_of(shapes, checked, num_draft_tokens, has_trees=False)
+            choice = self._choice_of(rule, checked.num_chains)
+            one = _planner_of(choice, checked, num_draft_tokens, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
-        return _planner_of(self._shapes, checked, num_draft_tokens, has_trees=has_trees)
+        return _planner_of(self._choice, checked, num_draft_tokens, has_trees=has_trees)
 
     def _draft_has_trees(self) -> bool:
         info = self._draft.info
@@ -484,6 +489,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             draft_replicas=map(_replica_status, self._draft.replicas),
             by_source=[
                 generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
+            ],
+            ways=[
+                generation_pb2.WayStatus(
+                    name=str(way),
+                    is_chosen=is_chosen,
+                    expected_tokens_per_s=expected_rate,
+                    measured_tokens_per_s=measured_rate,
+                )
+                for way, is_chosen, expected_rate, measured_rate in self.choice.compared()
             ],
         )
 
@@ -544,25 +558,23 @@ async def acknowledged(
 
 
 def _planner_of(
-    shapes: SharedShapes, checked: CheckedRequest, num_draft_tokens: int | None, *, has_trees: bool
+    choice: SharedChoice, checked: CheckedRequest, num_draft_tokens: int | None, *, has_trees: bool
 ) -> Planner:
     if num_draft_tokens == 0:
-        return FixedLength(0, shapes.chains, why_plain=checked.why_plain)
-    return planner_of(shapes, num_draft_tokens, checked.max_depth, has_trees=has_trees)
+        return FixedLength(0, choice, why_plain=checked.why_plain)
+    return planner_of(choice, num_draft_tokens, checked.max_depth, has_trees=has_trees)
 
 
 def planner_of(
-    shapes: SharedShapes, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
+    choice: SharedChoice, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
 ) -> Planner:
     """Of a draft model, or of a target that drafts for itself."""
-    if num_draft_tokens is None and max_depth is None and has_trees:
-        return AdaptiveShape(shapes)
     if num_draft_tokens is None and not max_depth:
-        return AdaptiveLength(shapes.chains)
+        return AdaptiveLength(choice, has_trees=has_trees and max_depth is None)
     if max_depth:
         num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
-        return FixedLength(num_nodes, shapes.of_fixed(num_nodes), max_depth)
-    return FixedLength(num_draft_tokens or 0, shapes.chains)
+        return FixedLength(num_nodes, choice, max_depth)
+    return FixedLength(num_draft_tokens or 0, choice)
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:

@@ -176,11 +176,11 @@ async def _share(leader: _Worker, *others: _Worker) -> None:
     """Have the others follow, as workers do: at once where an option changes, else every second."""
     before = None
     for turn in itertools.count():
-        now = leader.shapes.options
+        now = leader.choice.options
         if now != before or turn % _SHARE_TURNS == 0:
-            learnt, before = leader.shapes.exported(), now
+            learnt, before = leader.choice.exported(), now
             for other in others:
-                other.shapes.follow(learnt)
+                other.choice.follow(learnt)
         await asyncio.sleep(LOOK_S)
 
 
@@ -214,7 +214,7 @@ class _Worker:
         for draft in drafts:
             draft_pool.add(_Replica("draft", draft.info, partial(self._open_draft, draft)))
         servicer = GenerationServicer(config, verify_pool, draft_pool, None, tracer)
-        self.shapes = servicer.shapes
+        self.choice = servicer.choice
         self._generate = servicer.Generate
 
     def _open_verify(self) -> SharedLink:

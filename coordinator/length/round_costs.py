@@ -10,10 +10,9 @@ priced as if all streams of the batch drafted as many tokens: a stream is charge
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from coordinator.cost import Cost
 from coordinator.generation import Round
+from coordinator.length.ways import CHAIN, Seen, Way
 from specwire.core import Load
 from specwire.estimate.costs import CostModel
 
@@ -21,129 +20,154 @@ _RATE = 0.2
 """Learning rate of the moving averages."""
 _MIN_HIT_RATE = 0.02
 """Learning rate of hit rates, once there are enough rounds to average over."""
+_FIRST_HIT_RATE, _FIRST_HIT_ROUNDS = 0.8, 4
+"""Hit rate before any is measured, and its weight in rounds: 0.86 was measured for the embedded pair under
+Gumbel coupling. From 0, a draft 20 ms away never came to be waited for."""
 _OUTLIER_RATIO = 4
 """A verify request that takes so many times its modelled time (a prompt, lost memory) is not averaged."""
+_FIRST_PROPOSALS = 3
+"""After so many, costs are known: the first has a prompt in it."""
 
 
-@dataclass
 class HitRate:
     """Share of rounds whose proposal was there, or begun, when it was needed; recent rounds count more."""
 
-    rate: float = 0.0
-    num_rounds: int = 0
+    def __init__(self) -> None:
+        self.rate, self._num_rounds = _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS
 
     def add(self, is_hit: bool) -> None:
         """One round."""
-        self.num_rounds += 1
-        self.rate += max(_MIN_HIT_RATE, 1 / self.num_rounds) * (is_hit - self.rate)
+        self._num_rounds += 1
+        self.rate += max(_MIN_HIT_RATE, 1 / self._num_rounds) * (is_hit - self.rate)
+
+
+class _Proposals:
+    """What proposals of a shape cost, and how late those are that were prepared."""
+
+    def __init__(self) -> None:
+        self.draft = CostModel(2)  # by number of draft tokens and of prefill tokens
+        self.hits = HitRate()
+        self.late_measured_ns = self.late_modelled_ns = 0.0
+        self._sizes: set[int] = set()
+
+    def add(self, num_steps: int, cost: Cost) -> None:
+        """One that was not prepared. Longer ones than any so far take so much more as they compute more."""
+        wall_ns, prefill = max(1, cost.wall_ns), cost.num_prefill_tokens
+        self.draft.add((num_steps, prefill), wall_ns)
+        self._sizes.add((1 + num_steps).bit_length())
+        if (2 + 2 * num_steps).bit_length() > max(self._sizes):
+            self.draft.add(
+                (2 * num_steps + 1, prefill), wall_ns + cost.forward_ns * (num_steps + 1) / num_steps
+            )
 
 
 class RoundCosts:
     """Costs of the rounds of all streams. Times in nanoseconds.
 
     Attributes:
-        mean_drafted: draft tokens of rounds that had any.
-        proposal_hits: hit rate of rounds that had a proposal.
-        request_hits: hit rate of rounds that requested one, with or without success.
+        mean_drafted: draft tokens one after another of rounds that had any.
+        num_sequences: of a verify pass, on the average.
     """
 
-    def __init__(self, num_nodes: int = 0, num_chains: int = 1) -> None:
+    def __init__(self, num_chains: int = 1) -> None:
         """Args:
-        num_nodes: of trees, whose depth is meant by draft tokens here; 0 for chains.
-        num_chains: of a round, whose length is meant then.
+        num_chains: of a round, whose length is meant by draft tokens then.
         """
-        self._num_nodes = num_nodes
         self._num_chains = num_chains
-        self.mean_drafted = 0.0
-        self.proposal_hits, self.request_hits = HitRate(), HitRate()
-        self._draft = CostModel(2)  # by number of draft tokens and of prefill tokens
+        self._proposals = {CHAIN: _Proposals()}
+        self._num_proposals = 0
         self._load = Load()
-        self._mean_sequences = 1.0
-        self._queue_ns = self._network_ns = 0.0
-        self._late_measured_ns = self._late_modelled_ns = 0.0
+        self._queue_share = self._network_ns = self.mean_drafted = 0.0
+        self.num_sequences = 1.0
 
-    def add(self, done: Round, *, prepares: bool) -> None:
-        """A round of any stream; `prepares` where outcomes are prepared at present."""
-        num_drafted, cost = done.num_steps, done.draft_cost
-        is_hit = cost.is_hit
-        if num_drafted:
-            self.mean_drafted += _RATE * (num_drafted - self.mean_drafted)
-            if is_hit:
-                self._late_measured_ns += _RATE * (cost.wall_ns - self._late_measured_ns)
-                self._late_modelled_ns += _RATE * (self._late_ns(num_drafted) - self._late_modelled_ns)
+    def add(self, done: Round, way: Way) -> None:
+        """A round of any stream."""
+        num_steps, cost = done.num_steps, done.draft_cost
+        self._add_verify(done.verify_cost, way, num_steps)
+        if num_steps:
+            self._num_proposals += 1
+            self.mean_drafted += _RATE * (num_steps - self.mean_drafted)
+            proposals = self._proposals.setdefault(way.num_nodes, _Proposals())
+            if cost.is_hit:
+                proposals.late_measured_ns += _RATE * (cost.wall_ns - proposals.late_measured_ns)
+                modelled_ns = self._late_ns(way, num_steps)
+                proposals.late_modelled_ns += _RATE * (modelled_ns - proposals.late_modelled_ns)
             else:
-                self._draft.add((num_drafted, cost.num_prefill_tokens), max(1, cost.wall_ns))
-        if num_drafted and (is_hit or prepares):
-            self.proposal_hits.add(is_hit)
-            self.request_hits.add(is_hit)
-        elif cost.timed_out and prepares:
-            self.request_hits.add(False)
-        self._add_verify(done.verify_cost, num_drafted)
+                proposals.add(num_steps, cost)
+        if way.prepares and way.num_nodes in self._proposals and (num_steps or cost.timed_out):
+            self._proposals[way.num_nodes].hits.add(cost.is_hit)
 
-    def _add_verify(self, cost: Cost, num_drafted: int) -> None:
+    def _add_verify(self, cost: Cost, way: Way, num_steps: int) -> None:
         if cost.load is None or not cost.load.base_ns:
             return
         self._load = cost.load
-        self._mean_sequences += _RATE * (cost.load.num_sequences - self._mean_sequences)
-        if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * (self._pass_ns(num_drafted) + self._queue_ns):
+        self.num_sequences += _RATE * (cost.load.num_sequences - self.num_sequences)
+        pass_ns = max(1.0, self._pass_ns(way, num_steps, self.num_sequences))
+        if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * pass_ns * (1 + self._queue_share):
             return
-        self._queue_ns += _RATE * (cost.queue_ns - self._queue_ns)
+        self._queue_share += _RATE * (cost.queue_ns / pass_ns - self._queue_share)
         self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
 
     @property
-    def usual_length(self) -> int:
-        """The mean number of draft tokens, rounded."""
-        return round(self.mean_drafted)
+    def are_known(self) -> bool:
+        """Whether both services have answered so often that ways can be compared."""
+        return self._load.base_ns > 0 and self._num_proposals >= _FIRST_PROPOSALS
 
-    def is_draft_slower(self, share: float) -> bool:
-        """Whether a proposal that was not prepared takes longer than this share of a pass."""
-        return self.proposal_ns(self.usual_length) > share * self._pass_ns(self.usual_length)
-
-    def round_ns(self, num_draft_tokens: int, hit_rate: float | None) -> float:
-        """A round that waits for its proposal; `hit_rate` is None where no outcomes are prepared."""
-        wait_ns = self._wait_ns(num_draft_tokens, hit_rate) if num_draft_tokens else 0.0
-        return wait_ns + self.unwaited_ns(num_draft_tokens)
-
-    def unwaited_ns(self, num_draft_tokens: int) -> float:
-        """A round without the wait for its proposal. Queues grow and shrink with the passes."""
-        pass_ns = self._pass_ns(num_draft_tokens)
-        queue_ns = self._queue_ns * pass_ns / max(1.0, self._pass_ns(self.usual_length))
-        return max(1.0, queue_ns + pass_ns + self._network_ns)
-
-    def unwaited_times(self, most: int) -> list[float]:
-        """[most + 1] of `unwaited_ns`."""
-        return [self.unwaited_ns(n) for n in range(most + 1)]
-
-    def proposal_ns(self, num_draft_tokens: int) -> float:
-        """From the request for a proposal that was not prepared to its arrival."""
-        return self._draft.predict((num_draft_tokens, 1))
-
-    @property
-    def proposal_share(self) -> float:
+    def proposal_share(self, way: Way) -> float:
         """What the usual proposal takes, if it was not prepared, in passes of plain decoding."""
-        return self.proposal_ns(max(1, self.usual_length)) / max(1.0, self._pass_ns(0))
+        usual = max(1, round(self.mean_drafted))
+        return self.proposal_ns(way, usual) / max(1.0, self._pass_ns(way, 0, self.num_sequences))
 
-    def _wait_ns(self, num_draft_tokens: int, hit_rate: float | None) -> float:
+    def proposal_ns(self, way: Way, num_steps: int) -> float:
+        """From the request for a proposal that was not prepared to its arrival; of a shape that was never
+        tried, as of a chain."""
+        draft = self._proposals.get(way.num_nodes, self._proposals[CHAIN]).draft
+        return (draft if draft.base or any(draft.rates) else self._proposals[CHAIN].draft).predict(
+            (num_steps, 1)
+        )
+
+    def hit_rate(self, way: Way) -> float:
+        """Of rounds whose outcomes are prepared."""
+        return self._proposals.get(way.num_nodes, self._proposals[CHAIN]).hits.rate
+
+    def round_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
+        """A round that waits for its proposal, in passes of so many sequences, or as many as now."""
+        wait_ns = self._wait_ns(way, num_steps) if num_steps else 0.0
+        return wait_ns + self.unwaited_ns(way, num_steps, num_sequences)
+
+    def unwaited_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
+        """A round without the wait for its proposal. Queues grow and shrink with the passes."""
+        pass_ns = self._pass_ns(way, num_steps, num_sequences or self.num_sequences)
+        return max(1.0, (1 + self._queue_share) * pass_ns + self._network_ns)
+
+    def modelled_ns(self, seen: Seen) -> float:
+        """Of all rounds of a measurement together."""
+        return sum(
+            num_rounds * self.round_ns(seen.way, num_steps, seen.num_sequences)
+            for num_steps, num_rounds in seen.steps.items()
+        )
+
+    def _wait_ns(self, way: Way, num_steps: int) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""
-        requested_ns = self.proposal_ns(num_draft_tokens)
-        if hit_rate is None:
+        requested_ns = self.proposal_ns(way, num_steps)
+        if not way.prepares:
             return requested_ns
-        modelled_ns = self._late_modelled_ns
-        lateness = min(1.0, self._late_measured_ns / modelled_ns) if modelled_ns else 1.0
-        prepared_ns = lateness * self._late_ns(num_draft_tokens)
-        return hit_rate * prepared_ns + (1 - hit_rate) * requested_ns
+        proposals = self._proposals.get(way.num_nodes, self._proposals[CHAIN])
+        modelled_ns = proposals.late_modelled_ns
+        lateness = min(1.0, proposals.late_measured_ns / modelled_ns) if modelled_ns else 1.0
+        hit_rate = self.hit_rate(way)
+        return hit_rate * lateness * self._late_ns(way, num_steps) + (1 - hit_rate) * requested_ns
 
-    def _late_ns(self, num_draft_tokens: int) -> float:
+    def _late_ns(self, way: Way, num_steps: int) -> float:
         """From the end of a pass to the arrival of a proposal begun at its start.
 
         It takes one step more: the token after the whole previous proposal has to be guessed as well.
         """
-        return max(0.0, self.proposal_ns(num_draft_tokens + 1) - self._pass_ns(num_draft_tokens))
+        pass_ns = self._pass_ns(way, num_steps, self.num_sequences)
+        return max(0.0, self.proposal_ns(way, num_steps + 1) - pass_ns)
 
-    def _pass_ns(self, num_draft_tokens: int) -> float:
-        """A pass of the usual batch in which every stream has so many draft tokens, or trees so deep."""
+    def _pass_ns(self, way: Way, num_steps: int, num_sequences: float) -> float:
+        """A pass in which every sequence has so many draft tokens, or trees so deep."""
         load = self._load
-        is_tree = self._num_nodes and num_draft_tokens
-        num_tokens = self._num_nodes if is_tree else num_draft_tokens * self._num_chains
-        per_sequence = load.sequence_ns + load.token_ns * (num_tokens + 1)
-        return load.base_ns + self._mean_sequences * per_sequence
+        num_tokens = way.num_nodes if way.num_nodes and num_steps else num_steps * self._num_chains
+        return load.base_ns + num_sequences * (load.sequence_ns + load.token_ns * (num_tokens + 1))

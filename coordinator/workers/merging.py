@@ -23,6 +23,7 @@ def merged_status(parts: Sequence[Status]) -> Status:
         verify_replicas=_replicas([each for part in parts for each in part.verify_replicas]),
         draft_replicas=_replicas([each for part in parts for each in part.draft_replicas]),
         by_source=_totals([each for part in parts for each in part.by_source]),
+        ways=next((part.ways for part in parts if part.ways), []),  # one learns, and the others follow
     )
 
 

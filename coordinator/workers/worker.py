@@ -30,7 +30,7 @@ class Report(NamedTuple):
         status: its own `GetStatusResponse`, serialised.
         readings: of its groups of metrics, in their order.
         labels: that all samples of a group have.
-        learnt: as of `SharedShapes.exported`; empty where it follows.
+        learnt: as of `SharedChoice.exported`; empty where it follows.
     """
 
     status: bytes
@@ -132,25 +132,25 @@ class Worker:
             self._servicer.status().SerializeToString(),
             [group.readings() for group in self._groups],
             [dict(group.fixed) for group in self._groups],
-            self._servicer.shapes.exported() if self._leading else b"",
+            self._servicer.choice.exported() if self._leading else b"",
         )
 
     def _follow(self, learnt: bytes) -> None:
         if self._leading:
             self._leading.cancel()
             self._leading = None
-        self._servicer.shapes.follow(learnt)
+        self._servicer.choice.follow(learnt)
 
     def _lead(self) -> None:
-        self._servicer.shapes.lead()
+        self._servicer.choice.lead()
         self._leading = asyncio.create_task(self._tell_choices())
 
     async def _tell_choices(self) -> None:
         """Have the others follow at once when an option changes; what is learnt otherwise is in reports."""
-        shapes = self._servicer.shapes
+        choice = self._servicer.choice
         before = None
         while True:
-            if (now := shapes.options) != before:
+            if (now := choice.options) != before:
                 before = now
-                self._line.tell("learnt", shapes.exported())
+                self._line.tell("learnt", choice.exported())
             await asyncio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""`specwire drafts`: the kinds of drafts, what each needs, and what it has brought on a running server."""
+"""`specwire drafts`: kinds of drafts, what each needs and has brought on a server, and ways to draft."""
 
 from __future__ import annotations
 
@@ -60,6 +60,16 @@ class Line(NamedTuple):
     tokens_a_pass: str
 
 
+class WayLine(NamedTuple):
+    """A way to draft, and tokens a second of a stream under it; in words."""
+
+    way: str
+    chosen: str
+    expected: str
+    measured: str
+
+
+_WAY_HEAD = WayLine("tokens/s of a stream", "chosen", "expected", "last measured")
 _HEAD = Line("draft", "here", "needs", "rounds", "draft tokens", "accepted", "tokens a pass")
 
 
@@ -73,8 +83,26 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         target, draft = client.get_model_info()
         status = client.get_status()
     found = lines(target, draft, {each.source: each for each in status.by_source})
-    text = table([_HEAD, *found], colour)
-    return f"{text}\n\n{learnt(draft)}" if draft and draft.learning else text
+    parts = [table([_HEAD, *found], colour)]
+    if status.ways:
+        parts.append(table([_WAY_HEAD, *ways(status)], colour))
+    if draft and draft.learning:
+        parts.append(learnt(draft))
+    return "\n\n".join(parts)
+
+
+def ways(status: generation_pb2.GetStatusResponse) -> list[WayLine]:
+    """What the coordinator chooses among, the most promising first."""
+    found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)
+    return [
+        WayLine(
+            way.name,
+            "now" if way.is_chosen else "",
+            f"{way.expected_tokens_per_s:.0f}",
+            f"{way.measured_tokens_per_s:.0f}" if way.measured_tokens_per_s else "-",
+        )
+        for way in found
+    ]
 
 
 def learnt(draft: ModelInfo) -> str:
@@ -134,10 +162,10 @@ def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *,
     return Line(name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
 
 
-def table(rows: Sequence[Line], colour: bool) -> str:
+def table(rows: Sequence[Line | WayLine], colour: bool) -> str:
     """Aligned columns under their names; figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    num_words = _HEAD.index("needs") + 1
+    num_words = rows[0].index("needs" if isinstance(rows[0], Line) else "chosen") + 1
     texts = []
     for row in rows:
         cells = [

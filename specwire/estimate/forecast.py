@@ -71,6 +71,7 @@ class SharedAcceptance:
     rounds in batches; how a text differs is up to each stream's own belief.
 
     Attributes:
+        num_added: rounds so far.
         reached_likelihoods: [NUM_POSITIONS + 1][num_shifts] that k or more draft tokens are accepted.
         ended_likelihoods: [NUM_POSITIONS][num_shifts] that k are, and the next one is rejected.
         drifts: [NUM_POSITIONS + 1][num_shifts] what a change of the text adds to a belief, in a round that
@@ -79,7 +80,7 @@ class SharedAcceptance:
     """
 
     def __init__(self) -> None:
-        self._num_added = self._num_learnt = 0
+        self.num_added = self._num_learnt = 0
         self._batch: list[tuple[int, int, Floats]] = []
         self._judged = np.zeros((NUM_POSITIONS, len(_SHIFTS)))
         self._accepted = np.zeros(NUM_POSITIONS)
@@ -94,7 +95,7 @@ class SharedAcceptance:
         Draft tokens after a rejected one were never judged.
         """
         self._batch.append((min(num_drafted, num_accepted + 1), num_accepted, belief))
-        self._num_added += 1
+        self.num_added += 1
         if len(self._batch) >= min(_MAX_BATCH, 1 + self._num_learnt // 2):
             self._learn()
             self._update()
@@ -113,7 +114,7 @@ class SharedAcceptance:
         self._accepted = kept * self._accepted + weight * num_accepted
         rates = np.maximum(_TEXT_RATE, 1 / (_TEXT_PRIOR_ROUNDS + self._num_learnt + np.arange(len(judged))))
         self._seen += (1 - np.prod(1 - rates)) * (beliefs.mean(0) - self._seen)
-        self._num_learnt = self._num_added
+        self._num_learnt = self.num_added
         self._batch.clear()
 
     def reached(self, belief: Floats) -> Floats:

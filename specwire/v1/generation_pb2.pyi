@@ -374,7 +374,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,7 @@ class GetStatusResponse(_message.Message):
     NUM_PAUSED_FIELD_NUMBER: _ClassVar[int]
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -395,7 +396,20 @@ class GetStatusResponse(_message.Message):
     num_paused: int
     by_source: _containers.RepeatedCompositeFieldContainer[SourceTotals]
     why_plain: str
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ...) -> None: ...
+    ways: _containers.RepeatedCompositeFieldContainer[WayStatus]
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ...) -> None: ...
+
+class WayStatus(_message.Message):
+    __slots__ = ("name", "is_chosen", "expected_tokens_per_s", "measured_tokens_per_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    is_chosen: bool
+    expected_tokens_per_s: float
+    measured_tokens_per_s: float
+    def __init__(self, name: _Optional[str] = ..., is_chosen: _Optional[bool] = ..., expected_tokens_per_s: _Optional[float] = ..., measured_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class SourceTotals(_message.Message):
     __slots__ = ("source", "num_drafts", "num_draft_tokens", "num_accepted_tokens")

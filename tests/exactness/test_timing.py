@@ -24,7 +24,7 @@ from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Client, Setting, World
 from coordinator.generation import Generation, Plan, Round
-from coordinator.length.draft_length import AdaptiveLength
+from coordinator.length.planners import AdaptiveLength
 from coordinator.peers.replicas import Replica
 from draft_service import drafter
 from draft_service.drafter import Drawn, _supports
@@ -113,8 +113,8 @@ class Coins(EmulatedModel):
 class Impatient(AdaptiveLength):
     """Waits long for some proposals and hardly for others, regardless of their tokens."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._random = random.Random(0)
 
     def plan(self) -> Plan:
@@ -327,8 +327,8 @@ class Heads:
 class TwoPassesAreTooMany(AdaptiveLength):
     """Waits for one pass of the draft; in some rounds for any number."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._random = random.Random(0)
 
     def plan(self) -> Plan:

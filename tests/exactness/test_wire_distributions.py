@@ -22,7 +22,7 @@ import torch
 
 import coordinator.servicer
 from coordinator.generation import Plan, Round
-from coordinator.length.draft_length import AdaptiveLength
+from coordinator.length.planners import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from specwire.testing.delay_proxy import Link
 from tests.support.harness import float32_processes, local_stack

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.length import measurements
-from coordinator.length.measurements import Options, SharedMeasurements
+from coordinator.length.choice import Among, SharedChoice
+from coordinator.length.ways import Way
 from specwire import Rule, SamplingParams
+from specwire.cli import drafts
+from specwire.config.client import ClientConfig
 from tests.support.harness import local_stack
 from tests.support.pairs import save_target
 
@@ -77,6 +79,14 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
             return done.speculation.why_plain, stack.client.get_status().why_plain
 
         assert any(all(re.match(reason, why) for why in whys()) for _ in range(20))
+        ways = {way.name: way for way in stack.client.get_status().ways}
+        best = max(ways.values(), key=lambda way: way.expected_tokens_per_s)
+        assert best.name == "plain"
+        assert ways["plain"].measured_tokens_per_s == pytest.approx(best.expected_tokens_per_s, rel=0.5)
+        assert {"chains up to 4", "trees of 32 up to 8"} < ways.keys()
+        assert not any(name.endswith("prepared") for name in ways), "--num-outcomes 0"
+        shown = drafts.show(ClientConfig(server=stack.address), colour=False)
+        assert re.search(r"\ntokens/s of a stream +chosen +expected +last measured\nplain ", shown)
     hints = [record.getMessage() for record in caplog.records if "decoded plainly" in record.getMessage()]
     assert len(hints) == 1
     assert re.match(f"drafting {reason}", hints[0])
@@ -87,20 +97,22 @@ def test_models_on_the_same_cores_prepare_nothing_by_themselves(
     takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what both say of themselves. A paced target leaves the cores to the draft, which works ahead."""
-    monkeypatch.setattr(measurements, "_SLOW_SHARE", 0.0)
     target = save_target(tmp_path / "target")
-    begin_round, num_outcomes = SharedMeasurements.begin_round, []
+    begin_round, num_outcomes = SharedChoice.begin_round, []
 
-    def noted(self: SharedMeasurements) -> Options:
-        options = begin_round(self)
-        num_outcomes.append(options.num_outcomes)
-        return options
+    def noted(self: SharedChoice, among: Among) -> tuple[Way, int]:
+        way, num = begin_round(self, among)
+        num_outcomes.append(num)
+        return way, num
 
-    monkeypatch.setattr(SharedMeasurements, "begin_round", noted)
+    monkeypatch.setattr(SharedChoice, "begin_round", noted)
     pace = {"least_pass_ms": 0.0 if takes_turns else 1.0}
     with local_stack(target, target, verify_options=pace) as stack:
         params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
-        stack.client.generate(params=params, prompt_token_ids=[3, 1, 4])
+        for _ in range(3 if takes_turns else 50):  # what is best at once, or is tried
+            stack.client.generate(params=params, prompt_token_ids=[3, 1, 4])
+            if any(num_outcomes):
+                break
         assert any(num_outcomes) is not takes_turns
         infos = stack.client.get_model_info()
         assert infos[1] is not None

@@ -12,7 +12,7 @@ import pytest
 
 import coordinator.servicer
 from coordinator.generation import Plan
-from coordinator.length.draft_length import AdaptiveLength
+from coordinator.length.planners import AdaptiveLength
 from coordinator.peers import drafter
 from coordinator.peers.draft_sequence import DraftSequence
 from specwire import Grammar, Rule, SamplingParams

@@ -9,8 +9,9 @@ import pytest
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
-from coordinator.length.draft_length import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
-from coordinator.length.shapes import CHAIN, SHAPES, AdaptiveShape, SharedShapes
+from coordinator.length.choice import SharedChoice
+from coordinator.length.planners import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
+from coordinator.length.ways import CHAIN, TREES, Way
 from coordinator.servicer import planner_of
 from specwire.core import Load, Outcome, Proposal, Verdict
 
@@ -27,8 +28,8 @@ class Machine:
 
     def __init__(self, *, token: float, num_streams: int = 1) -> None:
         self.rng = np.random.default_rng(3)
-        self.shared = SharedShapes(lambda: num_streams)
-        self.streams = [AdaptiveShape(self.shared) for _ in range(num_streams)]
+        self.shared = SharedChoice(lambda: num_streams)
+        self.streams = [AdaptiveLength(self.shared, has_trees=True) for _ in range(num_streams)]
         self.base, self.token, self.step = 30e6, token, 2e6
         self.tokens, self.time = 0, 0.0
         self.rounds: Counter[int] = Counter()
@@ -41,7 +42,7 @@ class Machine:
                 self._round(stream)
         return self.rounds
 
-    def _round(self, stream: AdaptiveShape) -> None:
+    def _round(self, stream: AdaptiveLength) -> None:
         plan = stream.plan()
         depth, nodes = plan.num_steps, plan.num_draft_tokens
         width = nodes / depth if plan.max_depth else 1.0
@@ -69,7 +70,7 @@ def test_where_tokens_of_a_pass_cost_nothing_there_are_trees() -> None:
     machine.run(1500)
     rounds = machine.run(1500)
     assert rounds[CHAIN] < 0.15 * rounds.total()
-    assert machine.shared.num_nodes in SHAPES[1:]
+    assert machine.shared.chosen.num_nodes in TREES
 
 
 def test_where_every_token_costs_there_are_chains() -> None:
@@ -78,13 +79,13 @@ def test_where_every_token_costs_there_are_chains() -> None:
     machine.run(1500)
     rounds = machine.run(1500)
     assert rounds[CHAIN] > 0.9 * rounds.total()
-    assert machine.shared.num_nodes == CHAIN
+    assert machine.shared.chosen.num_nodes == CHAIN
 
 
 def test_it_turns_to_chains_when_tokens_begin_to_cost() -> None:
     machine = Machine(token=0)
     machine.run(1500)
-    machine.token = 3e6
+    machine.token = 6e6
     machine.run(3000)
     assert machine.run(1000)[CHAIN] > 0.85 * 1000
 
@@ -98,9 +99,9 @@ def test_many_streams_agree_on_a_shape() -> None:
 
 
 def test_before_costs_are_known_there_are_chains() -> None:
-    shared = SharedShapes(lambda: 1)
-    assert AdaptiveShape(shared).plan().max_depth == 0
-    assert shared.num_nodes == CHAIN
+    shared = SharedChoice(lambda: 1)
+    assert AdaptiveLength(shared, has_trees=True).plan().max_depth == 0
+    assert shared.chosen.num_nodes == CHAIN
 
 
 # --- who plans what ---------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def test_before_costs_are_known_there_are_chains() -> None:
 
 def planner(num_draft_tokens: int | None, max_depth: int | None, *, draft_has_trees: bool = True) -> Planner:
     """The servicer's, for a request that was checked."""
-    return planner_of(SharedShapes(lambda: 1), num_draft_tokens, max_depth, has_trees=draft_has_trees)
+    return planner_of(SharedChoice(lambda: 1), num_draft_tokens, max_depth, has_trees=draft_has_trees)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,24 @@ def test_what_a_request_fixes_is_planned(
 
 def test_streams_under_rejection_choose_among_chains() -> None:
     """Their requests have max_depth 0 (`RequestParser`), and so have those of a target without trees."""
-    assert isinstance(planner(None, 0), AdaptiveLength)
-    assert isinstance(planner(None, None, draft_has_trees=False), AdaptiveLength)
-    assert isinstance(planner(None, None), AdaptiveShape)
+    for chosen, has_trees in (
+        (planner(None, 0), False),
+        (planner(None, None, draft_has_trees=False), False),
+        (planner(None, None), True),
+    ):
+        assert isinstance(chosen, AdaptiveLength)
+        assert any(way.num_nodes for way in chosen._among.ways) is has_trees
+
+
+def test_a_tree_is_believed_to_be_as_deep_as_trees_become() -> None:
+    """The draft may find the likeliest nodes in fewer passes than it was allowed."""
+    shared, way = SharedChoice(lambda: 1), Way(64, 16)
+    assert shared.longest(way) == 16
+    for _ in range(20):
+        shared.add_depth(64, shared.longest(way), 9)
+    assert shared.longest(way) == shared.longest(Way(64, 16, prepares=True)) in (9, 10)
+    assert shared.longest(Way(64, 8)) == 8
+    assert shared.longest(Way(32, 16)) == shared.longest(Way(CHAIN, 16)) == 16
+    for _ in range(40):
+        shared.add_depth(64, shared.longest(way), shared.longest(way))
+    assert shared.longest(way) >= 14, "where they reach what they may, more is tried"

@@ -20,8 +20,8 @@ from coordinator.drafts.ngram import Ngram
 from coordinator.drafts.suffix import Suffix
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
-from coordinator.length.draft_length import FixedLength, WithText
-from coordinator.length.measurements import SharedMeasurements
+from coordinator.length.choice import SharedChoice
+from coordinator.length.planners import FixedLength, WithText
 from coordinator.peers.checks import check_proposal
 from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
@@ -209,7 +209,7 @@ class TestBesideAModel:
         assert set(self.rounds(model, text, 4, 3)) == {"ngram"}
 
     def test_what_the_text_accepts_teaches_nothing_about_the_model(self) -> None:
-        measured = SharedMeasurements(lambda: 1)
+        measured = SharedChoice(lambda: 1)
         planner = WithText(FixedLength(2, measured), num_text_tokens=8)
         assert planner.limit == 8
         assert planner.plan() == Plan(2, num_text_tokens=8)

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.length.draft_length import AdaptiveLength
-from coordinator.length.shapes import SharedShapes
+from coordinator.length.choice import SharedChoice
+from coordinator.length.planners import AdaptiveLength
 from coordinator.workers.crew import CoordinatorWorker, Crew
 from coordinator.workers.merging import merged_status
 from coordinator.workers.worker import RemoteAdmission, Report
@@ -24,7 +24,7 @@ from specwire.rpc.line import Line, Methods
 from specwire.security.bearer import Principal
 from specwire.telemetry.metrics import HistogramData, Metric, MetricKind, merged, remaining
 from specwire.v1 import generation_pb2
-from tests.unit.test_draft_length import Machine
+from tests.unit.test_choice import Machine
 
 ALICE, BOB = Principal(name="alice"), Principal(name="bob", max_running=1)
 Status, Replica = generation_pb2.GetStatusResponse, generation_pb2.ReplicaStatus
@@ -329,8 +329,8 @@ class SharedMachine(Machine):
     def __init__(self, num_streams: int, num_workers: int, **costs: float) -> None:
         super().__init__(num_streams, **costs)
         own = num_streams // num_workers
-        self.workers = [SharedShapes(lambda: own) for _ in range(num_workers)]
-        self.streams = [AdaptiveLength(self.workers[i % num_workers].chains) for i in range(num_streams)]
+        self.workers = [SharedChoice(lambda: own) for _ in range(num_workers)]
+        self.streams = [AdaptiveLength(self.workers[i % num_workers]) for i in range(num_streams)]
         self._options: object = None
         self._told_ns = self._all_ns = 0.0
 
@@ -375,7 +375,7 @@ def test_one_that_leads_after_it_followed_goes_on_from_there() -> None:
     assert after.options == before.options
     machine.workers.reverse()
     after.lead()
-    assert not after.chains.is_warming_up
+    assert after.are_known
     rate = machine.run(1000, 0.8)
     assert rate > 0.86 * machine.ideal(0.8)
-    assert after.chosen.num_trials > before.chosen.num_trials or after.options == before.options
+    assert after.num_trials > before.num_trials or after.options == before.options

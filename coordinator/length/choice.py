@@ -1,0 +1,469 @@
+"""One choice for all streams: the way to decode that promises the most tokens a second.
+
+    rate(way) = max over γ ≤ cap of tokens(γ) / time(way, γ)
+
+Tokens follow from acceptance as measured, times from costs as measured (`round_costs.py`) and from what
+rounds that really ran say of the way itself and of ways with the same causes (`ways.py`). The way with the
+highest rate is taken. Another one is tried instead for a block of rounds where what it may bring, should it
+turn out better, is worth more than what it is expected to lose. Trials have a budget.
+
+A way holds for all streams, since what one of them does slows the others. Pure: no clock, no network.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coordinator.generation import Round
+from coordinator.length.round_costs import RoundCosts
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Beliefs, Seen, Way
+from specwire.estimate.forecast import SharedAcceptance
+
+log = logging.getLogger(__name__)
+
+MAX_OUTCOMES = 32
+"""Outcomes that are prepared for where that pays."""
+FIRST_CAP = 4
+"""Draft tokens of a round before costs are known."""
+
+_BLOCK_ROUNDS, _MIN_BLOCK_ROUNDS, _MIN_BLOCK_NS = 4, 6, 250_000_000
+"""Rounds that are measured together: of each stream and of all at least, and for a stream's time at least. A
+shorter block shows how quiet the machine just was."""
+_OUTLIER_RATIO = 4.0
+"""No round counts for more than so many mean ones: a prompt of any length may be in it."""
+_HORIZON_S = 20.0
+"""For how long the result of a trial is worth something."""
+_SWITCH_ROUNDS = 1.0
+"""What a trial loses besides: what was prepared is lost, and some rounds do not count."""
+_TRIAL_SHARE, _FIRST_TRIAL_ROUNDS = 0.02, 6.0
+"""Share of the time that trials may be expected to lose, and rounds that they may lose besides."""
+_CHANGE_RATIO = 1.01
+"""A way replaces another one that it is so many times as fast as."""
+_TREE_GAIN, _UNKNOWN, _KNOWN_ROUNDS = 1.25, 0.2, 25
+"""Tokens of a tree beyond the first over those of a chain, before one was tried: of 32 nodes, with the
+embedded pair. The logarithm of what a shape brings that was not tried may be wrong by so much, and has half
+the variance after so many rounds: the draft learns, too, what trees to grow."""
+_SLOW_SHARE = 0.25
+"""A draft is slow when a proposal that was not prepared takes this share of a pass.
+
+Measured with the embedded pair: rejection sampling commits 1.08 times the tokens of Gumbel coupling, but 0.46
+of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w passes for all others,
+(1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
+"""
+_DEPTH_RATE = 0.2
+"""Learning rate of how deep trees are."""
+_LEAST_SHARE = 0.05
+"""A proposal that takes less than this share of a pass, such as the target's own, is not named as a cost."""
+_REFRESH_ROUNDS = 8
+"""Rounds between two updates of the prospects, which all streams read in every round; with more than 32
+streams, a quarter of them."""
+_LEARNT_ROUNDS = 32
+"""Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
+_NEW_OCTAVES = 0.5
+"""The choice is made anew once the number of streams has changed by so many doublings."""
+_OWN = ("_num_own_streams", "_num_outcomes", "_may_prepare", "acceptances", "_num_followed")
+"""What a process does not export as it is."""
+
+
+class Prospects(NamedTuple):
+    """What rounds of a way promise to an average stream: each [MAX_CHOSEN + 1], by draft tokens in a row."""
+
+    tokens: list[float]  # that a round commits
+    times: list[float]  # nanoseconds of a round; [0] of plain decoding
+    unwaited: list[float]  # of rounds that do not wait for their proposals
+    hit_rate: float = 0.0  # of those
+
+    def rate(self, cap: int) -> float:
+        """Most tokens a nanosecond with at most `cap` draft tokens, and at least one unless it is 0."""
+        lengths = range(min(1, cap), cap + 1)
+        waited = max(self.tokens[n] / self.times[n] for n in lengths)
+        if not self.hit_rate:
+            return waited
+        return max(waited, *((1 + self.hit_rate * (self.tokens[n] - 1)) / self.unwaited[n] for n in lengths))
+
+
+class Among(NamedTuple):
+    """What a stream may choose from.
+
+    Attributes:
+        ways: the first is taken before costs are known.
+        num_steps: draft tokens one after another, if their number is fixed.
+    """
+
+    ways: tuple[Way, ...]
+    num_steps: int | None = None
+
+
+class Compared(NamedTuple):
+    """A way, and tokens a second of a stream: expected now, and when it was last measured (0 if never)."""
+
+    way: Way
+    is_chosen: bool
+    expected_rate: float
+    measured_rate: float
+
+
+@dataclass
+class _Held:
+    """The way of those who choose among the same.
+
+    Attributes:
+        way: at present.
+        best: of which the most is expected; another one than `way` during a trial.
+        block: the rounds of `way` so far.
+    """
+
+    way: Way
+    best: Way
+    block: Seen
+
+
+class SharedChoice:
+    """Learns from the rounds of all streams of a coordinator, and chooses for them. Times in nanoseconds.
+
+    In a coordinator of several processes one of them learns, from its own streams, and the others follow:
+    they adopt what it has learnt and what it tries, so that a way holds for all streams at a time.
+
+    Attributes:
+        acceptances: by nodes of a tree, 0 for chains.
+        num_trials: begun so far.
+        why_not: the case against drafting by the latest figures, for rounds that are planned without.
+
+    Args:
+        num_streams: that run now.
+        num_outcomes: to prepare for; None finds out what pays.
+        may_prepare: whether any may be prepared for at present.
+        num_chains: of a round, whose length is meant by draft tokens then.
+    """
+
+    def __init__(
+        self,
+        num_streams: Callable[[], int],
+        *,
+        num_outcomes: int | None = 0,
+        may_prepare: Callable[[], bool] = lambda: True,
+        num_chains: int = 1,
+    ) -> None:
+        self._num_own_streams, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
+        self._num_followed: int | None = None  # streams of all, where this process follows
+        self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
+        self.costs, self._beliefs = RoundCosts(num_chains), Beliefs()
+        self._held: dict[Among, _Held] = {}
+        self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
+        self._prospects: dict[Way, Prospects] = {}
+        self._depths = dict.fromkeys(TREES, float(MAX_CHOSEN))  # that trees reach where they may be deeper
+        self._now = self._earned = self._spent = (
+            0.0  # seconds: so far, that trials may lose, that they may have
+        )
+        self._num_rounds = self._refresh_at = self._learn_at = self.num_trials = 0
+        self.why_not = ""
+
+    # --- for planners -------------------------------------------------------------------------------
+
+    def among(self, *, has_trees: bool = False) -> Among:
+        """What a stream chooses from whose length is not fixed."""
+        ways = [way for way in WAYS if has_trees or not way.num_nodes]
+        first = next(way for way in ways if way.cap == FIRST_CAP and way.prepares is bool(self._num_outcomes))
+        return Among((first, *(way for way in ways if way != first)))
+
+    def among_fixed(self, num_steps: int, num_nodes: int) -> Among:
+        """What a stream chooses from whose length is fixed: whether outcomes are prepared."""
+        nodes = next((size for size in (CHAIN, *TREES) if size >= num_nodes), TREES[-1])
+        cap = next((way.cap for way in WAYS if way.num_nodes == nodes and way.cap >= num_steps), MAX_CHOSEN)
+        ways = [Way(nodes, cap, prepares) for prepares in (False, True)]
+        return Among(tuple(ways[:: -1 if self._num_outcomes else 1]), num_steps)
+
+    def begin_round(self, among: Among) -> tuple[Way, int]:
+        """The way of a round of any stream, and how many outcomes are prepared."""
+        held = self._held.get(among)
+        if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
+            held = self._held[among] = self._entered(among, held)
+        outcomes = MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
+        return held.way, outcomes if held.way.prepares else 0
+
+    def on_trial(self, among: Among) -> bool:
+        """Whether the way at present is tried though less is expected of it."""
+        held = self._held[among]
+        return held.way != held.best
+
+    def prospects(self, way: Way) -> Prospects:
+        """Of a way, updated if there were enough rounds since the last time."""
+        if self._num_rounds >= self._refresh_at:
+            usual = max(_REFRESH_ROUNDS, self._num_streams // 4)
+            self._refresh_at = self._num_rounds + min(usual, 1 + self._num_rounds // 2)
+            self._prospects.clear()
+        if way not in self._prospects:
+            self._prospects[way] = self._promised(way)
+        return self._prospects[way]
+
+    def longest(self, way: Way) -> int:
+        """Most draft tokens one after another: its cap, or what trees of so many nodes reach."""
+        return min(way.cap, max(1, round(self._depths[way.num_nodes]))) if way.num_nodes else way.cap
+
+    def add_depth(self, num_nodes: int, num_planned: int, num_steps: int) -> None:
+        """A tree that could have been so deep, and how deep it was."""
+        depth = self._depths[num_nodes]
+        if num_steps < num_planned:
+            self._depths[num_nodes] += _DEPTH_RATE * (num_steps - depth)
+        elif num_steps >= int(depth):
+            self._depths[num_nodes] += _DEPTH_RATE * (num_steps + 1 - depth)
+
+    @property
+    def learns_next(self) -> bool:
+        """Whether costs are learnt from the next round that is added."""
+        return not self.are_known or self._num_rounds + 1 >= self._learn_at
+
+    @property
+    def are_known(self) -> bool:
+        """Whether costs are, so that there is a choice."""
+        return self.costs.are_known
+
+    def add(self, done: Round, way: Way, elapsed_ns: int) -> None:
+        """Count a round of any stream and its time, and learn from it if its turn has come."""
+        if self.follows:
+            return
+        is_learnt, were_known = self.learns_next, self.are_known
+        self._num_rounds += 1
+        self._now += elapsed_ns / 1e9 / max(1, self._num_streams)
+        if not is_learnt:
+            return
+        # An odd number: not the rounds of the same streams each time.
+        self._learn_at = self._num_rounds + (self._num_streams // _LEARNT_ROUNDS | 1)
+        self.costs.add(done, way)
+        if self.are_known and not were_known:
+            self._held.clear()
+
+    def add_settled(self, among: Among, way: Way, num_steps: int, elapsed_ns: int) -> None:
+        """A round of a stream that has settled under a way, and its time."""
+        held = self._held.get(among)
+        if self.follows or not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
+            return
+        block, num_streams = held.block, self._num_streams
+        num_rounds = block.num_rounds
+        if num_rounds:
+            elapsed_ns = min(elapsed_ns, int(_OUTLIER_RATIO * block.time_ns / num_rounds))
+        block.steps[num_steps] = block.steps.get(num_steps, 0) + 1
+        block.time_ns += elapsed_ns
+        self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
+        is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)
+        if is_enough and block.time_ns >= _MIN_BLOCK_NS * num_streams:
+            block.at, block.num_sequences = self._now, self.costs.num_sequences
+            if 2 * block.steps.get(0, 0) > block.num_rounds:
+                block.way = PLAIN  # as streams chose for their own texts
+            self._beliefs.add(block)
+            self._held[among] = self._decided(among, held)
+
+    # --- the choice ---------------------------------------------------------------------------------
+
+    def _entered(self, among: Among, before: _Held | None) -> _Held:
+        """With a new number of streams, or for the first time: the way of which the most is expected."""
+        ways = self._open(among)
+        way = before.best if before and before.best in ways else ways[0]
+        if self.are_known:
+            way = ways[int(np.argmax(self._rates(among, ways)[0]))]
+            self._prospects.clear()
+        return self._hold(way, way)
+
+    def _decided(self, among: Among, held: _Held) -> _Held:
+        """At the end of a block: the best way, or one to try."""
+        ways = self._open(among)
+        rates, covariance = self._rates(among, ways)
+        best = int(np.argmax(rates))
+        if held.best in ways and rates[best] - rates[ways.index(held.best)] < math.log(_CHANGE_RATIO):
+            best = ways.index(held.best)
+        block_s = held.block.time_ns / 1e9 / self._num_streams
+        switch_s = _SWITCH_ROUNDS * held.block.time_ns / 1e9 / held.block.num_rounds
+        worth, tried, cost = 0.0, best, 0.0
+        for i, rate in enumerate(rates):
+            spread = math.sqrt(max(0.0, covariance[i, i] + covariance[best, best] - 2 * covariance[i, best]))
+            gain = _expected_excess(rate - rates[best], spread)
+            loss = (gain - (rate - rates[best])) * block_s + switch_s
+            if i != best and _HORIZON_S * gain - loss > worth:
+                worth, tried, cost = _HORIZON_S * gain - loss, i, loss
+        if cost > _FIRST_TRIAL_ROUNDS * switch_s + self._earned - self._spent:
+            tried, cost = best, 0.0  # saved up for, as a cheaper trial is worth less
+        self._spent += cost
+        self.num_trials += tried != best and ways[tried] != held.way
+        self._prospects.clear()
+        self.why_not = self._reason()
+        if log.isEnabledFor(logging.DEBUG):
+            compared = sorted(zip(rates, ways, strict=True), reverse=True)
+            log.debug(
+                "%.3f ms a round of %s; now %s; expected tokens/s over the best: %s",
+                1e3 * switch_s / _SWITCH_ROUNDS,
+                held.way,
+                ways[tried],
+                ", ".join(f"{way} {math.exp(rate - rates[best]):.2f}" for rate, way in compared),
+            )
+        return self._hold(ways[tried], ways[best])
+
+    def _hold(self, way: Way, best: Way) -> _Held:
+        return _Held(way, best, Seen(way, self._num_streams, self.costs.num_sequences, self._now))
+
+    def _open(self, among: Among) -> list[Way]:
+        """Ways that may be taken now."""
+        if self._num_outcomes == 0 or not self._may_prepare():
+            return [way for way in among.ways if not way.prepares]
+        if self._num_outcomes is not None:
+            return [way for way in among.ways if way.prepares or not way.cap]
+        return list(among.ways)
+
+    def _rates(self, among: Among, ways: Sequence[Way]) -> tuple[list[float], Any]:
+        """Expected logarithm of tokens a nanosecond by way, and its covariance."""
+        asked = list(dict.fromkeys((PLAIN, *ways)))
+        slowness, covariance = self._beliefs.of(asked, self._num_streams, self._now, self.costs.modelled_ns)
+        self._slowness.update(zip(asked, np.exp(slowness).tolist(), strict=True))
+        if among.num_steps is None:
+            rates = [math.log(self._promised(way).rate(self.longest(way))) for way in ways]
+        else:
+            steps = among.num_steps
+            rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, steps)) for way in ways]
+        places = [asked.index(way) for way in ways]
+        known = [self.acceptances[way.num_nodes].num_added / _KNOWN_ROUNDS for way in ways]
+        unknown = [
+            _UNKNOWN**2 / (1 + share) if way.cap else 0.0 for way, share in zip(ways, known, strict=True)
+        ]
+        return rates, covariance[np.ix_(places, places)] + np.diag(unknown)
+
+    def _promised(self, way: Way) -> Prospects:
+        costs, slowness = self.costs, self._slowness.get(way, 1.0)
+        plain_ns = self._slowness.get(PLAIN, 1.0) * costs.round_ns(PLAIN, 0)
+        lengths = range(1, MAX_CHOSEN + 1)
+        times = [plain_ns, *(slowness * costs.round_ns(way, n) for n in lengths)]
+        unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
+        hit_rate = costs.hit_rate(way) if way.prepares else 0.0
+        return Prospects(self._tokens(way.num_nodes), times, unwaited, hit_rate)
+
+    def _tokens(self, num_nodes: int) -> list[float]:
+        """Of a shape; one that was never tried is believed to be like the tree nearest to it."""
+        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added]
+        if num_nodes == CHAIN or num_nodes in tried:
+            return self.acceptances[num_nodes].tokens()
+        if tried:
+            nearest = min(tried, key=lambda nodes: max(nodes / num_nodes, num_nodes / nodes))
+            return self.acceptances[nearest].tokens()
+        return [1 + _TREE_GAIN * (tokens - 1) for tokens in self.acceptances[CHAIN].tokens()]
+
+    def _num_streams_changed(self, held: _Held) -> bool:
+        before, now = held.block.num_streams, self._num_streams
+        return before != now and abs(math.log2(max(1, now) / max(1, before))) >= _NEW_OCTAVES
+
+    # --- what is said of it -------------------------------------------------------------------------
+
+    @property
+    def chosen(self) -> Way:
+        """The latest choice of streams whose length is open, or of any."""
+        return next(
+            (held.way for among, held in self._held.items() if among.num_steps is None),
+            next((held.way for held in self._held.values()), Way(CHAIN, FIRST_CAP)),
+        )
+
+    @property
+    def num_outcomes(self) -> int:
+        """That are prepared for at present."""
+        chosen = self.chosen
+        if not chosen.prepares or not self._may_prepare():
+            return 0
+        return MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
+
+    @property
+    def is_draft_far(self) -> bool:
+        """Whether waiting for proposals costs more than what preparing for many of them takes."""
+        way = self.chosen
+        return way.prepares and self.are_known and self.costs.proposal_share(way) > _SLOW_SHARE
+
+    def compared(self) -> list[Compared]:
+        """All ways that streams choose among whose length is open; none before costs are known."""
+        if not self.are_known:
+            return []
+        among = next((among for among in self._held if among.num_steps is None), self.among())
+        held, ways = self._held.get(among), self._open(among)
+        rates, _ = self._rates(among, ways)
+        return [
+            Compared(way, held is not None and way == held.way, 1e9 * math.exp(rate), self._measured(way))
+            for way, rate in zip(ways, rates, strict=True)
+        ]
+
+    def _measured(self, way: Way) -> float:
+        seen, tokens = self._beliefs.last(way), self._tokens(way.num_nodes)
+        if seen is None:
+            return 0.0
+        most = len(tokens) - 1
+        num_tokens = sum(num_rounds * tokens[min(n, most)] for n, num_rounds in seen.steps.items())
+        return 1e9 * num_tokens / seen.time_ns
+
+    @property
+    def why_plain(self) -> str:
+        """Why an average stream decodes plainly; empty if it does not."""
+        best = next((held.best for among, held in self._held.items() if among.num_steps is None), None)
+        if not self.are_known or best is None:
+            return ""
+        prospects = self.prospects(best)
+        times = prospects.unwaited if best.prepares else prospects.times
+        plain = prospects.tokens[0] / times[0]
+        pays = any(prospects.tokens[n] / times[n] > plain for n in range(1, best.cap + 1))
+        return "" if pays else self.why_not
+
+    def _reason(self) -> str:
+        """What a proposal costs and brings; and what is expected of the best way that drafts, once one was
+        measured beside plain decoding."""
+        if not self.are_known:
+            return ""
+        share, tokens = self.costs.proposal_share(Way(CHAIN, FIRST_CAP)), self.acceptances[CHAIN].tokens()
+        parts = [f"a proposal takes {share:.1f} of a pass"] if share >= _LEAST_SHARE else []
+        length = min(max(1, round(self.costs.mean_drafted)), len(tokens) - 1)
+        parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")
+        drafted = [way for way in self._slowness if way.cap and self._beliefs.last(way)]
+        if self._beliefs.last(PLAIN) and drafted:
+            plain = self._promised(PLAIN).rate(0)
+            best = max(self._promised(way).rate(self.longest(way)) for way in drafted)
+            parts.append(f"trials were {best / plain:.2f} times as fast as plain decoding")
+        return f"does not pay here: {', '.join(parts)}"
+
+    # --- several processes --------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process learns and chooses, and this one adopts that."""
+        return self._num_followed is not None
+
+    @property
+    def _num_streams(self) -> int:
+        return self._num_own_streams() if self._num_followed is None else self._num_followed
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What holds for all streams at present, and how many trials there were."""
+        return self.chosen, self.num_outcomes, self.num_trials
+
+    def exported(self) -> bytes:
+        """What this process has learnt, chosen and tries at present, for others to follow."""
+        learnt = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return pickle.dumps((self._num_streams, self.acceptances, learnt))
+
+    def follow(self, learnt: bytes) -> None:
+        """Learn nothing from now on; choose as the process that exported this, as for its streams."""
+        self._num_followed, acceptances, adopted = pickle.loads(learnt)
+        for nodes, acceptance in self.acceptances.items():  # streams keep their hold on these
+            vars(acceptance).update(vars(acceptances[nodes]))
+        vars(self).update(adopted)
+
+    def lead(self) -> None:
+        """Learn, beginning with what is known."""
+        self._num_followed = None
+
+
+def _expected_excess(mean: float, spread: float) -> float:
+    """Expected value of max(0, x) for a normally distributed x."""
+    if spread <= 0:
+        return max(0.0, mean)
+    z = mean / spread
+    density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    return spread * density + mean * 0.5 * math.erfc(-z / math.sqrt(2))

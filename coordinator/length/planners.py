@@ -1,0 +1,226 @@
+"""How many tokens to draft in a stream's next round: the number that promises the most tokens a second.
+
+    rate(γ) = tokens(γ) / time(γ)
+    tokens(γ) = 1 + reached_1 + ... + reached_γ     reached_k: probability that k or more are accepted
+
+Acceptance is estimated for each stream's own text (`specwire/estimate/forecast.py`); the time of a round, and
+the way to decode, are those of all streams (`choice.py`). Only past rounds are used, never a draft token that
+is left out.
+
+Pure: no clock, no network. Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from coordinator.generation import Plan, Planner, Round
+from coordinator.length.choice import FIRST_CAP, Among, Prospects, SharedChoice
+from coordinator.length.ways import MAX_CHOSEN, PLAIN, Way
+from specwire.core import MAX_TREE_NODES
+from specwire.estimate.forecast import OwnAcceptance
+from specwire.estimate.rates import best_length
+
+_CHANGE_RATIO = 1.02
+"""A length replaces the stream's last one when it promises so many times its rate: outcomes were prepared for
+the last one."""
+_WAIT_RATIO = 0.9
+"""A proposal is waited for if it promises at least so many times the rate of plain decoding."""
+DEFAULT_TREE_NODES = 32
+"""Nodes of a tree whose depth alone is given: docs/drafts.md has what 16, 32 and 64 bring."""
+_USUAL_WAITS = 2
+"""A wait is not too long within so many times the usual one."""
+_SETTLING_ROUNDS = 3
+"""Rounds of a stream after its way has changed that are not counted: others may still be under the old one.
+Nor is its first, which has the prompt in it: with 64 streams, blocks with prompts took four times as long."""
+
+
+class Length(NamedTuple):
+    """The length to draft for a stream's next round; `best` is the one that is best with a wait."""
+
+    best: int
+    num_draft_tokens: int
+    waits: bool
+
+
+def choose(tokens: Sequence[float], prospects: Prospects, last: int, *, least: int, prepares: bool) -> Length:
+    """The length with the highest rate for a stream.
+
+    Args:
+        tokens: [cap + 1] that the stream's next round commits with 0, 1, ... draft tokens.
+        last: the best length of its last round.
+        least: 1 while the way is on trial, so that something is drafted.
+        prepares: whether outcomes are prepared.
+    """
+    times = prospects.times
+    best = best_length(tokens, times, least)
+    if least <= last < len(tokens):
+        gain = tokens[best] / times[best] * times[last] / tokens[last]
+        best = best if gain > _CHANGE_RATIO else last
+    pays = best > 0 and tokens[best] / times[best] > _WAIT_RATIO * tokens[0] / times[0]
+    if pays or not prepares:
+        return Length(best, best, waits=True)
+    return Length(best, best_length(tokens, prospects.unwaited, least), waits=False)
+
+
+def patience_s(num_draft_tokens: int, proposal_ns: float, prospects: Prospects) -> float:
+    """Longest worthwhile wait for a proposal, in seconds.
+
+    A proposal saves the time of as many plain rounds as it has accepted tokens. A round that waits as long as
+    that beyond the usual wait, and then goes on without, has lost at most twice what was at stake.
+    """
+    expected = prospects.tokens[num_draft_tokens] - 1
+    usual_ns = _USUAL_WAITS * proposal_ns
+    return (usual_ns + expected * prospects.times[0]) / 1e9 if usual_ns else math.inf
+
+
+class _Observer:
+    """Learns from the rounds of one stream."""
+
+    limit: int
+    _among: Among
+    _last = 0
+    _is_adaptive = False
+    """Whether what is believed of the stream's text is read before its next round."""
+
+    def __init__(self, shared: SharedChoice) -> None:
+        self._shared = shared
+        self._texts: dict[int, OwnAcceptance] = {}
+        self._way: Way | None = None
+        self._settling = 2
+
+    def _enter(self) -> tuple[Way, int]:
+        """The way of a round that begins, and how many outcomes are prepared."""
+        way, num_outcomes = self._shared.begin_round(self._among)
+        changes = self._way is not None and way != self._way
+        self._settling = _SETTLING_ROUNDS if changes else max(0, self._settling - 1)
+        self._way = way
+        return way, num_outcomes
+
+    def _text(self, num_nodes: int) -> OwnAcceptance:
+        """What is believed of the stream's text, for a shape of proposals."""
+        if num_nodes not in self._texts:
+            self._texts[num_nodes] = OwnAcceptance(self._shared.acceptances[num_nodes])
+        return self._texts[num_nodes]
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """See `generation.Planner`."""
+        way = PLAIN if self._way is None else self._way
+        if self._is_adaptive or self._shared.learns_next:
+            self._text(way.num_nodes).add(done.num_steps, done.outcome.num_accepted)
+        self._shared.add(done, way, elapsed_ns)
+        if way.num_nodes and done.num_steps and self._is_adaptive and not self._shared.follows:
+            self._shared.add_depth(way.num_nodes, self._last, done.num_steps)
+        if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
+            self._shared.add_settled(self._among, way, done.num_steps, elapsed_ns)
+
+
+class FixedLength(_Observer):
+    """Always the same length, however long it takes; only whether outcomes are prepared is chosen."""
+
+    def __init__(
+        self, num_draft_tokens: int, shared: SharedChoice, max_depth: int = 0, why_plain: str = ""
+    ) -> None:
+        """Args:
+        max_depth: longest path of a tree of so many draft tokens; 0 for chains.
+        why_plain: why the length is 0, if it is.
+        """
+        super().__init__(shared)
+        self.limit = min(num_draft_tokens, max_depth) if max_depth else num_draft_tokens
+        self._among = shared.among_fixed(self.limit, num_draft_tokens if max_depth else 0)
+        if num_draft_tokens:
+            self._plan = Plan(num_draft_tokens, max_depth=max_depth)
+        else:
+            self._plan = Plan(0, why_plain=why_plain)
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        num_outcomes = self._enter()[1] if self.limit else 0
+        if num_outcomes != self._plan.num_outcomes:
+            self._plan = replace(self._plan, num_outcomes=num_outcomes)
+        return self._plan
+
+
+class AdaptiveLength(_Observer):
+    """The best length for a stream's text, under the way of all streams."""
+
+    limit = MAX_CHOSEN
+    _is_adaptive = True
+
+    def __init__(self, shared: SharedChoice, *, has_trees: bool = False) -> None:
+        super().__init__(shared)
+        self._among = shared.among(has_trees=has_trees)
+        self._last = 0
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        before = self._way
+        way, num_outcomes = self._enter()
+        shared = self._shared
+        if way == PLAIN:
+            return Plan(0, why_plain=shared.why_not)
+        if before is not None and before.num_nodes != way.num_nodes:
+            self._last = 0
+        prospects = shared.prospects(way)
+        if shared.are_known:
+            tokens = self._text(way.num_nodes).tokens(shared.longest(way))
+            least = int(shared.on_trial(self._among))
+            found = choose(tokens, prospects, self._last, least=least, prepares=way.prepares)
+        else:
+            found = Length(FIRST_CAP, FIRST_CAP, waits=True)
+        self._last, length, waits = found
+        if not length:
+            return Plan(0, num_outcomes, why_plain=shared.why_not)
+        wait_s = patience_s(length, shared.costs.proposal_ns(way, length), prospects) if waits else 0.0
+        plan = Plan(length, num_outcomes, wait_s)
+        return replace(plan, num_draft_tokens=way.num_nodes, max_depth=length) if way.num_nodes else plan
+
+
+class WithText:
+    """A planner for a draft model, or for none, beside drafts from the text itself.
+
+    What such rounds accept and cost says nothing about the model, which does not learn from them.
+    """
+
+    def __init__(self, planner: Planner, num_text_tokens: int) -> None:
+        """Args:
+        num_text_tokens: most draft tokens of a proposal from the text.
+        """
+        self._planner = planner
+        self._num_text_tokens = num_text_tokens
+        self.limit = max(planner.limit, num_text_tokens)
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`."""
+        return replace(self._planner.plan(), num_text_tokens=self._num_text_tokens)
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """See `generation.Planner`."""
+        if not done.is_from_text:
+            self._planner.observe(done, elapsed_ns)
+
+
+class SeveralChains:
+    """Several chains of draft tokens: as long as a planner says, as many as a verify pass has room for."""
+
+    def __init__(self, planner: Planner, num_chains: int) -> None:
+        """Args:
+        planner: its measurements are of rounds with so many chains.
+        num_chains: most of a round.
+        """
+        self._planner = planner
+        self._num_chains = num_chains
+        self.limit = planner.limit
+
+    def plan(self) -> Plan:
+        """See `generation.Planner`. Nothing is prepared, for a round has too many outcomes."""
+        plan = self._planner.plan()
+        num_chains = min(self._num_chains, MAX_TREE_NODES // max(1, plan.num_draft_tokens))
+        return replace(plan, num_chains=num_chains, num_outcomes=0)
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        """See `generation.Planner`."""
+        self._planner.observe(done, elapsed_ns)
