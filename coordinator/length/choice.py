@@ -159,9 +159,8 @@ class SharedChoice:
         self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
         self._prospects: dict[Way, Prospects] = {}
         self._depths = dict.fromkeys(TREES, float(MAX_CHOSEN))  # that trees reach where they may be deeper
-        self._now = self._earned = self._spent = (
-            0.0  # seconds: so far, that trials may lose, that they may have
-        )
+        # Seconds: so far; that trials may lose; that they were expected to lose.
+        self._now = self._earned = self._spent = 0.0
         self._num_rounds = self._refresh_at = self._learn_at = self.num_trials = 0
         self.why_not = ""
 
@@ -231,7 +230,7 @@ class SharedChoice:
             return
         is_learnt, were_known = self.learns_next, self.are_known
         self._num_rounds += 1
-        self._now += elapsed_ns / 1e9 / max(1, self._num_streams)
+        self._now += elapsed_ns / 1e9 / self._num_streams
         if not is_learnt:
             return
         # An odd number: not the rounds of the same streams each time.
@@ -278,18 +277,7 @@ class SharedChoice:
         best = int(np.argmax(rates))
         if held.best in ways and rates[best] - rates[ways.index(held.best)] < math.log(_CHANGE_RATIO):
             best = ways.index(held.best)
-        block_s = held.block.time_ns / 1e9 / self._num_streams
-        switch_s = _SWITCH_ROUNDS * held.block.time_ns / 1e9 / held.block.num_rounds
-        worth, tried, cost = 0.0, best, 0.0
-        for i, rate in enumerate(rates):
-            spread = math.sqrt(max(0.0, covariance[i, i] + covariance[best, best] - 2 * covariance[i, best]))
-            gain = _expected_excess(rate - rates[best], spread)
-            loss = (gain - (rate - rates[best])) * block_s + switch_s
-            if i != best and _HORIZON_S * gain - loss > worth:
-                worth, tried, cost = _HORIZON_S * gain - loss, i, loss
-        if cost > _FIRST_TRIAL_ROUNDS * switch_s + self._earned - self._spent:
-            tried, cost = best, 0.0  # saved up for, as a cheaper trial is worth less
-        self._spent += cost
+        tried = self._worth_a_trial(rates, covariance, best, held.block)
         self.num_trials += tried != best and ways[tried] != held.way
         self._prospects.clear()
         self.why_not = self._reason()
@@ -297,12 +285,30 @@ class SharedChoice:
             compared = sorted(zip(rates, ways, strict=True), reverse=True)
             log.debug(
                 "%.3f ms a round of %s; now %s; expected tokens/s over the best: %s",
-                1e3 * switch_s / _SWITCH_ROUNDS,
+                held.block.time_ns / 1e6 / held.block.num_rounds,
                 held.way,
                 ways[tried],
                 ", ".join(f"{way} {math.exp(rate - rates[best]):.2f}" for rate, way in compared),
             )
         return self._hold(ways[tried], ways[best])
+
+    def _worth_a_trial(self, rates: Sequence[float], covariance: Any, best: int, block: Seen) -> int:
+        """Which to take next: the one of which a trial is worth most, or the best one.
+
+        A trial that is too dear now is saved up for: a cheaper one is worth less.
+        """
+        block_s, round_s = block.time_ns / 1e9 / self._num_streams, block.time_ns / 1e9 / block.num_rounds
+        worth, tried, cost = 0.0, best, 0.0
+        for i, rate in enumerate(rates):
+            spread = math.sqrt(max(0.0, covariance[i, i] + covariance[best, best] - 2 * covariance[i, best]))
+            gain = _expected_excess(rate - rates[best], spread)
+            loss = (gain - (rate - rates[best])) * block_s + _SWITCH_ROUNDS * round_s
+            if i != best and _HORIZON_S * gain - loss > worth:
+                worth, tried, cost = _HORIZON_S * gain - loss, i, loss
+        if cost > _FIRST_TRIAL_ROUNDS * round_s + self._earned - self._spent:
+            return best
+        self._spent += cost
+        return tried
 
     def _hold(self, way: Way, best: Way) -> _Held:
         return _Held(way, best, Seen(way, self._num_streams, self.costs.num_sequences, self._now))
@@ -353,7 +359,7 @@ class SharedChoice:
 
     def _num_streams_changed(self, held: _Held) -> bool:
         before, now = held.block.num_streams, self._num_streams
-        return before != now and abs(math.log2(max(1, now) / max(1, before))) >= _NEW_OCTAVES
+        return before != now and abs(math.log2(now / before)) >= _NEW_OCTAVES
 
     # --- what is said of it -------------------------------------------------------------------------
 
@@ -436,7 +442,8 @@ class SharedChoice:
 
     @property
     def _num_streams(self) -> int:
-        return self._num_own_streams() if self._num_followed is None else self._num_followed
+        num_streams = self._num_own_streams() if self._num_followed is None else self._num_followed
+        return max(1, num_streams)
 
     @property
     def options(self) -> tuple[object, ...]:

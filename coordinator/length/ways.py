@@ -137,7 +137,7 @@ class Beliefs:
 def _point(way: Way, num_streams: int, at: float) -> tuple[float, ...]:
     """drafts, prepares, is a tree, doublings of its cap, of its nodes, of streams, time."""
     nodes, cap, prepares = way
-    sizes = math.log2(cap or 1), math.log2(nodes or 1), math.log2(max(1, num_streams))
+    sizes = math.log2(cap or 1), math.log2(nodes or 1), math.log2(num_streams)
     return (cap > 0, prepares, nodes > 0, *sizes, at)
 
 
