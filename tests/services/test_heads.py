@@ -91,7 +91,7 @@ def test_a_client_that_stops_reading(stack: LocalStack) -> None:
 def test_the_command_drafts(stack: LocalStack) -> None:
     stack.client.generate(params=replace(GREEDY, draft="heads", num_draft_tokens=2), prompt_token_ids=PROMPT)
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
-    rows = {line.split()[0]: line for line in shown}
+    rows = {line.split()[0]: line for line in shown if line}
     assert list(rows) == [
         "draft",
         "model",

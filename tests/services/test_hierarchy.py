@@ -319,7 +319,7 @@ class TestThroughTheServices:
         stack.client.generate(params=replace(GREEDY, max_tokens=8), prompt_token_ids=PROMPT)
         shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
         [(here, num_rounds)] = [
-            (words[1], words[-5]) for line in shown if (words := line.split())[0] == "INNER>model"
+            (words[1], words[-5]) for line in shown if (words := line.split()) and words[0] == "INNER>model"
         ]
         assert here == "yes"
         assert int(num_rounds) > 0

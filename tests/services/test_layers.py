@@ -121,7 +121,7 @@ async def _four(address: str, params: SamplingParams) -> list[Sequence[int]]:
 def test_the_command_drafts(stack: LocalStack) -> None:
     stack.client.generate(params=replace(GREEDY, draft="layers"), prompt_token_ids=PROMPT)
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
-    rows = {line.split()[0]: line.split() for line in shown}
+    rows = {line.split()[0]: line.split() for line in shown if line}
     assert (rows["layers"][1], rows["heads"][1]) == ("yes", "no")
 
 

@@ -113,7 +113,7 @@ def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
     stack.client.generate(params=params, prompt_token_ids=PROMPT)
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
-    rows = {line.split()[0]: line for line in shown}
+    rows = {line.split()[0]: line for line in shown if line}
     assert rows["heads"].split()[1] == "no"
     assert rows[served.source].split()[1] == "yes"
     by_source = stack.client.get_status().by_source
