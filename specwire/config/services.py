@@ -220,8 +220,6 @@ class ModelServiceConfig(ServiceConfig):
         source, _ = named_own(self.model)
         check(not source, "model", self.model, f"is no model: see the verify service's flag --{source}")
         check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
-        alone = self.tensor_parallel_size == 1 or not self.batch_invariant
-        check(alone, "batch_invariant", self.batch_invariant, "is served on one device only")
         num_kv_tokens = self.num_kv_tokens
         check(num_kv_tokens >= self.page_len, "num_kv_tokens", num_kv_tokens, "is less than a page")
         for name in ("kv_cache_memory", "gpu_memory_utilization"):

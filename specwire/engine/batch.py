@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from specwire.engine.cache.copies import SlotCopies
 from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, runs_of, slots_of
-from specwire.errors import ContextLengthError, InvalidRequestError
+from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.rule.columns import padded
 from specwire.support import IntArray
 from specwire.tree import TokenTree
@@ -305,10 +305,19 @@ class Packer:
         pool: the pages.
         num_embeddings: exclusive upper bound of token ids.
         context_len: maximum tokens of one sequence, without the input of an encoder; None for no limit.
+        batch_invariant: refuse trees, whose tokens attend together.
     """
 
-    def __init__(self, pool: PagePool, num_embeddings: int, context_len: int | None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        num_embeddings: int,
+        context_len: int | None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self.pool = pool
+        self._batch_invariant = batch_invariant
         self._num_embeddings = num_embeddings
         self._context_len = context_len
 
@@ -321,6 +330,7 @@ class Packer:
                 tree, a sequence given twice, one that ends within the input of its encoder.
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
+            UnsupportedError: a tree where rows are to be bitwise independent of others.
         """
         feeds = Feeds.of(feeds)
         lengths = [cache.length for cache in feeds.caches]
@@ -356,6 +366,8 @@ class Packer:
 
     def _check(self, feed: Feed) -> None:
         num_query = len(feed.token_ids)
+        if self._batch_invariant and feed.tree is not None:
+            raise UnsupportedError("tree", "given", "--batch-invariant runs chains only")
         if num_query == 0:
             raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
         if min(feed.token_ids) < 0 or max(feed.token_ids) >= self._num_embeddings:

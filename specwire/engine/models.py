@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from specwire.config.models import EMBEDDED
@@ -14,7 +13,7 @@ from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, memory, mtp
 from specwire.engine.model.block import BlockRunner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
-from specwire.engine.model.graphs import CudaReplay, EagerReplay, Replay
+from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
 from specwire.engine.model.mtp import MtpRunner
@@ -60,7 +59,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         model,
         num_pages=num_pages,
         page_size=config.page_len,
-        replay=_replay(config, device),
+        replay=make_replay(config, device),
         batch_invariant=config.batch_invariant,
         shows_states=config.shows_states,
     )
@@ -87,15 +86,6 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     for flag, is_given in refused.items():
         if is_given:
             raise ModelLoadError(f"{source}: is an encoder-decoder, which is not served with {flag}")
-
-
-def _replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
-    """How passes of a few fixed sizes are repeated; None to run each pass as it is."""
-    if device.type != "cuda":
-        return None
-    if config.cuda_graphs:
-        return CudaReplay()
-    return EagerReplay() if config.batch_invariant else None
 
 
 def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:

@@ -20,7 +20,7 @@ from specwire.engine.group.messages import Assignment, Loaded, RankLocation, Ste
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model import memory
-from specwire.engine.model.graphs import CudaReplay
+from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.runner import ModelRunner
 
 
@@ -47,17 +47,25 @@ class Rank:
         store = control.substore(store, assignment.key)
         self._join(assignment, store)
         model, description = load_shard(
-            assignment.source, dtype=assignment.dtype, num_ranks=assignment.num_ranks
+            assignment.source,
+            dtype=assignment.dtype,
+            num_ranks=assignment.num_ranks,
+            in_rank_order=config.batch_invariant,
         )
         replay = None
-        if model.device.type == "cuda" and config.cuda_graphs:
-            substore = control.substore(store, "replay")
-            replay = AgreedReplay(CudaReplay(), substore, self._rank, assignment.num_ranks)
+        if one := make_replay(config, model.device):
+            replay = AgreedReplay(one, control.substore(store, "replay"), self._rank, assignment.num_ranks)
         self._runner = ModelRunner(
-            model, num_pages=_num_pages(config, model), page_size=config.page_len, replay=replay
+            model,
+            num_pages=_num_pages(config, model),
+            page_size=config.page_len,
+            replay=replay,
+            batch_invariant=config.batch_invariant,
         )
         if replay is not None:
             replay.warm(self._runner)
+        else:
+            self._runner.warm()
         return Loaded(
             description=description,
             context_len=self._runner.context_len,

@@ -75,7 +75,9 @@ class GroupRunner:
             gpu_memory_utilization=0.0,
         )
         self.pool = PagePool(loaded.num_pages, config.page_len)
-        self._packer = Packer(self.pool, loaded.num_embeddings, loaded.context_len)
+        self._packer = Packer(
+            self.pool, loaded.num_embeddings, loaded.context_len, batch_invariant=config.batch_invariant
+        )
         self.vocab_size = loaded.vocab_size
         self.description = loaded.description
 

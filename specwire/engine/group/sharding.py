@@ -4,12 +4,17 @@ transformers shards the parameters as DTensors while it reads them, so that a ra
 DTensors cost Python time in every call. So once they are loaded, the layers whose style is supported here run
 on the local shards, with the same collectives: one all-reduce after each row-wise layer and after the
 embedding, one all-gather of the logits. Layers of any other style are left to transformers.
+
+An all-reduce over more than two ranks adds a number's parts in an order that depends on where in the tensor it
+is, and so on the tokens beside it. Where a token is to be bitwise the same in any company, all ranks gather the
+parts instead, and add them in the order of the ranks.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +32,16 @@ _ROWS = "rowwise"
 _EMBEDDING = "embedding_rowwise"
 
 Forward = Callable[[Tensor], Tensor]
+Wrap = Callable[[nn.Module, Forward], Forward]
 
 
-def load_shard(source: str, *, dtype: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
+def load_shard(
+    source: str, *, dtype: str, num_ranks: int, in_rank_order: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """Load this rank's shard; torch.distributed must be initialised with `num_ranks` ranks.
+
+    Args:
+        in_rank_order: add what the ranks have computed in the order of the ranks.
 
     Returns:
         The model with the engine's attention, checked, and `loading.describe` of the whole model.
@@ -49,7 +60,7 @@ def load_shard(source: str, *, dtype: str, num_ranks: int) -> tuple[Any, dict[st
             source, loading.weights_dtype(config, dtype, device), distributed_config=distributed
         )
         description = loading.describe(model, source)
-        run_on_local_shards(model)
+        run_on_local_shards(model, in_rank_order=in_rank_order)
         loading.self_check(model)
     return model, description
 
@@ -71,25 +82,44 @@ def check_shardable(config: Any, num_ranks: int) -> None:
             raise ModelLoadError(f"{name}={num_heads} cannot be shared evenly by {num_ranks} ranks")
 
 
-def run_on_local_shards(model: Any) -> None:
-    """Replace DTensors by their local shards, in every layer whose style is supported here."""
+def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
+    """Replace DTensors by their local shards, in every layer whose style is supported here.
+
+    Raises:
+        ModelLoadError: sums are to be in the order of the ranks, and transformers makes some of them.
+    """
     plan: dict[str, str] = model.tp_plan
+    total = sum_in_rank_order if in_rank_order else _all_reduced
     shards: dict[int, nn.Parameter] = {}
-    wrappers: list[tuple[nn.Module, Callable[[nn.Module, Forward], Forward]]] = []
+    wrappers: list[tuple[nn.Module, Wrap]] = []
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        wrap = _wrapper(module, style)
+        wrap = _wrapper(module, style, total)
         if wrap is not None and isinstance(module.weight, DTensor):
             _note_first_row(module)
             _unwrap(module, shards)
             wrappers.append((module, wrap))
+    if in_rank_order:
+        _check_none_is_left(model)
     pack_linears(model)  # first, since it replaces `forward` by the bare product
     for module, wrap in wrappers:
         module.forward = wrap(module, module.forward)
 
 
-def _wrapper(module: nn.Module, style: str | None) -> Callable[[nn.Module, Forward], Forward] | None:
-    """Adds the collective to a layer's own forward; None for layers that are left to transformers."""
+def _check_none_is_left(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if isinstance(weight, DTensor):
+            raise ModelLoadError(
+                f"--batch-invariant: {name} is spread over ranks by transformers, which adds in an order of its own"
+            )
+
+
+def _wrapper(module: nn.Module, style: str | None, total: Forward) -> Wrap | None:
+    """Adds the collective to a layer's own forward; None for layers that are left to transformers.
+
+    Args:
+        total: sums over ranks.
+    """
     if isinstance(module, nn.Embedding):
         return _summed_embedding if style == _EMBEDDING else None
     if not isinstance(module, nn.Linear):
@@ -98,7 +128,7 @@ def _wrapper(module: nn.Module, style: str | None) -> Callable[[nn.Module, Forwa
         return _unchanged
     if style in _GATHERED:
         return _gathered
-    return _summed if style == _ROWS else None
+    return partial(_summed, total=total) if style == _ROWS else None
 
 
 def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
@@ -125,14 +155,36 @@ def _unchanged(module: nn.Module, product: Forward) -> Forward:
     return product
 
 
-def _summed(module: nn.Module, product: Forward) -> Forward:
+def _all_reduced(part: Tensor) -> Tensor:
+    """The sum over ranks."""
+    dist.all_reduce(part)
+    return part
+
+
+def sum_in_rank_order(part: Tensor) -> Tensor:
+    """The sum over ranks, (rank 0 + rank 1) + rank 2 and so on, wherever in the tensor a number is.
+
+    Gathering copies and computes nothing, so no algorithm, protocol or number of channels has a part in it.
+    """
+    total, *others = _all_gathered(part)
+    for other in others:
+        total = total + other
+    return total
+
+
+def _all_gathered(part: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    return parts
+
+
+def _summed(module: nn.Module, product: Forward, *, total: Forward) -> Forward:
     """Row-wise: partial products are summed; the bias, which every rank has, is added once."""
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     module.bias = None  # type: ignore[assignment]
 
     def forward(tokens: Tensor) -> Tensor:
-        output = product(tokens)
-        dist.all_reduce(output)
+        output = total(product(tokens))
         return output if bias is None else output + bias
 
     return forward
@@ -141,21 +193,19 @@ def _summed(module: nn.Module, product: Forward) -> Forward:
 def _gathered(module: nn.Module, product: Forward) -> Forward:
     """Column-wise, gathered on all ranks. Shards are equally wide except the last ones."""
     width: int = module.out_features  # type: ignore[assignment]
-    num_ranks = dist.get_world_size()
-    share = -(-width // num_ranks)
+    share = -(-width // dist.get_world_size())
 
     def forward(tokens: Tensor) -> Tensor:
         own = product(tokens)
         padded = nn.functional.pad(own, (0, share - own.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(num_ranks)]
-        dist.all_gather(parts, padded)
-        return torch.cat(parts, dim=-1)[..., :width]
+        return torch.cat(_all_gathered(padded), dim=-1)[..., :width]
 
     return forward
 
 
 def _summed_embedding(module: nn.Module, lookup: Forward) -> Forward:
-    """Row-wise embedding: the rank that has a token looks it up, the others contribute zeros."""
+    """Row-wise embedding: the rank that has a token looks it up, the others contribute zeros, whose order is
+    of no matter."""
     first: int = module.first_row  # type: ignore[assignment]
     num_rows = module.weight.shape[0]  # type: ignore[index]
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch
 from specwire.engine.model.padded import Bucket, Buckets, StepInputs
 
@@ -68,6 +69,15 @@ class CudaReplay:
             return output
 
         return replay
+
+
+def make_replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:
+    """How passes of a few fixed sizes are repeated; None to run each pass as it is."""
+    if device.type != "cuda":
+        return None
+    if config.cuda_graphs:
+        return CudaReplay()
+    return EagerReplay() if config.batch_invariant else None
 
 
 class PaddedSteps:

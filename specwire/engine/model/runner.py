@@ -100,7 +100,9 @@ class ModelRunner:
         self.pool = PagePool(num_pages, page_size)
         self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
-        self._packer = Packer(self.pool, self.num_embeddings, self.context_len)
+        self._packer = Packer(
+            self.pool, self.num_embeddings, self.context_len, batch_invariant=batch_invariant
+        )
         self.attention_path = (
             probe.attention_path(page_size) if replay or self.device.type == "cuda" else "views"
         )
@@ -240,14 +242,11 @@ class ModelRunner:
             states beside them, [sum of num_rows, vocab_size + state_size].
 
         Raises:
-            InvalidRequestError, ContextLengthError, ResourceExhaustedError: see `Packer.packed`. After any
-                error all caches have the lengths they had before.
-            UnsupportedError: a tree where rows are to be bitwise independent of others.
+            InvalidRequestError, ContextLengthError, ResourceExhaustedError, UnsupportedError: see
+                `Packer.packed`. After any error all caches have the lengths they had before.
         """
         if not feeds:
             return torch.empty(0, self.vocab_size)
-        if self._batch_invariant and any(feed.tree is not None for feed in feeds):
-            raise UnsupportedError("tree", "given", "--batch-invariant runs chains only")
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
 
